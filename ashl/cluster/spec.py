@@ -1,0 +1,91 @@
+"""What a cluster is, as a user declares it. Roles: workers are ranks 0 … n−1; a parameter server, if any, is rank n."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from ashl.errors import UsageError
+from ashl.option import Count, Natural, NonNegative, Positive, option
+
+
+@option
+class Event:
+    """From `time_s` on, a worker computes or communicates at another slowdown factor."""
+
+    time_s: NonNegative
+    worker: Natural
+    compute: Positive | None = None
+    link: Positive | None = None
+    fail: bool = False
+    join: bool = False
+
+
+@option
+class Cluster:
+    """An emulated cluster: each worker is slower than the machine it runs on by a declared factor.
+
+    A step of worker i takes `compute[i] · step_s`. A transfer takes `link[i] · exchange_s / 2 · bytes / dense bytes`
+    where `exchange_s` is declared, and otherwise latency + bytes / bandwidth with the ports of both ends occupied.
+    """
+
+    paced: ClassVar[bool] = True
+
+    compute: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    link: tuple[Positive, ...] | None
+    step_s: Positive | None
+    exchange_s: NonNegative | None
+    bandwidth_mbit_s: Positive | None
+    latency_s: NonNegative | None
+    server_bandwidth_mbit_s: Positive | None
+    compress_s: NonNegative | None
+    server_step_s: NonNegative | None
+    node: tuple[Natural, ...] | None
+    inner_bandwidth_mbit_s: Positive | None
+    jitter: NonNegative
+    events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.compute)
+        for name, values in (("link", self.link), ("node", self.node)):
+            if values is not None and len(values) != n:
+                raise UsageError(
+                    f"cluster.{name} has {len(values)} entries and cluster.compute has {n}; give one entry per worker"
+                )
+        if self.inner_bandwidth_mbit_s is not None and self.node is None:
+            raise UsageError("cluster.inner_bandwidth_mbit_s needs cluster.node: which machine is each worker on?")
+        for event in self.events:
+            if event.worker >= n:
+                raise UsageError(f"cluster.events names worker {event.worker}, but there are only workers 0 to {n - 1}")
+            if event.fail or event.join:
+                raise UsageError("cluster.events: `fail` and `join` are not built yet; use `compute` or `link`")
+            if event.compute is None and event.link is None:
+                raise UsageError(
+                    f"cluster.events: the event at {event.time_s} s changes nothing; add compute= or link="
+                )
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.compute)
+
+    @property
+    def links(self) -> tuple[float, ...]:
+        return self.link or (1.0,) * self.num_workers
+
+    def missing(self) -> list[str]:
+        """The costs that exact virtual time needs and nobody declared. A missing cost is an error, never zero."""
+        names = [name for name in ("step_s", "compress_s", "server_step_s") if getattr(self, name) is None]
+        if self.exchange_s is None:
+            names += [name for name in ("bandwidth_mbit_s", "latency_s") if getattr(self, name) is None]
+            if self.node is not None and self.inner_bandwidth_mbit_s is None:
+                names.append("inner_bandwidth_mbit_s")
+        return names
+
+
+@option
+class RealCluster:
+    """The processes that are there, as fast as they are: nothing is paced and nothing is emulated."""
+
+    paced: ClassVar[bool] = False
+    num_workers: Count | None

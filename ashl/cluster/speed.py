@@ -1,0 +1,77 @@
+"""How long computing takes: declared seconds per step, slowdown factors, jitter, and events that change a factor."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ashl.cluster.spec import Cluster
+
+NS = 1e9
+BLOCK = 1024  # jitter is drawn in blocks: one generator per block keeps it counter-based and cheap
+
+
+class Factors:
+    """The slowdown factor of each worker over time, for one of "compute" and "link"."""
+
+    def __init__(self, cluster: Cluster, what: str) -> None:
+        self.base = cluster.compute if what == "compute" else cluster.links
+        self.changes: dict[int, list[tuple[int, float]]] = {}
+        for event in sorted(cluster.events, key=lambda e: e.time_s):
+            if (factor := getattr(event, what)) is not None:
+                self.changes.setdefault(event.worker, []).append((round(event.time_s * NS), factor))
+
+    def at(self, worker: int, now_ns: int) -> float:
+        """The factor in force now. The server (rank n) and whatever has no entry is at factor 1."""
+        if worker >= len(self.base):
+            return 1.0
+        factor = self.base[worker]
+        for time_ns, changed in self.changes.get(worker, ()):
+            if time_ns <= now_ns:
+                factor = changed
+        return factor
+
+
+class Speed:
+    """Cost of a computation in integer nanoseconds, rounded once.
+
+    Jitter multiplies a step by a lognormal draw with mean 1 and the declared relative standard deviation; draw k of
+    worker i is a pure function of (seed, i, k).
+    """
+
+    def __init__(self, cluster: Cluster, batch: int, seed: int) -> None:
+        self.cluster, self.batch, self.seed = cluster, batch, seed
+        self.factors = Factors(cluster, "compute")
+        self.step_s = cluster.step_s
+        self._drawn: dict[int, int] = {}
+        self._blocks: dict[int, np.ndarray] = {}
+        self._cache: dict[tuple[int, float], int] = {}
+        self._plain = not cluster.events and not cluster.jitter
+
+    def cost_ns(self, worker: int, kind: str, work: float, now_ns: int) -> int | None:
+        """None where it is not declared, so that it has to be measured."""
+        if kind == "compute":
+            if self._plain:  # the hot path of a simulation with thousands of workers
+                if (cost := self._cache.get((worker, work))) is None and self.step_s is not None:
+                    cost = self._cache[worker, work] = self._step_ns(worker, work, now_ns)
+                return cost
+            return None if self.step_s is None else self._step_ns(worker, work, now_ns)
+        seconds = self.cluster.server_step_s if kind == "apply" else self.cluster.compress_s
+        return None if seconds is None else round(seconds * work * NS)
+
+    def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
+        assert self.step_s is not None
+        seconds = self.factors.at(worker, now_ns) * self.step_s * (work / self.batch)
+        if self.cluster.jitter:
+            seconds *= self._draw(worker)
+        return round(seconds * NS)
+
+    def _draw(self, worker: int) -> float:
+        k = self._drawn.get(worker, 0)
+        self._drawn[worker] = k + 1
+        if k % BLOCK == 0:
+            bits = np.random.Philox(key=[self.seed, worker], counter=[0, 0, 0, k // BLOCK])
+            sigma2 = math.log1p(self.cluster.jitter**2)
+            self._blocks[worker] = np.random.Generator(bits).lognormal(-sigma2 / 2, math.sqrt(sigma2), BLOCK)
+        return float(self._blocks[worker][k % BLOCK])

@@ -1,0 +1,38 @@
+"""The index stream of one worker."""
+
+import numpy as np
+
+from ashl.data.rng import Purpose, permutation
+
+
+class Batches:
+    """Minibatches of one shard, each a pure function of (seed, worker, step).
+
+    The shard is walked epoch after epoch, in a new order each time; a batch that reaches the end of one epoch goes on
+    in the next, so that every batch is full and every sample is visited once per epoch. Without `shuffle` each epoch
+    has the shard's own order.
+    """
+
+    def __init__(self, shard: np.ndarray, batch: int, seed: int, worker: int, shuffle: bool = True) -> None:
+        if not 1 <= batch <= len(shard):
+            raise ValueError(f"a batch of {batch} does not fit a shard of {len(shard)} samples")
+        self._shard, self._batch, self._seed, self._worker, self._shuffle = shard, batch, seed, worker, shuffle
+        self._epochs: dict[int, np.ndarray] = {}  # a memo, never part of the answer
+
+    def indices(self, step: int) -> np.ndarray:
+        """The samples of batch number `step`, int64 [batch]."""
+        epoch, start = divmod(step * self._batch, len(self._shard))
+        head = self._epoch(epoch)[start : start + self._batch]
+        if len(head) == self._batch:
+            return head
+        return np.concatenate([head, self._epoch(epoch + 1)[: self._batch - len(head)]])
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return self._shard
+        if epoch not in self._epochs:
+            while len(self._epochs) > 1:  # a batch touches at most two epochs
+                self._epochs.pop(next(iter(self._epochs)))
+            order = permutation(len(self._shard), self._seed, Purpose.ORDER, self._worker, epoch)
+            self._epochs[epoch] = self._shard[order]
+        return self._epochs[epoch]

@@ -1,0 +1,94 @@
+"""What a data set is to the rest of the house: two splits, in memory or decoded on demand, and how to learn from it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.errors import DataMissingError, UsageError
+from ashl.option import Count, Positive, option
+
+
+class Samples(Protocol):
+    """A tensor [n, *sample_shape], or what answers an index tensor [b] with [b, *sample_shape] as one would."""
+
+    def __getitem__(self, index: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """One half of a data set.
+
+    `inputs` are float32 as the model wants them, or uint8 pixels, which are normalised batch by batch to
+    `(pixel / 255 - mean) / std` per channel: a quarter of the memory, and the same numbers.
+    """
+
+    inputs: Samples
+    targets: Tensor  # int64 classes [n], or float32 values [n, outputs]
+    mean: tuple[float, ...] = ()  # per channel, for uint8 only
+    std: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class of each sample, int64 [n]; all zeros where the targets are values."""
+        return np.zeros(len(self), np.int64) if self.targets.is_floating_point() else self.targets.numpy()
+
+    def batch(self, indices: np.ndarray, device: str = "cpu") -> tuple[Tensor, Tensor]:
+        """Inputs float32 [b, *sample_shape] and targets of the samples named, on `device`."""
+        index = torch.from_numpy(indices)
+        inputs, targets = self.inputs[index].to(device), self.targets[index].to(device)
+        if inputs.dtype == torch.uint8:
+            mean, std = torch.tensor([self.mean, self.std], device=device)[:, :, None, None]
+            inputs = torch.addcmul(-mean / std, inputs.float(), 1 / (255 * std))
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class Data:
+    """A loaded data set."""
+
+    train: Split
+    test: Split
+    sample_shape: tuple[int, ...]
+    num_classes: int  # number of outputs of the model
+    loss: Literal["cross_entropy", "squared"]  # squared: half of the mean squared error
+    augment: Literal["none", "crop_flip"] = "none"  # applied to training batches by the learner
+
+
+@option
+class Dataset:
+    """The fields that every data set's option has."""
+
+    batch_size: Count
+    partition: Literal["iid", "dirichlet", "plan", "interleaved"]
+    alpha: Positive | None
+    epochs: Positive
+
+    def __post_init__(self) -> None:
+        if self.partition == "dirichlet" and self.alpha is None:
+            raise UsageError("dataset.partition=dirichlet needs dataset.alpha; add for example dataset.alpha=0.5.")
+        if self.partition != "dirichlet" and self.alpha is not None:
+            raise UsageError(
+                f"dataset.alpha={self.alpha} has no effect with dataset.partition={self.partition}; "
+                "leave it out or take dataset.partition=dirichlet."
+            )
+
+
+def resolve(root: str) -> Path:
+    """The absolute path of a data root as a user writes it."""
+    return Path(root).expanduser().resolve()
+
+
+def missing(name: str, searched: Path, expected: str, *, download: bool) -> DataMissingError:
+    """The one sentence about data that is not there: what, where it was looked for, and every way out."""
+    ways = "dataset.download=true to fetch it, " if download else ""
+    return DataMissingError(
+        f"Data set {name} is not, or not whole, in {searched} (expected: {expected}); take {ways}ASHL_DATA=DIR or "
+        "dataset.root=DIR to name the folder that holds it, or dataset=digits, which is always there."
+    )

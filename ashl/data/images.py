@@ -1,0 +1,96 @@
+"""torchvision's small image data sets, held in memory as uint8."""
+
+import fcntl
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ashl.data.dataset import Data, Dataset, Split, missing, resolve
+from ashl.data.vision import load_torchvision
+from ashl.errors import AshlError, DataMissingError
+from ashl.option import option
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a data set before it is read; mean and std are those of its training pixels, scaled to 0 … 1."""
+
+    files: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+IDX = "{train,t10k}-{images-idx3,labels-idx1}-ubyte"
+KNOWN = {
+    "MNIST": Known(f"MNIST/raw/{IDX}", (0.1307,), (0.3081,)),
+    "FashionMNIST": Known(f"FashionMNIST/raw/{IDX}", (0.2860,), (0.3530,)),
+    "CIFAR10": Known(
+        "cifar-10-batches-py/{data_batch_1..5,test_batch,batches.meta}",
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+    ),
+    "CIFAR100": Known("cifar-100-python/{train,test,meta}", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
+
+@option
+class Images(Dataset):
+    """MNIST (LeCun et al., 1998), Fashion-MNIST (Xiao et al., 2017), CIFAR-10 or CIFAR-100 (Krizhevsky, 2009).
+
+    The files are torchvision's, in torchvision's layout below `root`.
+    """
+
+    name: Literal["MNIST", "FashionMNIST", "CIFAR10", "CIFAR100"]
+    root: str
+    download: bool
+    augment: Literal["none", "crop_flip"]
+
+    def load(self) -> Data:
+        """Reads both splits, fetching them first where `download` says so. Raises DataMissingError."""
+        root = resolve(self.root)
+        if self.download:
+            with _alone(root):
+                return self._read(root, download=True)
+        return self._read(root, download=False)
+
+    def _read(self, root: Path, *, download: bool) -> Data:
+        known, datasets = KNOWN[self.name], load_torchvision().datasets
+        try:
+            both = [getattr(datasets, self.name)(root, train=train, download=download) for train in (True, False)]
+        except Exception as error:  # of many kinds, by data set, and by what is missing, broken or out of reach
+            if download:
+                raise DataMissingError(
+                    f"Data set {self.name} could not be fetched into {root} ({' '.join(str(error).split())}); copy "
+                    f"{known.files} there from a machine with a network, or take dataset=digits, which is always there."
+                ) from error
+            raise missing(self.name, root, known.files, download=True) from error
+        pixels = [_pixels(half.data) for half in both]
+        train, test = (
+            Split(x, torch.as_tensor(half.targets), known.mean, known.std) for x, half in zip(pixels, both, strict=True)
+        )
+        shape = tuple(pixels[0].shape[1:])
+        return Data(train, test, shape, len(both[0].classes), loss="cross_entropy", augment=self.augment)
+
+
+def _pixels(data) -> torch.Tensor:
+    pixels = torch.as_tensor(data)
+    return pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+
+
+@contextmanager
+def _alone(root: Path) -> Generator[None]:
+    """One process of a machine fetches, the others wait and then find the files."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / ".ashl.lock").open("w")
+    except OSError as error:
+        raise AshlError(
+            f"{root} cannot be written ({error.strerror}); take dataset.root=DIR to name another."
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

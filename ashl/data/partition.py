@@ -1,0 +1,74 @@
+"""Which worker gets which training sample."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ashl.data.dataset import Data
+from ashl.data.rng import Purpose, permutation, stream
+from ashl.errors import UsageError
+
+DRAWS = 100  # Dirichlet shares are drawn anew, at most this often, until every shard holds a batch
+
+
+def shards(
+    data: Data,
+    partition: str,
+    num_workers: int,
+    shares: Sequence[float],
+    alpha: float | None,
+    seed: int,
+    batch: Sequence[int],
+) -> list[np.ndarray]:
+    """Disjoint shards that cover the training set: sorted sample numbers, int64, one array per worker.
+
+    `iid`: equal random parts. `plan`: random parts in proportion to `shares` (any positive numbers). `dirichlet`: each
+    class is dealt out by shares of its own, drawn from Dir(alpha); the smaller alpha, the fewer classes a worker sees
+    (Hsu, Qi and Brown, "Measuring the effects of non-identical data distribution", 2019). `interleaved`: worker i takes
+    every num_workers-th sample from i on, for exact comparisons; its batches are not to be shuffled.
+
+    `batch` is each worker's batch size. Raises UsageError when one is larger than its shard.
+    """
+    total = len(data.train)
+    if partition == "interleaved":
+        parts = [np.arange(worker, total, num_workers) for worker in range(num_workers)]
+    elif partition == "dirichlet":
+        if alpha is None or data.loss == "squared":
+            raise UsageError("dataset.partition=dirichlet needs class labels and dataset.alpha; take another one.")
+        parts = _dirichlet(data, num_workers, alpha, seed, batch)
+    else:
+        sizes = _apportion(total, shares if partition == "plan" else [1.0] * num_workers)
+        order = permutation(total, seed, Purpose.PARTITION)
+        parts = [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
+    for worker, (part, size) in enumerate(zip(parts, batch, strict=True)):
+        if size > len(part):
+            raise UsageError(
+                f"Worker {worker}'s shard holds {len(part)} samples, fewer than its batch of {size}; take "
+                f"dataset.batch_size={max(len(part), 1)} or less, fewer workers, or a more even dataset.partition."
+            )
+    return parts
+
+
+def _apportion(total: int, shares: Sequence[float]) -> np.ndarray:
+    """Whole numbers that add up to `total`, in proportion to `shares` by largest remainder (ties to the lower rank)."""
+    ideal = np.asarray(shares, float) / np.sum(shares) * total
+    sizes = np.floor(ideal).astype(np.int64)
+    late = np.argsort(-(ideal - sizes), kind="stable")[: total - int(sizes.sum())]
+    sizes[late] += 1
+    return sizes
+
+
+def _dirichlet(data: Data, num_workers: int, alpha: float, seed: int, batch: Sequence[int]) -> list[np.ndarray]:
+    labels = data.train.labels
+    for draw in range(DRAWS):
+        generator = stream(seed, Purpose.PARTITION, step=draw)
+        parts: list[list[np.ndarray]] = [[] for _ in range(num_workers)]
+        for label in np.unique(labels):
+            members = generator.permutation(np.flatnonzero(labels == label))
+            cuts = np.round(np.cumsum(generator.dirichlet([alpha] * num_workers)) * len(members)).astype(np.int64)
+            for worker, piece in enumerate(np.split(members, cuts[:-1])):
+                parts[worker].append(piece)
+        shard = [np.sort(np.concatenate(pieces)) for pieces in parts]
+        if all(len(part) >= size for part, size in zip(shard, batch, strict=True)):
+            break
+    return shard

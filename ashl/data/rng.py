@@ -1,0 +1,43 @@
+"""The random streams of data and learning: counter-based, so that no draw depends on what was drawn before it.
+
+Every stream is named by (seed, purpose, worker, step) and starts afresh, hence an order of execution, a restart or
+another process cannot change it. Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Purpose(IntEnum):
+    """What a stream is drawn for; two purposes never share numbers."""
+
+    SPLIT = 1  # which samples are for training and which for testing
+    SAMPLES = 2  # making up synthetic samples
+    PARTITION = 3  # which worker gets which sample
+    ORDER = 4  # in which order a worker visits its shard
+    AUGMENT = 5  # crops and flips
+    INIT = 6  # the first parameters
+    MODEL = 7  # dropout and whatever else a model draws in training
+    SUBSET = 8  # the training samples that evaluation looks at
+
+
+def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:
+    """The bit generator of one stream; the counter's lowest word counts the draws."""
+    return np.random.Philox(key=[seed, purpose], counter=[0, step, worker, 0])
+
+
+def stream(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Generator:
+    """A generator at the start of one stream."""
+    return np.random.Generator(bits(seed, purpose, worker, step))
+
+
+def permutation(length: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.ndarray:
+    """0 … length-1 in random order, int64, by sorting raw words: only those are the same in every numpy version."""
+    words = bits(seed, purpose, worker, step).random_raw(length)
+    return np.argsort(words, kind="stable")
+
+
+def torch_seed(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> int:
+    """A seed for one of torch's own generators, below 2^63."""
+    return int(bits(seed, purpose, worker, step).random_raw()) >> 1

@@ -1,0 +1,58 @@
+"""A classification task made up on the spot, of any size and shape: for throughput, and learnable all the same."""
+
+import math
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from ashl.data.dataset import Data, Dataset, Split
+from ashl.data.rng import Purpose, stream
+from ashl.errors import UsageError
+from ashl.option import Count, Natural, Positive, option
+
+PATCH = 4  # images: pixels per side of a patch of one colour, so that convolution and pooling keep the pattern
+
+
+@option
+class Synthetic(Dataset):
+    """One Gaussian cluster per class, of unit variance, whose centres lie `separation` apart.
+
+    The difficulty is the same for every shape: two classes are confused with probability Q(separation / 2) by the best
+    classifier there is, Q being the normal distribution's tail. Centres of images are made of patches of 4x4 pixels.
+    """
+
+    shape: Annotated[list[Count], Field(min_length=1, max_length=3)]
+    num_classes: Annotated[int, Field(ge=2)]
+    num_train: Count
+    num_test: Count
+    separation: Positive
+    seed: Natural
+
+    def load(self) -> Data:
+        """Raises UsageError for a shape that is neither [features] nor [channels, height, width]."""
+        if len(self.shape) == 2:
+            raise UsageError("dataset.shape has two entries; take [features] or [channels, height, width].")
+        generator = stream(self.seed, Purpose.SAMPLES)
+        centres = torch.from_numpy(self._centres(generator)).float()
+
+        def split(count: int) -> Split:
+            classes = torch.from_numpy(generator.integers(0, self.num_classes, count))
+            noise = torch.from_numpy(generator.standard_normal((count, *self.shape), dtype=np.float32))
+            return Split(noise.add_(centres[classes]), classes)
+
+        train, test = split(self.num_train), split(self.num_test)
+        return Data(train, test, sample_shape=tuple(self.shape), num_classes=self.num_classes, loss="cross_entropy")
+
+    def _centres(self, generator: np.random.Generator) -> np.ndarray:
+        """Random directions of equal length, nearly orthogonal, so that any two are `separation` apart."""
+        if len(self.shape) == 3:
+            channels, height, width = self.shape
+            patches = (self.num_classes, channels, -(-height // PATCH), -(-width // PATCH))
+            coarse = generator.standard_normal(patches)
+            centres = coarse.repeat(PATCH, axis=2).repeat(PATCH, axis=3)[:, :, :height, :width]
+        else:
+            centres = generator.standard_normal((self.num_classes, *self.shape))
+        length = np.sqrt(np.square(centres).reshape(self.num_classes, -1).sum(axis=1))
+        return centres / length.reshape(-1, *[1] * len(self.shape)) * self.separation / math.sqrt(2)

@@ -1,0 +1,19 @@
+"""Every way a command can end badly: one sentence for the user, one exit code for scripts."""
+
+
+class AshlError(Exception):
+    """The run failed. The message is the one sentence the user reads; it names the fix where there is one."""
+
+    exit_code = 1
+
+
+class UsageError(AshlError):
+    """The command line or the configuration asks for something impossible."""
+
+    exit_code = 2
+
+
+class DataMissingError(AshlError):
+    """A data set is not where it was looked for."""
+
+    exit_code = 3

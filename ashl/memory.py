@@ -1,0 +1,21 @@
+"""Memory for vectors that live for one step."""
+
+import ctypes
+from functools import cache
+
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+@cache
+def keep_pages() -> None:
+    """Tells glibc to keep freed memory in this process for the next vector, instead of giving it back to the system.
+
+    Parameters are values here, so that every step makes new vectors. By default glibc maps and unmaps each one above a
+    few hundred kilobytes, and faulting its pages in anew took longer than the arithmetic: on 11 million parameters an
+    SGD step took 64 ms, and 25 ms with the pages kept. Elsewhere than on glibc this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_ARENA_MAX, 1)  # the arenas of other threads would be given back all the same

@@ -1,0 +1,23 @@
+"""Whether a model can take what a data set gives."""
+
+from ashl.errors import UsageError
+
+
+def image_shape(model: str, sample_shape: tuple[int, ...], at_least: int) -> tuple[int, int, int]:
+    """Channels, height and width of a sample.
+
+    Raises UsageError when samples are not images, or are smaller than `at_least` pixels on a side.
+    """
+    text = "x".join(map(str, sample_shape))
+    if len(sample_shape) != 3:
+        raise UsageError(
+            f"Model {model} needs images (channels, height, width), but a sample of this data set has shape {text}; "
+            "take model=mlp or model=linear."
+        )
+    channels, height, width = sample_shape
+    if min(height, width) < at_least:
+        raise UsageError(
+            f"Model {model} needs images of at least {at_least}x{at_least} pixels, but a sample of this data set "
+            f"has shape {text}; take model=cnn or model=mlp."
+        )
+    return channels, height, width

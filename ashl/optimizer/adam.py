@@ -1,0 +1,50 @@
+"""Adam, and AdamW."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ashl.optimizer.schedule import Decay, Scheduled
+from ashl.option import Positive, option
+
+Moments = tuple[Tensor, ...]
+
+
+@option
+class Adam(Scheduled):
+    """Adam, as torch.optim.Adam has it: Kingma and Ba, ICLR 2015. Weight decay joins the gradient.
+
+    m ← β1 m + (1 - β1) g;  v ← β2 v + (1 - β2) g²;  w ← w - η m̂ / (√v̂ + ε), with the bias of both means taken out.
+    """
+
+    beta1: Decay
+    beta2: Decay
+    eps: Positive
+
+    def init(self, num_params: int) -> Moments:
+        """The number of steps (a scalar tensor) and the two means, zeros [d]."""
+        return torch.zeros((), dtype=torch.int64), torch.zeros(num_params), torch.zeros(num_params)
+
+    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""
+        if self.weight_decay:
+            grad = torch.add(grad, params, alpha=self.weight_decay)
+        return self._descend(moments, params, grad, lr)
+
+    def _descend(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+        count, first, second = moments[0] + 1, moments[1], moments[2]
+        steps = int(count)
+        first = torch.lerp(first, grad, 1 - self.beta1)
+        second = torch.mul(second, self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        scale = second.sqrt().div_(math.sqrt(1 - self.beta2**steps)).add_(self.eps)
+        return (count, first, second), torch.addcdiv(params, first, scale, value=-lr / (1 - self.beta1**steps))
+
+
+@option
+class AdamW(Adam):
+    """Adam with decoupled weight decay, w ← (1 - ηλ) w before each step: Loshchilov and Hutter, ICLR 2019."""
+
+    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""
+        return self._descend(moments, params * (1 - lr * self.weight_decay), grad, lr)

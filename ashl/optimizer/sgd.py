@@ -1,0 +1,42 @@
+"""Stochastic gradient descent."""
+
+import torch
+from torch import Tensor
+
+from ashl.errors import UsageError
+from ashl.optimizer.schedule import Decay, Scheduled
+from ashl.option import option
+
+Moments = tuple[Tensor, ...]
+
+
+@option
+class SGD(Scheduled):
+    """SGD with momentum, as torch.optim.SGD has it.
+
+    g ← g + λw;  m ← μm + g;  w ← w - η m, or w ← w - η (g + μm) with Nesterov's look-ahead.
+    Polyak, 1964; Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
+    """
+
+    momentum: Decay
+    nesterov: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise UsageError("optimizer.nesterov=true needs momentum; add for example optimizer.momentum=0.9.")
+
+    def init(self, num_params: int) -> Moments:
+        """The momentum, zeros [d]; nothing without momentum."""
+        return (torch.zeros(num_params),) if self.momentum else ()
+
+    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""
+        if self.weight_decay:
+            grad = torch.add(grad, params, alpha=self.weight_decay)
+        if not self.momentum:
+            return (), torch.add(params, grad, alpha=-lr)
+        ours = self.weight_decay and not self.nesterov  # a temporary of this step, that may be written over
+        momentum = (grad.add_ if ours else grad.add)(moments[0], alpha=self.momentum)
+        direction = torch.add(grad, momentum, alpha=self.momentum) if self.nesterov else momentum
+        return (momentum,), torch.add(params, direction, alpha=-lr)

@@ -1,0 +1,89 @@
+"""A plan: every choice of a run, resolved into plain values. It is the same for virtual time and for a real run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEMA = 1
+Spec = dict[str, Any]  # `_target_` and its parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """What one worker does in one stage."""
+
+    local_steps: int  # H, between two merges
+    batch: int  # samples of one step
+    data_share: float  # of the training set
+    compression_ratio: float  # kept share of the update; 1 = dense
+    predicted_cycle_s: float | None  # H steps, push and pull; null where costs are not declared
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    name: str
+    sync: Spec
+    topology: Spec
+    aggregate: Spec
+    compression: Spec
+    optimizer: Spec
+    until: dict[str, float]  # empty: until the run's own stop rule
+    workers: tuple[WorkerPlan, ...]
+    predicted_steps_per_s: float | None = None
+    predicted_wait_share: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a run ends (the first that is reached) and when it is evaluated."""
+
+    epochs: float | None
+    steps: int | None
+    seconds: float | None
+    target_accuracy: float | None
+    target_loss: float | None
+    target_hold: int
+    eval_every_s: float | None
+    eval_every_commits: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole run. Specs are `_target_` mappings that `ashl.build` turns into objects in every process."""
+
+    schema: int
+    name: str
+    seed: int
+    num_workers: int
+    num_ranks: int  # the workers, and the server where there is one
+    num_params: int
+    model: Spec
+    dataset: Spec
+    cluster: Spec
+    runtime: Spec
+    limits: Limits
+    stages: tuple[StagePlan, ...]
+    allow_targets: tuple[str, ...] = ()
+
+    @property
+    def home(self) -> int:
+        """The rank that judges, counts and hands out snapshots: the server, or worker 0 where there is none."""
+        return self.num_workers if self.num_ranks > self.num_workers else 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Raises ValueError, KeyError or TypeError on anything that is not a plan of this schema."""
+        data: Any = json.loads(text)
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema')} where {SCHEMA} was expected")
+        for stage in data["stages"]:
+            stage["workers"] = tuple(WorkerPlan(**worker) for worker in stage["workers"])
+        data["stages"] = tuple(StagePlan(**stage) for stage in data["stages"])
+        data["limits"] = Limits(**data["limits"])
+        data["allow_targets"] = tuple(data["allow_targets"])
+        return Plan(**data)

@@ -1,0 +1,83 @@
+"""What a plan should reach: its stages timed in virtual time, without gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster
+from ashl.cluster.speed import NS, Speed
+from ashl.plan.plan import Limits, StagePlan
+from ashl.program import program
+from ashl.runtime.sim import Sim
+from ashl.stage import Stage
+
+CYCLES = 64  # of every worker: enough for the slack of a bounded lead to be used up
+ROUNDS = 20_000  # of all workers together: enough for thousands of them, and quick
+WITHOUT = Limits(
+    epochs=None,
+    steps=None,
+    seconds=None,
+    target_accuracy=None,
+    target_loss=None,
+    target_hold=1,
+    eval_every_s=None,
+    eval_every_commits=None,
+)
+
+
+class Silent:
+    """An observer that keeps how a stage ended and where its workers' time went."""
+
+    rounds = False
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.stopping: str | None = None
+        self.steps = self.end_ns = self.wait_ns = 0
+
+    def emit(self, record: dict) -> None:
+        if record["kind"] == "stage":
+            self.steps, self.end_ns = record["steps"], record["end_ns"]
+        elif record["kind"] == "ledger" and record["rank"] < self.num_workers:
+            self.wait_ns += record["totals_ns"]["wait"]
+
+    def snapshot(self, record: dict, params: Any) -> None:
+        """Nothing is learned, so there is nothing to evaluate."""
+
+
+def timed(stage: Stage, cluster: Cluster, steps: int, batch: int, num_ranks: int) -> Silent:
+    """How a stage stands after so many steps."""
+    seen = Silent(stage.num_workers)
+    bounded = replace(stage, limits=replace(WITHOUT, steps=steps))
+    sim = Sim(num_ranks, Speed(cluster, batch, seed=0), network(cluster, stage.trainer.dense_bytes), seen)
+    sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
+    return seen
+
+
+def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
+    """The stage's plan with each worker's cycle, and steps/s and wait share in the long run, filled in."""
+    plan, n = stage.plan, stage.num_workers
+    steady = replace(cluster, jitter=0.0, events=())
+    num_ranks = n + stage.topology.has_server
+    per_cycle = sum(1 if stage.sync.exchange == "gradient" else w.local_steps for w in plan.workers)
+    cycles = max(4, min(CYCLES, ROUNDS // n))
+    half = timed(stage, steady, cycles * per_cycle, batch, num_ranks)
+    whole = timed(stage, steady, 2 * cycles * per_cycle, batch, num_ranks)
+    span_ns = whole.end_ns - half.end_ns
+    speed = Speed(steady, batch, seed=0)
+    net = network(steady, stage.trainer.dense_bytes)
+    workers = []
+    for rank, worker in enumerate(plan.workers):
+        step_ns = speed.cost_ns(rank, "compute", worker.batch, 0)
+        assert step_ns is not None
+        exchange_ns = net.exchange_ns(rank, n, stage.trainer.dense_bytes, stage.topology.has_server)
+        workers.append(replace(worker, predicted_cycle_s=(worker.local_steps * step_ns + exchange_ns) / NS))
+    return replace(
+        plan,
+        workers=tuple(workers),
+        predicted_steps_per_s=(whole.steps - half.steps) / span_ns * NS if span_ns else None,
+        predicted_wait_share=(whole.wait_ns - half.wait_ns) / (span_ns * n) if span_ns else None,
+    )

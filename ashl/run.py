@@ -1,0 +1,213 @@
+"""A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from ashl.build import Job, assemble, construct, make_plan
+from ashl.cluster.network import network
+from ashl.cluster.speed import Speed
+from ashl.errors import AshlError
+from ashl.plan.plan import Plan
+from ashl.program import program
+from ashl.runtime import launch
+from ashl.runtime.device import device_of
+from ashl.runtime.sim import Sim
+from ashl.summary import summarise
+from ashl.tracking import mlflow
+from ashl.tracking.console import Progress, outcome
+from ashl.tracking.forecast import forecast
+from ashl.tracking.option import Tracking
+from ashl.tracking.recorder import Recorder
+from ashl.watch import Watch
+
+RUNS = Path("runs")
+MLFLOW_S = 30.0  # how long the end of a run waits for its copy in MLflow
+
+
+def train(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) -> int:
+    """Plan, run, record; returns the exit code of a run that ended as it should.
+
+    Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
+    KeyboardInterrupt when it was interrupted; the records are complete by then.
+    """
+    tracking = construct(config["tracking"], "tracking", config["allow_targets"])
+    config, job = joined(config)
+    plan = make_plan(config, job.world_size if job else None)
+    if job and job.rank != plan.home:
+        return launch.take_part(plan, job)
+    run_dir = folder(config, plan)
+    recorder = Recorder(run_dir, tracking.events)
+    write_inputs(run_dir, config, overrides, plan)
+    console = Console(highlight=False)
+    runtime = construct(plan.runtime, "runtime")
+    torch.set_num_threads(runtime.threads)
+    progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
+    watch = Watch(plan, assemble(plan, device_of(runtime)), recorder, progress, rounds=tracking.events != "none")
+    writer = start_mlflow(tracking, run_dir, plan, config, overrides)
+    failure: Exception | None = None
+    with interrupts(watch):
+        try:
+            pace = drive(plan, run_dir, watch, job)
+        except Exception as error:  # whatever it was, the records are finished first
+            failure, pace = error, None
+        finally:
+            progress.close()
+        status, reason = how_it_ended(watch, failure)
+        summary = summarise(watch, runtime.name, status, reason, pace)
+        finish(recorder, summary, failure)
+        link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
+    if not quiet:
+        outcome(console, summary, run_dir, link)
+    if warning:
+        Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
+    if failure:
+        raise failure
+    if status == "diverged":
+        raise AshlError(f"the run diverged: {reason}; lower optimizer.lr, say. Its records are in {run_dir}")
+    if status == "interrupted":
+        raise KeyboardInterrupt
+    return 0
+
+
+def joined(config: dict[str, Any]) -> tuple[dict[str, Any], launch.Membership | None]:
+    """The job that the environment names, if real processes are wanted: `ashl train` under torchrun joins it."""
+    kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
+    job = launch.membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
+    if job and kind == "LocalRuntime":
+        config = {**config, "runtime": {**config["runtime"], "_target_": "ashl.runtime.option.TorchrunRuntime"}}
+    return config, job
+
+
+def drive(plan: Plan, run_dir: Path, watch: Watch, job: launch.Membership | None) -> dict | None:
+    """Run the plan where it wants to be run; returns how a paced run kept its pace."""
+    if plan.runtime["_target_"].endswith("SimRuntime"):
+        simulate(plan, watch.job, watch)
+        return None
+    if job:
+        return launch.join(plan, run_dir, watch, job)
+    return launch.launch(plan, run_dir, watch)
+
+
+def finish(recorder: Recorder, summary: dict, failure: Exception | None) -> None:
+    """Close the records. When the run has failed already (a full disk, say), that is what the user hears of."""
+    try:
+        recorder.close(summary)
+    except AshlError:
+        if failure is None:
+            raise
+
+
+def how_it_ended(watch: Watch, failure: Exception | None) -> tuple[str, str]:
+    """(status, reason)."""
+    if failure is not None:
+        return "failed", str(failure)
+    final = watch.final or {}
+    reason = final.get("reason") or watch.stopping or "unknown"
+    if reason == "diverged":
+        return "diverged", final["diverged"]
+    return ("interrupted" if reason == "interrupted" else "finished"), reason
+
+
+def dry_run(config: dict[str, Any]) -> None:
+    """Compose, check, plan and estimate; run nothing."""
+    config, job = joined(config)
+    plan = make_plan(config, job.world_size if job else None)
+    construct(config["tracking"], "tracking", config["allow_targets"])
+    forecast(Console(highlight=False), plan)
+
+
+def simulate(plan: Plan, job: Job, watch: Watch) -> Sim:
+    """The plan in exact virtual time, in this process."""
+    cluster = construct(plan.cluster, "cluster", plan.allow_targets)
+    stage = job.stages[0]
+    speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
+    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), watch)
+    watch.read_beats = lambda: [node.beat() for node in sim.nodes]
+    sim.run(partial(program, stages=job.stages), watch.tick)
+    return sim
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Of what decides the result: not of where it is written to."""
+    chosen = {key: value for key, value in config.items() if key not in ("run", "name", "tracking")}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def folder(config: Mapping[str, Any], plan: Plan) -> Path:
+    """Where this run writes: `run.dir`, or a new folder under runs/."""
+    if config["run"]["dir"]:
+        return Path(config["run"]["dir"])
+    day, moment = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
+    base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"
+    taken = (base.with_name(f"{base.name}-{k}") for k in range(2, 1000))
+    return base if not base.exists() else next(path for path in taken if not path.exists())
+
+
+def write_inputs(run_dir: Path, config: dict[str, Any], overrides: list[str], plan: Plan) -> None:
+    try:
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        (run_dir / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+        (run_dir / "plan.json").write_text(plan.to_json())
+    except OSError as error:
+        raise AshlError(f"cannot write to the run folder {run_dir}: {error.strerror}; free some space") from error
+
+
+def start_mlflow(
+    tracking: Tracking, run_dir: Path, plan: Plan, config: dict[str, Any], overrides: list[str]
+) -> mlflow.Writer | None:
+    if tracking.sink == "none":
+        return None
+    tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config), "ashl.command": " ".join(overrides)}
+    return mlflow.start(
+        run_dir,
+        store=RUNS,
+        experiment=tracking.experiment,
+        run_name=f"{plan.name}-s{plan.seed}",
+        params=flat(config),
+        tags=tags,
+    )
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+@contextmanager
+def interrupts(watch: Watch) -> Generator[None]:
+    """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second one ends it now."""
+
+    def handle(number: int, frame: object) -> None:
+        if watch.stopping == "interrupted":
+            raise KeyboardInterrupt
+        watch.stopping = "interrupted"
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

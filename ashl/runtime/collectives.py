@@ -1,0 +1,50 @@
+"""Collectives of real processes: the backend's own, and one that sums in rank order, bit for bit.
+
+`exact` is a reduce-scatter by direct exchange (each member sums its chunk in rank order) and an all-gather: it moves
+2(g − 1)/g of the vector each way, as a ring does. Two terms commute, so for two members the backend's own is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ashl.runtime.sums import sum_in_rank_order
+
+
+def all_reduce(tensor: Tensor, group: tuple[int, ...], op: str, pg: dist.ProcessGroup | None, exact: bool) -> Tensor:
+    """A new tensor with the sum or maximum over the group."""
+    g = len(group)
+    if g == 1:
+        return tensor
+    if exact and op == "sum" and g > 2:
+        return _exact_sum(tensor, g, pg)
+    total = tensor.clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=pg)
+    return total
+
+
+def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None) -> Tensor:
+    d = tensor.numel()
+    chunk = -(-d // g)
+    padded = tensor if d == chunk * g else torch.nn.functional.pad(tensor, (0, chunk * g - d))
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=pg)
+    mine = sum_in_rank_order(parts.view(g, chunk).unbind())
+    total = torch.empty_like(padded)
+    dist.all_gather_into_tensor(total, mine, group=pg)
+    return total[:d]
+
+
+def all_gather(tensor: Tensor, group: tuple[int, ...], pg: dist.ProcessGroup | None) -> list[Tensor]:
+    """Every member's bytes, of whatever length each has."""
+    g = len(group)
+    size = torch.tensor([tensor.numel()])
+    sizes = torch.empty(g, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, size, group=pg)
+    longest = int(sizes.max())
+    padded = torch.nn.functional.pad(tensor, (0, longest - tensor.numel()))
+    rows = torch.empty(g * longest, dtype=tensor.dtype)
+    dist.all_gather_into_tensor(rows, padded, group=pg)
+    return [row[: int(n)] for row, n in zip(rows.view(g, longest), sizes, strict=True)]

@@ -1,0 +1,136 @@
+"""The closed vocabulary of effects: all that an algorithm may ask of the world.
+
+An algorithm is a coroutine that awaits effects. A kernel receives each effect, does it (in virtual time or for real)
+and sends the result back. Effects are plain tuples, so that a simulator can hand over hundreds of thousands a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+ANY = -1  # a receive from whoever is first
+Tag = tuple[str, int, int]  # (name, stage, iteration)
+
+
+class Hollow(NamedTuple):
+    """A tensor that is only a size: what travels when a run is timed without gradients."""
+
+    nbytes: int
+
+    def __add__(self, other: object) -> Hollow:  # type: ignore[override]
+        return self
+
+    __sub__ = __mul__ = __rmul__ = __radd__ = __add__  # type: ignore[assignment]
+
+
+class Message(NamedTuple):
+    """What a receive returns. `start_ns`: when the transfer began; before it, a receiver that blocked was waiting."""
+
+    src: int
+    tag: Tag
+    body: Any
+    meta: tuple[float, ...]
+    start_ns: int
+
+
+class Compute(NamedTuple):
+    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not "compute"."""
+
+    fn: Callable[[], Any]
+    work: float
+    kind: str = "compute"
+
+    def __await__(self) -> Generator[Compute, Any, Any]:
+        return (yield self)
+
+
+class Send(NamedTuple):
+    """Post `body` (a flat tensor that nobody changes any more, or None) and a few numbers; returns at once."""
+
+    dst: int
+    tag: Tag
+    body: Any = None
+    meta: tuple[float, ...] = ()
+
+    def __await__(self) -> Generator[Send, Any, None]:
+        return (yield self)
+
+
+class Recv(NamedTuple):
+    """The next message with one of `tags`; None when `before_s` on the clock comes first. Raises PeerLostError."""
+
+    tags: tuple[Tag, ...]
+    src: int = ANY
+    before_s: float = math.inf
+
+    def __await__(self) -> Generator[Recv, Any, Any]:
+        return (yield self)
+
+
+class Drop(NamedTuple):
+    """Forget messages with these tags, those that have come and those that will."""
+
+    tags: tuple[Tag, ...]
+
+    def __await__(self) -> Generator[Drop, Any, None]:
+        return (yield self)
+
+
+class AllReduce(NamedTuple):
+    """Sum or maximum over `group` (sorted ranks), in rank order. The last `riders` elements are scalars that ride along
+    and count for neither bytes nor time."""
+
+    tensor: Any
+    group: tuple[int, ...]
+    op: str = "sum"
+    riders: int = 0
+
+    def __await__(self) -> Generator[AllReduce, Any, Any]:
+        return (yield self)
+
+
+class AllGather(NamedTuple):
+    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order."""
+
+    tensor: Any
+    group: tuple[int, ...]
+
+    def __await__(self) -> Generator[AllGather, Any, list]:
+        return (yield self)
+
+
+class Sleep(NamedTuple):
+    """Come back after `seconds` of the experiment's clock."""
+
+    seconds: float
+
+    def __await__(self) -> Generator[Sleep, Any, None]:
+        return (yield self)
+
+
+class Join(NamedTuple):
+    """Wait for a spawned task; returns its result (None if it was cancelled)."""
+
+    task: Any
+
+    def __await__(self) -> Generator[Join, Any, Any]:
+        return (yield self)
+
+
+class Cancel(NamedTuple):
+    """End a spawned task where it stands; a compute that runs is left to finish and its result is thrown away."""
+
+    task: Any
+
+    def __await__(self) -> Generator[Cancel, Any, None]:
+        return (yield self)
+
+
+class PeerLostError(Exception):
+    """A peer that a receive depends on is gone."""
+
+    def __init__(self, rank: int, why: str = "") -> None:
+        super().__init__(f"rank {rank} is gone{': ' + why if why else ''}")
+        self.rank = rank

@@ -1,0 +1,108 @@
+"""What both kernels share: tasks, the one step that resumes a task, and each node's mailbox."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import torch
+
+from ashl.runtime.effects import ANY, Message, PeerLostError, Recv, Tag
+from ashl.runtime.node import Node
+
+
+class Task:
+    """A coroutine on one node, and what it waits for."""
+
+    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "since_ns", "waiting")
+
+    def __init__(self, node: Node, coro: Coroutine, main: bool) -> None:
+        self.node, self.coro, self.main = node, coro, main
+        self.waiting: Any = None  # the effect it is blocked in
+        self.since_ns = 0
+        self.done = False
+        self.result: Any = None
+        self.joiner: Task | None = None
+
+    def describe(self) -> str:
+        """Who waits for what, in words."""
+        return f"rank {self.node.rank} {waiting_for(self.waiting)}"
+
+
+def waiting_for(effect: Any) -> str:
+    if isinstance(effect, Recv):
+        names = " or ".join(f"{name!r} (stage {stage}, iteration {k})" for name, stage, k in effect.tags)
+        return f"waits for {names} from {'anyone' if effect.src == ANY else f'rank {effect.src}'}"
+    name = type(effect).__name__
+    group = getattr(effect, "group", None)
+    return f"is in {name}" + (f" with ranks {list(group)}" if group else "")
+
+
+def step(task: Task, value: Any) -> Any:
+    """Resume a task with the result of what it awaited; returns its next effect, or None when it has ended.
+
+    An `await` inside a torch context would leak that context into whichever task runs next, so it is an error.
+    """
+    try:
+        effect = task.coro.throw(value) if isinstance(value, PeerLostError) else task.coro.send(value)
+    except StopIteration as end:
+        task.done, task.result = True, end.value
+        return None
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled():
+        raise AssertionError("await inside a torch context")
+    return effect
+
+
+class Mailbox:
+    """Messages that have come for one node and the receives that wait for them."""
+
+    __slots__ = ("dropped", "lost", "messages", "waiters")
+
+    def __init__(self) -> None:
+        self.messages: dict[Tag, deque[Message]] = {}
+        self.waiters: list[Task] = []
+        self.dropped: set[Tag] = set()
+        self.lost: dict[int, PeerLostError] = {}
+
+    def take(self, recv: Recv) -> Message | PeerLostError | None:
+        """A message that is already here, if there is one; else the loss of the peer it would have to come from."""
+        for tag in recv.tags:
+            if queue := self.messages.get(tag):
+                for i, message in enumerate(queue):
+                    if recv.src in (ANY, message.src):
+                        del queue[i]
+                        if not queue:
+                            del self.messages[tag]
+                        return message
+        if self.lost:
+            return next((loss for rank, loss in self.lost.items() if recv.src in (ANY, rank)), None)
+        return None
+
+    def put(self, message: Message) -> Task | None:
+        """Deliver; returns the task that was waiting for it, or keeps the message."""
+        for i, task in enumerate(self.waiters):
+            recv = task.waiting
+            if message.tag in recv.tags and recv.src in (ANY, message.src):
+                del self.waiters[i]
+                return task
+        if message.tag not in self.dropped:
+            self.messages.setdefault(message.tag, deque()).append(message)
+        return None
+
+    def lose(self, loss: PeerLostError) -> list[Task]:
+        """A peer is gone: the receives that can no longer end."""
+        self.lost[loss.rank] = loss
+        stuck = [task for task in self.waiters if task.waiting.src in (ANY, loss.rank)]
+        self.waiters = [task for task in self.waiters if task not in stuck]
+        return stuck
+
+    def drop(self, tags: tuple[Tag, ...]) -> None:
+        self.dropped.update(tags)
+        for tag in tags:
+            self.messages.pop(tag, None)
+
+
+def deadline_ns(before_s: float) -> int | None:
+    return None if math.isinf(before_s) else round(before_s * 1e9)

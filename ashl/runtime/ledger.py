@@ -1,0 +1,98 @@
+"""What each worker's time went into. Every instant of the main task has exactly one class, so the classes add up.
+
+A span runs from where the last one ended: nothing can be counted twice or left out. Spans are folded into the totals
+two rounds late, because a worker learns that the experiment has ended only from its next reply; `close` then cuts
+off what lies past the end.
+"""
+
+from __future__ import annotations
+
+KINDS = ("compute", "compress", "push", "pull", "wait", "down")
+Span = tuple[str, int, int]
+
+
+class Ledger:
+    """Spans in integer nanoseconds and bytes of one rank."""
+
+    __slots__ = ("_old", "_old_traffic", "_spans", "_start", "_traffic", "bytes_down", "bytes_up", "cursor", "totals")
+
+    def __init__(self) -> None:
+        self.totals = dict.fromkeys(KINDS, 0)
+        self.bytes_up = self.bytes_down = 0
+        self.cursor = 0  # the end of the last span
+        self._start = 0  # of this round
+        self._spans: list[Span] = []
+        self._old: list[Span] = []
+        self._traffic: list[tuple[int, int, int]] = []  # (start, up, down)
+        self._old_traffic: list[tuple[int, int, int]] = []
+
+    def begin(self, now_ns: int) -> None:
+        """The clock starts here (a worker that comes later than the others starts later)."""
+        self.cursor = self._start = now_ns
+
+    def mark(self, kind: str, end_ns: int) -> None:
+        """The time up to `end_ns` was of this kind."""
+        if end_ns > self.cursor:
+            self._spans.append((kind, self.cursor, end_ns))
+            self.cursor = end_ns
+
+    def blocked(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
+        """The task was blocked until now: pushing first, then waiting, then pulling what it waited for."""
+        self.mark("push", min(push_end_ns, now_ns))
+        self.mark("wait", min(pull_start_ns, now_ns))
+        self.mark("pull", now_ns)
+
+    def traffic(self, start_ns: int, up: int, down: int) -> None:
+        self._traffic.append((start_ns, up, down))
+
+    def rebook(self, source: str, target: str, amount_ns: int) -> None:
+        """Move time between classes when it becomes known later what it was."""
+        self.totals[source] -= amount_ns
+        self.totals[target] += amount_ns
+
+    def cut(self) -> tuple[list[Span], int, int]:
+        """End a round; returns its spans, start and end."""
+        spans, start = self._spans, self._start
+        self._fold(self._old, self._old_traffic)
+        self._old, self._old_traffic = spans, self._traffic
+        self._spans, self._traffic = [], []
+        self._start = self.cursor
+        return spans, start, self.cursor
+
+    def close(self, end_ns: int) -> None:
+        """The experiment ended at `end_ns`: forget what came later, and call wait what is missing up to there."""
+        self.mark("wait", end_ns)
+        self._old = clipped(self._old, end_ns)
+        self._spans = clipped(self._spans, end_ns)
+        self._old_traffic = [t for t in self._old_traffic if t[0] <= end_ns]
+        self._traffic = [t for t in self._traffic if t[0] <= end_ns]
+        self.cursor, self._start = end_ns, min(self._start, end_ns)
+
+    def settle(self) -> None:
+        """Nothing more will come: fold what is left."""
+        self.cut()
+        self.cut()
+
+    def live(self) -> dict[str, int]:
+        """Totals so far, for a person who watches; unlike those after `close` they may run past the end."""
+        totals = dict(self.totals)
+        for kind, start, end in self._old + self._spans:
+            totals[kind] += end - start
+        return totals
+
+    def sent(self) -> tuple[int, int]:
+        """Bytes up and down so far."""
+        pending = self._old_traffic + self._traffic
+        return self.bytes_up + sum(t[1] for t in pending), self.bytes_down + sum(t[2] for t in pending)
+
+    def _fold(self, spans: list[Span], traffic: list[tuple[int, int, int]]) -> None:
+        totals = self.totals
+        for kind, start, end in spans:
+            totals[kind] += end - start
+        for _, up, down in traffic:
+            self.bytes_up += up
+            self.bytes_down += down
+
+
+def clipped(spans: list[Span], end_ns: int) -> list[Span]:
+    return [(kind, start, min(end, end_ns)) for kind, start, end in spans if start < end_ns]

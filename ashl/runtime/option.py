@@ -1,0 +1,45 @@
+"""Where a run happens, as a user chooses it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from ashl.option import Count, Positive, option
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@option
+class SimRuntime:
+    """Exact virtual time in one process: the same result, bit for bit, on every run."""
+
+    name: ClassVar[str] = "sim"
+    gradients: bool
+    threads: Count
+    device: Device
+
+
+@option
+class LocalRuntime:
+    """Real processes on this machine, one per rank, paced to the declared costs."""
+
+    name: ClassVar[str] = "local"
+    gradients: ClassVar[bool] = True
+    backend: Literal["gloo", "nccl"]
+    sums: Literal["exact", "native"]
+    threads: Count
+    device: Device
+    timeout_s: Positive
+
+
+@option
+class TorchrunRuntime:
+    """The processes of a job that torchrun (or whoever sets RANK and WORLD_SIZE) has started, on any nodes."""
+
+    name: ClassVar[str] = "torchrun"
+    gradients: ClassVar[bool] = True
+    backend: Literal["gloo", "nccl"]
+    sums: Literal["exact", "native"]
+    threads: Count
+    device: Device
+    timeout_s: Positive

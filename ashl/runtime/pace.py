@@ -1,0 +1,85 @@
+"""Making a real run last as long as was declared, and saying where the machine was too slow for that.
+
+A step or transfer with a declared cost ends at its start plus the cost. Without one, it takes as long as it takes,
+times the slowdown factor. Starts are counted from where the last one should have ended, so that a sleep that
+overshoots by a tenth of a millisecond does not add up over a run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ashl.cluster.network import Exchange, Ports, network
+from ashl.cluster.spec import Cluster
+from ashl.cluster.speed import Factors, Speed
+
+SLACK = 1.02  # a step this much longer than declared is late
+
+
+class Pace:
+    """The emulated costs of one rank; for a real cluster, none."""
+
+    def __init__(self, cluster: Any, rank: int, batch: int, seed: int, dense_bytes: int, clock_ns: Callable[[], int]):
+        self.rank, self.clock = rank, clock_ns
+        self.steps = self.late_steps = self.late_ns = self.declared_ns = 0
+        self.speed = self.network = None
+        self.compute = self.link = None
+        if isinstance(cluster, Cluster):
+            self.speed = Speed(cluster, batch, seed)
+            self.compute, self.link = Factors(cluster, "compute"), Factors(cluster, "link")
+            if cluster.exchange_s is not None or cluster.bandwidth_mbit_s is not None:
+                self.network: Exchange | Ports | None = network(cluster, dense_bytes)
+
+    def computed(self, kind: str, work: float, start_ns: int) -> int:
+        """Wait until a computation that started then should end; returns when it counts as ended."""
+        now = self.clock()
+        cost = self.speed.cost_ns(self.rank, kind, work, start_ns) if self.speed else None
+        if cost is None:
+            factor = self.compute.at(self.rank, start_ns) if self.compute and kind == "compute" else 1.0
+            cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
+        elif kind == "compute":
+            self.steps += 1
+            self.declared_ns += cost
+            if now - start_ns > SLACK * cost:
+                self.late_steps += 1
+                self.late_ns += now - start_ns - cost
+        due = start_ns + cost
+        if now >= due:
+            return now
+        time.sleep((due - now) / 1e9)
+        return due
+
+    def departure(self, dst: int, nbytes: int, now_ns: int) -> tuple[int, int]:
+        """When the header and when the body of a message leave."""
+        if self.network is None or not nbytes:
+            return now_ns, now_ns
+        if isinstance(self.network, Exchange):
+            return now_ns, now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
+        _, head, _ = self.network.depart(self.rank, dst, nbytes, now_ns)
+        return head, head
+
+    def arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
+        """When a message whose bytes are here counts as delivered."""
+        if isinstance(self.network, Ports):
+            inner = self.network.inner(src, self.rank)
+            tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner)
+            return self.network.arrive(src, self.rank, nbytes, header_ns, tail)
+        if self.network is None and self.link is not None:
+            factor = max(self.link.at(src, now_ns), self.link.at(self.rank, now_ns))
+            return round(header_ns + factor * (now_ns - header_ns))
+        return now_ns
+
+    def collective_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int | None:
+        """What an all-reduce costs from the arrival of its last member; None = as long as it takes."""
+        return None if self.network is None else self.network.all_reduce_ns(group, nbytes, now_ns)
+
+    def report(self) -> dict[str, float]:
+        """How well the machine kept the pace."""
+        return {
+            "steps": self.steps,
+            "late_steps": self.late_steps,
+            "late_s": self.late_ns / 1e9,
+            "declared_s": self.declared_ns / 1e9,
+        }

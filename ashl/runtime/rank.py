@@ -1,0 +1,144 @@
+"""One rank of a real run, from the start of its process to its end."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ashl.build import assemble, construct
+from ashl.errors import AshlError
+from ashl.plan.plan import Plan
+from ashl.program import program
+from ashl.runtime.device import device_of
+from ashl.runtime.effects import PeerLostError
+from ashl.runtime.pace import Pace
+from ashl.runtime.remote import Remote
+from ashl.runtime.torch import TorchKernel
+from ashl.runtime.transport import NEVER, first_line
+from ashl.stage import Stage
+
+GOODBYE_S = 30.0
+ORPHANED = 75  # exit code of a rank whose parent has died
+
+
+class Place(NamedTuple):
+    """Where a rank finds its job."""
+
+    rank: int
+    host: str
+    port: int
+    prefix: str
+    run_dir: str
+    rounds: bool
+    log: bool  # whether output goes to rank<r>.log in the run folder
+
+
+def play_in_child(place: Place, plan_json: str) -> None:
+    """The whole of a rank's process: it logs to its own file, leaves Ctrl-C to its parent and dies with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
+    if place.log:
+        redirect(Path(place.run_dir) / f"rank{place.rank}.log")
+    code = play(place, plan_json)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no destructors: gloo's may hang when a peer is already gone
+
+
+def die_with_parent() -> None:
+    """A forkserver's children do not die with the process that asked for them, so each watches it."""
+    parent = mp.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def guard() -> None:
+        wait([sentinel])
+        os._exit(ORPHANED)
+
+    threading.Thread(target=guard, daemon=True, name="guard").start()
+
+
+def redirect(path: Path) -> None:
+    """Everything that this process and its libraries print goes to a file."""
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target in (sys.stdout, sys.stderr):
+        target.flush()
+        os.dup2(out, target.fileno())
+    os.close(out)
+
+
+def play(place: Place, plan_json: str) -> int:
+    """Join the job, play this rank's part, leave; returns the exit code. What goes wrong is told to the watch."""
+    plan = Plan.from_json(plan_json)
+    base: Any = dist.TCPStore(place.host, place.port, is_master=False, timeout=NEVER)
+    store = dist.PrefixStore(place.prefix, base)
+    remote = Remote(dist.PrefixStore(place.prefix, base.clone()), place.rank, Path(place.run_dir), place.rounds)
+    try:
+        part(place, plan, store, remote)
+        remote.emit({"kind": "left", "rank": place.rank})
+        remote.close()
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        lost = isinstance(error, PeerLostError) or "closed by peer" in str(error) or "reset by peer" in str(error)
+        sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
+        remote.emit({"kind": "error", "rank": place.rank, "error": sentence, "consequence": lost})
+        remote.close()
+        return 1
+
+
+def part(place: Place, plan: Plan, store: dist.Store, remote: Remote) -> None:
+    """Set up, run, leave in two phases: when all are done, all say goodbye."""
+    runtime = construct(plan.runtime, "runtime", plan.allow_targets)
+    torch.set_num_threads(runtime.threads)
+    job = assemble(plan, device_of(runtime))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=place.rank,
+        world_size=plan.num_ranks,
+        timeout=NEVER,
+    )
+    stage = job.stages[0]
+    cluster = construct(plan.cluster, "cluster", plan.allow_targets)
+    batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
+    kernel = TorchKernel(
+        place.rank,
+        remote,
+        lambda clock: Pace(cluster, place.rank, batch, plan.seed, dense, clock),
+        peers=stage.topology.links(place.rank, plan.num_workers),
+        max_bytes=2 * dense + 1_000_000,
+        exact=runtime.sums == "exact",
+    )
+    if place.rank < plan.num_workers:
+        warm_up(stage, place.rank)
+    remote.beat = kernel.beat
+    kernel.run(partial(program, stages=job.stages))
+    remote.emit({"kind": "pace", "rank": place.rank, **kernel.pace.report()})
+    store.set(f"done/{place.rank}", "1")
+    everyone = [f"done/{rank}" for rank in range(plan.num_ranks)]
+    while not store.check(everyone):
+        time.sleep(0.01)
+    kernel.goodbye(GOODBYE_S)
+
+
+def warm_up(stage: Stage, rank: int) -> None:
+    """The first step of a process allocates and plans; that is not what a step costs."""
+    trainer = stage.trainer
+    params, moments = trainer.init()
+    for step in range(3):
+        trainer.local_step(params, moments, rank, step, 0.0)

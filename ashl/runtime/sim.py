@@ -1,0 +1,240 @@
+"""The simulator: exact virtual time, real arithmetic, one thread.
+
+A heap orders what happens by virtual time in integer nanoseconds, ties by the order of posting. `Compute` runs the real
+function at once and gives its result back when its cost has passed; `Send` asks the network model when the message
+arrives. The same plan gives the same parameters and the same trace, bit for bit, in any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
+from typing import Any
+
+from ashl.cluster.network import Exchange, Ports
+from ashl.cluster.speed import Speed
+from ashl.errors import AshlError
+from ashl.runtime import effects as fx
+from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
+from ashl.runtime.node import Node, Observer
+from ashl.runtime.sums import sum_in_rank_order
+
+
+class Sim:
+    """Drives the coroutines of all ranks under a virtual clock."""
+
+    def __init__(self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer) -> None:
+        self.now = 0
+        self.events = 0
+        self.speed, self.network, self.observer = speed, network, observer
+        self.nodes = [Node(self, rank) for rank in range(num_ranks)]
+        self._mail = [Mailbox() for _ in range(num_ranks)]
+        self._push_end = [0] * num_ranks  # when the last transfer that this rank sent ends
+        self._heap: list[tuple[int, int, Any, Any]] = []
+        self._seq = 0
+        self._live = 0
+        self._tasks: set[Task] = set()
+        self._collectives: dict[tuple, dict[int, tuple[Task, Any]]] = {}
+        self._mains: list[Task] = []
+
+    def clock_ns(self) -> int:
+        return self.now
+
+    def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:
+        task = Task(node, coro, main)
+        self._tasks.add(task)
+        self._at(self.now, task, None)
+        return task
+
+    def run(self, main: Callable[[Node], Coroutine], tick: Callable[[], None]) -> list[Any]:
+        """Run `main(node)` on every rank until all have ended; returns their results in rank order.
+
+        `tick` is called every few thousand events, to draw progress. Raises AshlError on a deadlock, naming who waits.
+        """
+        self._mains = [self.spawn(node, main(node), main=True) for node in self.nodes]
+        heap = self._heap
+        while heap:
+            self.now, _, target, value = heappop(heap)
+            self.events += 1
+            if target.__class__ is Task:
+                if not target.done:
+                    self._resume(target, value)
+            else:
+                target(value)
+            if not self.events & 255:
+                tick()
+        stuck = [task for task in self._mains if not task.done]
+        if stuck:
+            raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
+        for task in self._tasks:
+            task.coro.close()
+        for node in self.nodes:
+            node.account()
+        return [task.result for task in self._mains]
+
+    def _at(self, time_ns: int, target: Any, value: Any) -> None:
+        self._seq += 1
+        heappush(self._heap, (time_ns, self._seq, target, value))
+
+    def _resume(self, task: Task, value: Any) -> None:
+        """Run a task until it blocks or ends."""
+        while True:
+            task.waiting = None
+            effect = step(task, value)
+            kind = effect.__class__
+            if kind is fx.Compute:
+                value, cost = effect.fn(), self._cost(task, effect)
+                if cost:
+                    task.waiting = effect
+                    return self._at(self.now + cost, task, value)
+            elif kind is fx.Send:
+                value = self._send(task.node, effect)
+            elif kind is fx.Recv:
+                value = self._mail[task.node.rank].take(effect)
+                if value is None:
+                    return self._block(task, effect)
+            elif effect is None:
+                return self._end(task)
+            else:
+                blocked, value = self._rare(task, effect)
+                if blocked:
+                    task.waiting, task.since_ns = effect, self.now
+                    return None
+
+    def _cost(self, task: Task, effect: fx.Compute) -> int:
+        cost = self.speed.cost_ns(task.node.rank, effect.kind, effect.work, self.now)
+        if cost is None:
+            raise AshlError(
+                f"the cost of {effect.kind!r} on rank {task.node.rank} is not declared; a cost is never zero"
+            )
+        if task.main and cost:
+            task.node.ledger.mark("compress" if effect.kind == "compress" else "compute", self.now + cost)
+        return cost
+
+    def _send(self, node: Node, send: fx.Send) -> None:
+        body = send.body
+        nbytes = 0 if body is None else body.nbytes
+        src, dst = node.rank, send.dst
+        network = self.network
+        if isinstance(network, Exchange):
+            start, end = self.now, self.now + network.cost_ns(src, dst, nbytes, self.now)
+            self._at(end, self._deliver, (dst, fx.Message(src, send.tag, body, send.meta, start)))
+        else:
+            start, head, end = network.depart(src, dst, nbytes, self.now)
+            message = fx.Message(src, send.tag, body, send.meta, start)
+            self._at(head, self._arrive, (dst, message, nbytes, end))
+        if nbytes:
+            if end > self._push_end[src]:
+                self._push_end[src] = end
+            node.ledger.traffic(self.now, nbytes, 0)
+            self.nodes[dst].ledger.traffic(self.now, 0, nbytes)
+
+    def _arrive(self, item: tuple[int, fx.Message, int, int]) -> None:
+        """The head of a message is at the receiver's port."""
+        dst, message, nbytes, tail = item
+        assert isinstance(self.network, Ports)
+        end = self.network.arrive(message.src, dst, nbytes, self.now, tail)
+        if nbytes and end > self._push_end[message.src]:
+            self._push_end[message.src] = end
+        self._at(end, self._deliver, (dst, message))
+
+    def _deliver(self, item: tuple[int, fx.Message]) -> None:
+        dst, message = item
+        task = self._mail[dst].put(message)
+        if task is not None:
+            if task.main:
+                task.node.ledger.blocked(self.now, self._push_end[dst], message.start_ns)
+            self._resume(task, message)
+
+    def _block(self, task: Task, recv: fx.Recv) -> None:
+        task.waiting, task.since_ns = recv, self.now
+        self._mail[task.node.rank].waiters.append(task)
+        if (due := deadline_ns(recv.before_s)) is not None:
+            self._at(max(due, self.now), self._expire, (task, recv))
+
+    def _expire(self, item: tuple[Task, fx.Recv]) -> None:
+        task, recv = item
+        if task.waiting is recv:
+            self._mail[task.node.rank].waiters.remove(task)
+            if task.main:
+                task.node.ledger.blocked(self.now, self._push_end[task.node.rank], self.now)
+            self._resume(task, None)
+
+    def _end(self, task: Task) -> None:
+        self._tasks.discard(task)
+        if task.joiner is not None:
+            self._wake(task.joiner, task.result)
+
+    def _wake(self, task: Task, value: Any) -> None:
+        """Come back later at this same instant, after what was posted before."""
+        self._at(self.now, self._awake, (task, value))
+
+    def _awake(self, item: tuple[Task, Any]) -> None:
+        task, value = item
+        if task.done:
+            return
+        if task.main:
+            task.node.ledger.mark("wait", self.now)
+        self._resume(task, value)
+
+    def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        """Effects off the hot path: (blocked, value)."""
+        if isinstance(effect, fx.AllReduce | fx.AllGather):
+            self._gather(task, effect)
+            return True, None
+        if isinstance(effect, fx.Sleep):
+            self._at(self.now + round(effect.seconds * 1e9), self._awake, (task, None))
+            return True, None
+        if isinstance(effect, fx.Join):
+            if effect.task.done:
+                return False, effect.task.result
+            effect.task.joiner = task
+            return True, None
+        if isinstance(effect, fx.Cancel):
+            self._cancel(effect.task)
+        elif isinstance(effect, fx.Drop):
+            self._mail[task.node.rank].drop(effect.tags)
+        else:
+            raise TypeError(f"{effect!r} is not an effect")
+        return False, None
+
+    def _cancel(self, task: Task) -> None:
+        if task.done:
+            return
+        waiters = self._mail[task.node.rank].waiters
+        if task in waiters:
+            waiters.remove(task)
+        task.coro.close()
+        task.done, task.waiting = True, None
+        self._end(task)
+
+    def _gather(self, task: Task, effect: fx.AllReduce | fx.AllGather) -> None:
+        """A collective starts when its last member has come."""
+        arrived = self._collectives.setdefault((type(effect), effect.group), {})
+        assert task.node.rank in effect.group
+        assert task.node.rank not in arrived
+        arrived[task.node.rank] = (task, effect.tensor)
+        if len(arrived) < len(effect.group):
+            return
+        del self._collectives[type(effect), effect.group]
+        tensors = [arrived[rank][1] for rank in effect.group]
+        g = len(tensors)
+        if isinstance(effect, fx.AllReduce):
+            nbytes = (
+                tensors[0].nbytes - 4 * effect.riders if not isinstance(tensors[0], fx.Hollow) else tensors[0].nbytes
+            )
+            result = sum_in_rank_order(tensors, effect.op)
+            cost = self.network.all_reduce_ns(effect.group, nbytes, self.now)
+            moved = 2 * (g - 1) * nbytes // g  # each way, by each member of a ring
+        else:
+            result = tensors
+            moved = sum(t.nbytes for t in tensors) * (g - 1) // g
+            cost = self.network.all_reduce_ns(effect.group, moved, self.now) // 2
+        for rank in effect.group:
+            member, ledger = arrived[rank][0], self.nodes[rank].ledger
+            ledger.traffic(self.now, moved, moved)
+            if member.main:
+                ledger.mark("wait", self.now)
+                ledger.mark("push", self.now + cost // 2)
+                ledger.mark("pull", self.now + cost)
+            self._at(self.now + cost, member, result)

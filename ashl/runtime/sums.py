@@ -1,0 +1,21 @@
+"""Sums that come out the same, bit for bit, wherever and in whatever order their terms arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
+    """((x_0 + x_1) + x_2) + ... or the running maximum; the terms themselves are never changed."""
+    total = tensors[0]
+    for i, tensor in enumerate(tensors[1:]):
+        if op == "max":
+            total = torch.maximum(total, tensor)
+        elif i == 0:
+            total = total + tensor  # a new tensor, which the following terms may be added into
+        else:
+            total += tensor
+    return total

@@ -1,0 +1,1 @@
+"""Which stages a run goes through: (configuration, profile) → stages."""

@@ -1,0 +1,208 @@
+"""A stage while it runs: its rules bound to its workers, and the clock by which its progress is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ashl.plan.plan import Limits, StagePlan, WorkerPlan
+from ashl.runtime.effects import Tag
+
+GO, NEXT, STOP = 0, 1, 2  # the word that every reply carries
+
+
+class Push(NamedTuple):
+    """What a worker pushed, decoded."""
+
+    worker: int
+    body: Any
+    steps: int
+    samples: int
+
+
+@dataclass
+class Clock:
+    """Progress as the server counts it (without one: as every worker does, alike).
+
+    `commits[w]` pushes of worker w applied; `pulled[w]` the version of the model that w computes on; `version` merges
+    so far; `waiting` the workers that have pushed and have no reply yet.
+    """
+
+    num_workers: int
+    commits: list[int] = field(default_factory=list)
+    steps_by: list[int] = field(default_factory=list)
+    dropped_by: list[int] = field(default_factory=list)
+    pulled: list[int] = field(default_factory=list)
+    stale_sum: list[int] = field(default_factory=list)
+    stale_max: list[int] = field(default_factory=list)
+    waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)  # to (staleness, late) of the push
+    version: int = 0
+    steps: int = 0
+    samples: int = 0
+    total_commits: int = 0
+    max_lead: int = 0
+    loss: float = math.nan  # running mean of the workers' minibatch losses
+    diverged: str | None = None
+    evals: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # (seconds, commits, samples) at the last one
+    end_ns: int = 0  # when the last stage ended
+    slowest: int = 0  # min(commits)
+    latest: int = 0  # the worker whose push came last
+    _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each number of commits
+    _seen: int = 0
+
+    def __post_init__(self) -> None:
+        n = self.num_workers
+        for name in ("commits", "steps_by", "dropped_by", "pulled", "stale_sum", "stale_max"):
+            setattr(self, name, getattr(self, name) or [0] * n)
+        self._at_clock = self._at_clock or {0: n}
+
+    def commit(self, worker: int, steps: int, samples: int) -> None:
+        """A push of this worker is now part of the model."""
+        clock = self.commits[worker]
+        self.commits[worker] = clock + 1
+        self.total_commits += 1
+        self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
+        self._at_clock[clock] -= 1
+        if not self._at_clock[clock]:
+            del self._at_clock[clock]
+            if clock == self.slowest:
+                self.slowest = clock + 1
+        self.steps_by[worker] += steps
+        self.steps += steps
+        self.samples += samples
+
+    def observe(self, worker: int, staleness: int, loss: float) -> None:
+        """A push has come: how old the model was that it was computed on, and the loss it saw."""
+        self.latest = worker
+        self.stale_sum[worker] += staleness
+        self.stale_max[worker] = max(self.stale_max[worker], staleness)
+        self.loss = loss if math.isnan(self.loss) else self.loss + (loss - self.loss) / (2 * self.num_workers)
+        if not math.isfinite(loss):
+            self.diverged = f"the loss of worker {worker} became {loss} near step {self.steps + 1}"
+
+    def drop(self, worker: int, steps: int) -> None:
+        self.dropped_by[worker] += steps
+
+    def release(self, worker: int) -> None:
+        """This worker goes on, on the current version."""
+        self.max_lead = max(self.max_lead, self.commits[worker] - self.slowest)
+        self.pulled[worker] = self.version
+        del self.waiting[worker]
+
+    def behind(self) -> list[int]:
+        """Workers that wait and whose model has been merged into a newer one: what a barrier lets go."""
+        return [w for w in self._candidates(self.version) if self.pulled[w] < self.version]
+
+    def within(self, staleness: float) -> list[int]:
+        """Workers that wait and lead the slowest by at most `staleness` commits."""
+        bound = self.slowest + staleness
+        return [w for w in self._candidates(self.slowest) if self.commits[w] <= bound]
+
+    def _candidates(self, mark: int) -> Iterable[int]:
+        """Only the latest worker's case can have changed, unless the mark that all are judged by has moved."""
+        moved, self._seen = mark != self._seen, mark
+        return self.waiting if moved else (self.latest,)
+
+    def report(self) -> dict[str, Any]:
+        """The counts that go into records, as plain values."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "merges": self.version,
+            "commits": list(self.commits),
+            "steps_by": list(self.steps_by),
+            "dropped_by": list(self.dropped_by),
+            "stale_sum": list(self.stale_sum),
+            "stale_max": list(self.stale_max),
+            "max_lead": self.max_lead,
+            "loss": self.loss,
+            "diverged": self.diverged,
+        }
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The rules of one stage bound together. `over` and `due` are judged in one place, at the home rank."""
+
+    index: int
+    plan: StagePlan
+    topology: Any
+    sync: Any
+    aggregate: Any
+    codec: Any
+    trainer: Any
+    limits: Limits
+    epoch_samples: int
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.plan.workers)
+
+    @property
+    def server(self) -> int:
+        return self.num_workers
+
+    @property
+    def home(self) -> int:
+        """The rank that judges, counts and hands out snapshots."""
+        return self.server if self.topology.has_server else 0
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(range(self.num_workers))
+
+    @cached_property
+    def quorum(self) -> int:
+        """How many pushes make a merge."""
+        return self.sync.quorum(self.num_workers)
+
+    def worker(self, rank: int) -> WorkerPlan:
+        return self.plan.workers[rank]
+
+    @cached_property
+    def _weights(self) -> list[float]:
+        return self.aggregate.weigh(self.plan.workers)
+
+    @cached_property
+    def _total(self) -> float:
+        return sum(self._weights)
+
+    def weights(self, members: Sequence[int]) -> list[float]:
+        """What each member's body is multiplied with: scale · w_i, over the members of a barrier Σ w_i = 1."""
+        total = sum(self._weights[m] for m in members) if self.sync.barrier else self._total
+        return [self.aggregate.scale * self._weights[m] / total for m in members]
+
+    def tag(self, name: str, iteration: int = 0) -> Tag:
+        return (name, self.index, iteration)
+
+    @property
+    def deadline_s(self) -> float:
+        return math.inf if self.limits.seconds is None else self.limits.seconds
+
+    def over(self, clock: Clock) -> str | None:
+        """Why the stage ends, judged from counts alone, so that every rank that counts alike decides alike."""
+        if clock.diverged:
+            return "diverged"
+        if self.limits.steps is not None and clock.steps >= self.limits.steps:
+            return "steps"
+        if self.limits.epochs is not None and clock.samples >= self.limits.epochs * self.epoch_samples:
+            return "epochs"
+        return None
+
+    def due(self, clock: Clock, now_s: float) -> bool:
+        """Whether an evaluation is due at this commit: every so many seconds or commits; if neither, each epoch."""
+        limits = self.limits
+        seconds, commits, samples = clock.evals
+        total = clock.total_commits
+        if limits.eval_every_s is not None:
+            due = now_s // limits.eval_every_s > seconds // limits.eval_every_s
+        elif limits.eval_every_commits is not None:
+            due = total // limits.eval_every_commits > commits // limits.eval_every_commits
+        else:
+            due = clock.samples // self.epoch_samples > samples // self.epoch_samples
+        if due:
+            clock.evals = [now_s, total, clock.samples]
+        return due

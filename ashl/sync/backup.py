@@ -1,0 +1,36 @@
+"""Backup workers: of n workers, the first n − e of a step make the update; those that come later are dropped.
+
+Rule: w ← w − γ·mean of the first n − e gradients computed on the current w. A late worker's gradient is thrown away and
+counted, what its compressor left behind stays with it, and it goes on with the current model. With persistently slow
+workers the model never sees their data.
+
+Limit: e = 0 is BSP. Source: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
+"""
+
+from typing import ClassVar, Literal
+
+from ashl.errors import UsageError
+from ashl.option import Natural, option
+from ashl.stage import Clock
+
+
+@option
+class Backup:
+    """A barrier that does not wait for the last `backups` workers."""
+
+    barrier: ClassVar[bool] = True
+    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
+    local_steps: ClassVar[int] = 1
+    backups: Natural
+    exchange: Literal["gradient", "difference"]
+
+    def quorum(self, num_workers: int) -> int:
+        if self.backups >= num_workers:
+            raise UsageError(
+                f"sync.backups={self.backups} leaves nobody to wait for among {num_workers} workers; "
+                f"take at most {num_workers - 1}"
+            )
+        return num_workers - self.backups
+
+    def admit(self, clock: Clock) -> list[int]:
+        return clock.behind()

@@ -1,0 +1,194 @@
+"""What a person sees: a live table while the run goes on, plain lines outside a terminal, the outcome at the end.
+
+Only this module draws, and only in the process that leads the run.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ashl.tracking.store import ADDRESS
+
+FRAME_S = 0.25  # between two drawings of the table; 16 rows take 6 ms
+LINE_S = 2.0  # between two lines in a pipe
+MAX_ROWS = 16
+STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
+SHARES = ("compute", "compress", "push", "pull", "wait", "down")  # what a worker's time is made of, as in summary.json
+
+
+class Progress:
+    """The state of a run as it changes. A context manager, so that the terminal is left in order whatever happens.
+
+    On a terminal: a table of the workers, drawn at most every 0.25 s and gone at the end. Elsewhere: a line every 2 s.
+    With `quiet`: nothing. The pace is that of the snapshots' `host_s`; no clock is read.
+    """
+
+    def __init__(self, console: Console, *, name: str, quiet: bool = False, target_accuracy: float | None = None):
+        self._console = console
+        self._name = name
+        self._quiet = quiet
+        self._target = target_accuracy
+        self._due_s = 0.0
+        self._live = None
+        if console.is_interactive and not quiet:
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def update(self, snapshot: dict) -> None:
+        """Show `snapshot`, unless the last one is still fresh.
+
+        Keys: time_s, host_s, steps, commits, loss, accuracy, samples_per_s, wait_share, progress (0 to 1), eta_host_s,
+        stage, and workers, a list of rank, step, samples_per_s, wait_share, staleness, loss. What is None is left out
+        or shown as a dash.
+        """
+        if self._quiet or snapshot["host_s"] < self._due_s:
+            return
+        self._due_s = snapshot["host_s"] + (FRAME_S if self._live else LINE_S)
+        if self._live:
+            self._live.update(self._frame(snapshot), refresh=True)
+        else:
+            facts = [*_clock(snapshot), *self._quality(snapshot)]
+            line = "  ".join(f"{label} {value}" for label, value in facts)
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Take the table away. May be called twice."""
+        if self._live:
+            self._live.stop()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _quality(self, snapshot: dict) -> Iterator[tuple[str, str]]:
+        if (accuracy := snapshot.get("accuracy")) is not None:
+            yield "accuracy", percent(accuracy) + (f" of {percent(self._target)}" if self._target else "")
+        yield "loss", number(snapshot.get("loss"))
+        yield "samples/s", number(snapshot.get("samples_per_s"))
+        yield "waiting", percent(snapshot.get("wait_share"))
+
+    def _frame(self, snapshot: dict) -> Group:
+        title = Text.assemble((self._name, "bold"), "  ", str(snapshot.get("stage") or ""))
+        table = _table("worker", "step", "samples/s", "waiting", "staleness", "loss")
+        workers = snapshot.get("workers") or []
+        for worker in workers[:MAX_ROWS]:
+            keys = ("step", "samples_per_s", "wait_share", "staleness", "loss")
+            shown = [percent(worker.get(key)) if key == "wait_share" else number(worker.get(key)) for key in keys]
+            table.add_row(str(worker["rank"]), *shown)
+        clock, quality = _texts(_clock(snapshot)), _texts(self._quality(snapshot))
+        parts = [Text("   ").join([title, *clock]), Text("   ").join(quality), table]
+        if len(workers) > MAX_ROWS:
+            parts.append(Text(f"and {len(workers) - MAX_ROWS} more workers", style="dim"))
+        if (progress := snapshot.get("progress")) is not None:
+            parts.append(ProgressBar(total=1.0, completed=min(1.0, progress), width=60))
+        return Group(*parts)
+
+
+def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) -> None:
+    """Print how the run ended: the totals, a table of the workers, the run folder and the deep link.
+
+    `summary` is that of `summary.json`; what a run that failed early does not have is shown as a dash.
+    """
+    status = Text(summary["status"], style=STYLE.get(summary["status"], "bold red"))
+    reason = f": {summary['exit_reason']}" if summary.get("exit_reason") else ""
+    console.print(Text.assemble((summary.get("name") or "run", "bold"), " ", status, reason), soft_wrap=True)
+    grid = Table.grid(padding=(0, 2))
+    for label, value in _totals(summary):
+        grid.add_row(Text(label, style="dim"), Text(value))
+    console.print(grid)
+    if summary.get("workers"):
+        console.print(_workers(summary))
+    if link and link.startswith(ADDRESS):
+        link = f"run `ashl ui` and open {link}"
+    for label, value in (("run folder", str(run_dir)), ("MLflow", link)):
+        if value:  # unwrapped, so that it can be copied or clicked
+            console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)
+
+
+def _totals(summary: dict) -> Iterator[tuple[str, str]]:
+    final, best = summary.get("final") or {}, summary.get("best") or {}
+    kind = summary.get("time_kind") or ""
+    yield "time", f"{seconds(summary.get('time_s'))} {kind}, {seconds(summary.get('host_s'))} on this machine"
+    dropped = f", {number(summary['dropped_steps'])} dropped" if summary.get("dropped_steps") else ""
+    rates = f"{number(summary.get('steps_per_s'))} steps/s, {number(summary.get('samples_per_s'))} samples/s"
+    yield "steps", f"{number(summary.get('steps'))}{dropped}, {rates}"
+    if final.get("test_accuracy") is not None:
+        top = f", best {percent(best.get('test_accuracy'))} after {seconds(best.get('time_s'))}" if best else ""
+        yield "accuracy", percent(final["test_accuracy"]) + top
+    if (target := summary.get("target_accuracy")) is not None:
+        reached = summary.get("time_to_target_s")
+        yield "target", percent(target) + (" not reached" if reached is None else f" reached after {seconds(reached)}")
+    yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
+    lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
+    yield "waiting", f"{percent(summary.get('wait_share'))} of the workers' time{lead}"
+    yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
+
+
+def _workers(summary: dict) -> Table:
+    workers = summary.get("workers") or []
+    time_s = summary.get("time_s") or 0.0
+    parts = [part for part in SHARES if any(worker.get(f"{part}_s") for worker in workers)]
+    table = _table("worker", "steps", *parts, "staleness", "max", "up")
+    for rank, worker in enumerate(workers[:MAX_ROWS]):
+        shares = [percent((worker.get(f"{part}_s") or 0.0) / time_s if time_s else None, 0) for part in parts]
+        staleness = [number(worker.get(key)) for key in ("staleness_mean", "staleness_max")]
+        up = megabytes(worker.get("bytes_up"))
+        table.add_row(str(rank), number(worker.get("steps")), *shares, *staleness, up)
+    if len(workers) > MAX_ROWS:
+        table.caption = f"and {len(workers) - MAX_ROWS} more workers, in summary.json"
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def _clock(snapshot: dict) -> Iterator[tuple[str, str]]:
+    yield "time", seconds(snapshot.get("time_s"))
+    yield "steps", number(snapshot.get("steps"))
+    if (eta := snapshot.get("eta_host_s")) is not None:
+        yield "ETA", seconds(eta)
+
+
+def _texts(facts: Iterator[tuple[str, str]]) -> list[Text]:
+    return [Text.assemble((label, "dim"), " ", value) for label, value in facts]
+
+
+def number(value: float | None) -> str:
+    """Whole numbers in full, others to three digits: 12,345 and 0.0123."""
+    if value is None:
+        return "-"
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share as 97.3 %."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def seconds(value: float | None) -> str:
+    """A duration as 0.25 s, 12.3 s, 2 min 05 s or 3 h 07 min."""
+    if value is None:
+        return "-"
+    if value < 60:
+        return f"{value:.3g} s" if value < 10 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def megabytes(size: float | None) -> str:
+    """A number of bytes in MB of 10^6."""
+    return "-" if size is None else f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"

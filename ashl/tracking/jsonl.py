@@ -1,0 +1,96 @@
+"""JSON Lines and JSON files that hold whole records at any time, also on a full disk and after a kill."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Lines:
+    """A JSONL file under construction. Opening it raises FileExistsError where there is one already.
+
+    A line is one system call and is taken back if it did not fit, so that a reader (or a kill) meets whole lines only.
+    """
+
+    def __init__(self, path: Path):
+        self._size = 0
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+
+    def append(self, record: dict) -> None:
+        """Add one line. Raises OSError, and leaves the file as it was."""
+        line = dumps(record).encode() + b"\n"
+        rest = memoryview(line)
+        try:
+            while rest:  # a disk that fills up takes the first bytes and refuses the next call
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[dict]:
+    """Yield the records of a JSONL file; a last line that a kill cut off is left out."""
+    with open(path, "rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def tail(path: Path, offset: int) -> tuple[list[dict], int]:
+    """Records of a growing JSONL file from byte `offset` on, and the offset to go on from. No file yet: no records."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            text, _, _ = file.read().rpartition(b"\n")
+    except FileNotFoundError:
+        return [], offset
+    return [json.loads(line) for line in text.splitlines()], offset + len(text) + bool(text)
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write `value` so that `path` holds either what it held or all of the new content. Raises OSError."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(dumps(value, INDENTED) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _plain(value: object) -> object:
+    """Numpy scalars and arrays (and tensors) as Python's own numbers and lists."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is None:
+        raise TypeError(f"a record holds plain values only, not {type(value).__name__}")
+    return tolist()
+
+
+LINE = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False)  # made once: json.dumps makes one a call
+INDENTED = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False, indent=2)
+
+
+def dumps(value: object, encoder: json.JSONEncoder = LINE) -> str:
+    """JSON text of `value`. NaN and infinities, for which JSON has no literal, become null."""
+    try:
+        return encoder.encode(value)
+    except ValueError:  # something is not finite: rare, so only then is the slow walk worth it
+        return encoder.encode(_finite(value))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else _finite(_plain(value))

@@ -1,0 +1,315 @@
+"""MLflow as a copy of the run folder, kept by a process of its own: the only place that imports mlflow.
+
+`start` launches `python -m ashl.tracking.mlflow RUN_DIR`, which follows metrics.jsonl; `finish` closes its standard
+input and collects what it has to say. A slow, locked, deleted or unreachable store is thus never felt by the run, whose
+records are whole without it. The death of the run's process closes the input too, and ends the writer.
+
+A writer that is killed leaves its run RUNNING for ever. So each holds a lock on its log file, and the next writer puts
+an end to the runs whose lock is free.
+"""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ashl.tracking import jsonl, view
+from ashl.tracking import store as stores
+from ashl.tracking.recorder import METRICS, SUMMARY, TRACE
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import RunInfo
+
+LOG = "mlflow.log"  # in the run folder: what went wrong; the lock on it says that the writer lives
+ARTIFACTS = (SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html")
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "diverged": "FAILED", "interrupted": "KILLED"}
+PERIOD_S = 1.0  # between two looks at metrics.jsonl
+LAST_WORDS_S = 60  # what a writer may take once its input is closed; a parent that still lives usually waits less
+MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000  # MLflow's limits: two for one call, one for a value's characters
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A running copy to MLflow; where `process` is None, `warning` says why there is none."""
+
+    run_dir: Path
+    uri: str
+    process: subprocess.Popen | None
+    warning: str | None = None
+
+
+def start(
+    run_dir: Path, *, store: Path, experiment: str, run_name: str, params: Mapping, tags: Mapping[str, str]
+) -> Writer:
+    """Begin to copy the run in `run_dir` to MLflow; returns at once and never raises.
+
+    `store` is the folder of `mlflow.db` and `artifacts/`; MLFLOW_TRACKING_URI takes precedence. `params` is the
+    configuration, nested or flat. `tags` may hold MLflow's own, such as `mlflow.note.content` and `mlflow.parentRunId`.
+    """
+    uri = stores.tracking_uri(store)
+    job = {
+        "uri": uri,
+        "artifacts": stores.artifact_uri(store),
+        "experiment": experiment,
+        "run_name": run_name,
+        "params": flat(params),
+        "tags": {key: str(value)[:MAX_TEXT] for key, value in tags.items()},
+    }
+    try:
+        with open(run_dir / LOG, "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ashl.tracking.mlflow", str(run_dir.absolute())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=stores.ENVIRONMENT | os.environ,
+                start_new_session=True,  # Ctrl-C is for the run; the writer has yet to log how it ended
+            )
+    except OSError as error:
+        return Writer(run_dir, uri, None, _warning(run_dir, f"its writer did not start: {error}"))
+    assert process.stdin is not None
+    with suppress(OSError):  # a writer that died at once is noticed by finish
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+    return Writer(run_dir, uri, process)
+
+
+def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | None]:
+    """Let the writer log the end of the run; returns the deep link and a warning, either may be None. Never raises.
+
+    Call it after `Recorder.close`: without a summary the run counts as failed.
+    """
+    if writer.process is None:
+        return None, writer.warning
+    try:
+        answer, _ = writer.process.communicate(timeout=timeout_s)
+        link, warning = json.loads(answer)
+    except subprocess.TimeoutExpired:
+        writer.process.kill()
+        writer.process.communicate()
+        reason = f"{stores.public(writer.uri)} was locked, slow or out of reach for {timeout_s:g} s"
+        link, warning = None, _warning(writer.run_dir, reason)
+    except ValueError:
+        reason = f"its writer ended with code {writer.process.returncode}, see {writer.run_dir / LOG}"
+        link, warning = None, _warning(writer.run_dir, reason)
+    with suppress(OSError):
+        if (log := writer.run_dir / LOG).stat().st_size == 0:
+            log.unlink()
+    return link, warning
+
+
+def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
+    """The configuration as MLflow shows it: dotted names; a `_target_` becomes the name of the option.
+
+    >>> flat({"seed": 0, "sync": {"_target_": "ashl.sync.ssp.SSP", "staleness": 3}})
+    {'seed': '0', 'sync': 'ssp', 'sync.staleness': '3'}
+    """
+    params = {}
+    for key, value in config.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            params |= flat(value, name)
+        elif name.endswith("._target_"):  # ashl's options are named as their modules, other libraries' as themselves
+            parts = str(value).split(".")
+            params[name.removesuffix("._target_")] = parts[-2] if parts[0] == "ashl" else parts[-1]
+        else:
+            params[name] = (value if isinstance(value, str) else json.dumps(value, default=str))[:MAX_TEXT]
+    return params
+
+
+def main() -> None:
+    """The writer's process: `python -m ashl.tracking.mlflow RUN_DIR`; its input begins with the job, a line of JSON."""
+    os.nice(10)  # the run comes first
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever MLflow prints belongs in the log
+    run_dir = Path(sys.argv[1])
+    job = json.loads(sys.stdin.readline())
+    with open(run_dir / LOG, "ab") as log, answer:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        json.dump(_follow(_Copy(run_dir, job)), answer)
+
+
+def _follow(copy: "_Copy") -> tuple[str | None, str | None]:
+    """Copy until the input is closed, trying again after each failure; returns the deep link and a warning."""
+    ended = False
+    while True:
+        try:
+            copy.advance()
+            if ended:
+                return copy.close()
+        except Exception as error:  # MLflow and its stores fail in too many ways to name them
+            reason = str(error).replace(copy.job["uri"].rstrip("/"), stores.public(copy.job["uri"]).rstrip("/"))
+            print(f"{type(error).__name__}: {reason}", file=sys.stderr)
+            if ended:
+                return None, _warning(copy.run_dir, copy.loss() or reason)
+        ended = bool(select.select([sys.stdin], [], [], PERIOD_S)[0])
+        if ended:
+            signal.alarm(LAST_WORDS_S)
+
+
+class _Copy:
+    """The MLflow side of one run. What failed may be called again."""
+
+    client: "MlflowClient"
+    experiment: str | None = None
+    run: "RunInfo"
+
+    def __init__(self, run_dir: Path, job: dict):
+        self.run_dir = run_dir
+        self.job = job
+        self.params = list(job["params"].items())
+        self.copied = 0  # bytes of metrics.jsonl
+
+    def advance(self) -> None:
+        """Make the run if there is none yet, then copy the metrics that have come since."""
+        if self.experiment is None:
+            self._open()
+        self._log_params()
+        records, end = jsonl.tail(self.run_dir / METRICS, self.copied)
+        self._log_metrics(point for record in records for point in points(record))
+        self.copied = end
+
+    def close(self) -> tuple[str | None, str | None]:
+        """Log the summary and the artifacts and end the run; returns the deep link and a warning."""
+        summary = _summary(self.run_dir)
+        run_id = self.run.run_id
+        # Six digits, so that a cell of MLflow's table shows all of a number.
+        self._log_metrics((f"final/{name}", float(f"{value:.6g}"), 0, 0.0) for name, value in finals(summary))
+        for key in ("status", "exit_reason"):
+            self.client.set_tag(run_id, f"ashl.{key}", str(summary.get(key))[:MAX_TEXT])
+        with suppress(Exception):  # the view is that of the last run
+            self.client.set_experiment_tag(str(self.experiment), view.TAG, view.tag(summary["num_workers"]))
+        warning = None
+        try:
+            for path in filter(Path.exists, (self.run_dir / name for name in ARTIFACTS)):
+                self.client.log_artifact(run_id, str(path))
+        except Exception as error:
+            warning = _warning(self.run_dir, f"artifacts: {error}")
+        self.client.set_terminated(run_id, STATUS.get(summary["status"], "FAILED"))
+        if loss := self.loss():
+            return None, _warning(self.run_dir, loss)
+        uri = self.job["uri"]
+        address = stores.public(uri) if stores.database(uri) is None else stores.ADDRESS
+        return stores.link(address, str(self.experiment)), warning
+
+    def loss(self) -> str | None:
+        """What became of the database, if it is not the one that the run was begun in; SQLite itself may not notice."""
+        database = stores.database(self.job["uri"])
+        if database is None or self.experiment is None or stores.has_run(database, self.run.run_id):
+            return None
+        return f"{database} was deleted or replaced during the run"
+
+    def _open(self) -> None:
+        from mlflow import MlflowClient
+
+        with stores.schema_lock(self.job["uri"]):
+            self.client = MlflowClient(self.job["uri"])
+            experiment = _experiment(self.client, self.job["experiment"], self.job["artifacts"])
+        tags = {"mlflow.source.name": "ashl", "ashl.host": socket.gethostname(), "ashl.run_dir": str(self.run_dir)}
+        self.run = self.client.create_run(experiment, tags=tags | self.job["tags"], run_name=self.job["run_name"]).info
+        self.experiment = experiment
+        _reap(self.client, experiment, self.run.run_id)
+
+    def _log_params(self) -> None:
+        from mlflow.entities import Param
+
+        while self.params:
+            self.client.log_batch(self.run.run_id, params=[Param(*item) for item in self.params[:MAX_PARAMS]])
+            self.params = self.params[MAX_PARAMS:]
+
+    def _log_metrics(self, entries: Iterable[tuple[str, float, int, float]]) -> None:
+        from mlflow.entities import Metric
+
+        began = self.run.start_time
+        batch = [Metric(name, value, began + round(1000 * host_s), step) for name, value, step, host_s in entries]
+        for first in range(0, len(batch), MAX_METRICS):
+            self.client.log_batch(self.run.run_id, metrics=batch[first : first + MAX_METRICS])
+
+
+def points(record: dict) -> Iterator[tuple[str, float, int, float]]:
+    """Name, value, step and host seconds of what a line of metrics.jsonl measures.
+
+    Only names with a slash are metrics, and null (a loss that is no number) is left out. `test/acc` comes first: MLflow
+    makes the first one the key metric.
+    """
+    for name in sorted(record, key=lambda name: name != "test/acc"):
+        if "/" in name and record[name] is not None:
+            yield name, float(record[name]), int(record["step"]), float(record.get("host_s") or 0.0)
+
+
+def finals(summary: dict) -> Iterator[tuple[str, float]]:
+    """The numbers of a summary, one name each: `test_accuracy`, `best_time_s`, `wait_share_w0` and so on."""
+    for key, value in summary.items():
+        if key in ("final", "best"):
+            prefix = "" if key == "final" else "best_"
+            yield from ((prefix + name, number) for name, number in finals(value or {}))
+        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in ("schema", "seed"):
+            yield key, float(value)
+    if time_s := summary.get("time_s"):
+        for rank, worker in enumerate((summary.get("workers") or ())[: view.MAX_WORKERS]):
+            yield f"wait_share_w{rank}", worker["wait_s"] / time_s
+
+
+def _experiment(client: "MlflowClient", name: str, artifacts: str | None) -> str:
+    """The id of the experiment `name` with our saved view; made, or brought back from the bin, where needed."""
+    if client.get_experiment_by_name(name) is None:
+        try:
+            client.create_experiment(name, artifact_location=artifacts)
+        except Exception:
+            if client.get_experiment_by_name(name) is None:  # else someone was faster, on a shared server
+                raise
+    found = client.get_experiment_by_name(name)
+    assert found is not None
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    if view.TAG not in found.tags:
+        with suppress(Exception):  # a plainer page is no reason to record nothing
+            client.set_experiment_tag(found.experiment_id, view.TAG, view.tag())
+    return found.experiment_id
+
+
+def _reap(client: "MlflowClient", experiment: str, own: str) -> None:
+    """End the runs of this host that are still RUNNING though their writer is gone (its lock is free)."""
+    with suppress(Exception):  # good order is no reason to record nothing
+        query = f"attributes.status = 'RUNNING' and tags.`ashl.host` = '{socket.gethostname()}'"
+        for run in client.search_runs([experiment], query):
+            run_dir = Path(run.data.tags["ashl.run_dir"])
+            if run.info.run_id != own and not _locked(run_dir / LOG):
+                client.set_terminated(run.info.run_id, STATUS.get(_summary(run_dir)["status"], "FAILED"))
+
+
+def _locked(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _summary(run_dir: Path) -> dict:
+    try:
+        return json.loads((run_dir / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return {"status": "failed", "exit_reason": "the run's process ended without a summary"}
+
+
+def _warning(run_dir: Path, reason: str) -> str:
+    return f"MLflow did not take all of this run ({stores.gist(reason)}); its records are whole in {run_dir}."
+
+
+if __name__ == "__main__":
+    main()

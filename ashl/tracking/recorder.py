@@ -1,0 +1,79 @@
+"""The record files of a run folder: events, metrics, trace and summary. One process writes them."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ashl.errors import AshlError, UsageError
+from ashl.tracking import jsonl, timeline
+
+EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.gz", "summary.json"
+
+BLOCK = 16  # rounds that are kept or left out together, so that a thinned trace still shows how workers interact
+WHOLE_BLOCKS = 64  # blocks at the start that are all kept: the first 1024 rounds of every worker
+
+
+class Recorder:
+    """Writer of the record files in `run_dir`, which is made if it is missing.
+
+    `events` is `all`, `sampled` (see `is_sampled`) or `none`. Records are plain dicts; NaN and infinities become null,
+    numpy scalars and arrays become numbers and lists. Raises UsageError when the folder already holds a run and
+    AshlError when it cannot be written to (read-only, disk full); what was written before stays readable.
+    """
+
+    def __init__(self, run_dir: Path, events: str):
+        self._run_dir = run_dir
+        self._sampled = events == "sampled"
+        with _writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._metrics = jsonl.Lines(run_dir / METRICS)
+            self._events = None if events == "none" else jsonl.Lines(run_dir / EVENTS)
+
+    def round(self, record: dict) -> None:
+        """Record one round (`kind` = "round") or another event ("dropped", "switch", ...) of one rank."""
+        if self._events is not None and (not self._sampled or is_sampled(record)):
+            with _writing(self._run_dir):
+                self._events.append(record)
+
+    def metric(self, record: dict) -> None:
+        """Record one measurement of the run: `time_s`, `host_s`, `step` and so on, and metrics named as `test/acc`."""
+        with _writing(self._run_dir):
+            self._metrics.append(record)
+
+    def close(self, summary: dict) -> None:
+        """Write the trace and then the summary: who sees `summary.json` finds everything else complete."""
+        self._metrics.close()
+        try:
+            if self._events is not None:
+                self._events.close()
+                with _writing(self._run_dir):
+                    timeline.write(self._run_dir / EVENTS, self._run_dir / TRACE, summary.get("num_workers"))
+        finally:  # the summary is worth more than the trace
+            with _writing(self._run_dir):
+                jsonl.write_json(self._run_dir / SUMMARY, summary)
+
+
+def is_sampled(record: dict) -> bool:
+    """Whether a record is kept when events are sampled: a worker's kept rounds grow with the logarithm of its rounds.
+
+    Rounds come in blocks of 16. All of the first 64 blocks are kept, of the next 64 every second one, of the next 128
+    every fourth one and so on. Events that do not come once a round (a stage switch, say) are always kept.
+    """
+    if record.get("kind") not in ("round", "dropped"):
+        return True
+    block = int(record["round"]) // BLOCK
+    stride = 1 << (block // WHOLE_BLOCKS).bit_length()
+    return block % stride == 0
+
+
+@contextmanager
+def _writing(run_dir: Path) -> Generator[None, None, None]:
+    """Turn what the operating system says into a sentence that names the run folder and the way out."""
+    try:
+        yield
+    except FileExistsError as error:  # the records of two runs must not mix
+        raise UsageError(f"{run_dir} already holds a run; choose another run.dir.") from error
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        text = f"Cannot write to the run folder {run_dir} ({reason}); free some space or choose another run.dir."
+        raise AshlError(text) from error

@@ -1,0 +1,96 @@
+"""The saved view that MLflow's page opens on: our charts and our columns; by itself MLflow 3 shows neither.
+
+A view is an experiment tag whose value is the state of the page. The format is internal to MLflow (this is 3.17's), so
+the writer sets the tag at its best and never fails on it. MLflow titles charts by their metrics, whatever we call them,
+and does not add a chart of its own for a metric that has one of ours.
+"""
+
+import base64
+import json
+import zlib
+
+KEY = "ashloverview"
+TAG = f"mlflow.sharedViewState.{KEY}"
+NAME = "ashl: overview"
+DATE_MS = 1_795_132_800_000  # of this version of the view, which MLflow shows
+MAX_WORKERS = 16  # lines that a chart can bear
+MAX_RUNS = 20  # runs that are drawn at first
+
+COLUMNS = (
+    "params.`sync`",
+    "params.`topology`",
+    "params.`compression`",
+    "params.`seed`",
+    "metrics.`final/test_accuracy`",
+    "metrics.`final/time_to_target_s`",
+    "metrics.`final/time_s`",
+    "metrics.`final/samples_per_s`",
+    "metrics.`final/wait_share`",
+)
+REST = ("test", "comm", "wait", "final", "time")  # sections that MLflow makes of the other metrics: folded, below ours
+
+
+def tag(num_workers: int = MAX_WORKERS) -> str:
+    """Value of the experiment tag `TAG`: the view for runs of so many workers."""
+    sections = {
+        "Over time": [
+            _line("test/acc"),
+            _line(*(f"wait/w{rank}" for rank in range(min(num_workers, MAX_WORKERS)))),
+            _line("train/loss"),
+            _line("perf/samples_per_s"),
+            _line("perf/wait_share"),
+            _line("staleness/mean"),
+        ],
+        "Outcome": [
+            _chart("BAR", metricKey="final/test_accuracy"),
+            _chart("BAR", metricKey="final/time_to_target_s"),
+            _chart("BAR", metricKey="final/wait_share"),
+            _chart("BAR", metricKey="final/samples_per_s"),
+        ],
+        "Settings that differ": [
+            _chart("DIFFERENCE", compareGroups=["Parameters"], showDifferencesOnly=True, showChangeFromBaseline=False)
+        ],
+    }
+    state = {
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+        "selectedColumns": COLUMNS,
+        "columnOrder": COLUMNS,
+        "columnWidths": {column: 165 if column.startswith("metrics") else 130 for column in COLUMNS},
+        "runsHiddenMode": f"FIRST_{MAX_RUNS}_RUNS",
+        "isAccordionReordered": True,  # else MLflow sorts the sections by name
+        "compareRunSections": [
+            {"uuid": name, "name": name, "display": name not in REST, "columns": min(2, len(charts)), "cardHeight": 300}
+            for name, charts in (sections | {name: [{}] * 2 for name in REST}).items()
+        ],
+        "compareRunCharts": [
+            chart | {"uuid": f"{name} {index}", "metricSectionId": name}
+            for name, charts in sections.items()
+            for index, chart in enumerate(charts)
+        ],
+    }
+    packed = base64.b64encode(zlib.compress(json.dumps(state, separators=(",", ":")).encode(), 9)).decode()
+    return json.dumps({"name": NAME, "createdAt": DATE_MS, "updatedAt": DATE_MS, "state": f"deflate;{packed}"})
+
+
+def _line(*metrics: str) -> dict:
+    """A chart over the metric `time/s`: the experiment's own clock, unlike MLflow's, is right in simulation too."""
+    return _chart(
+        "LINE",
+        metricKey=metrics[0],
+        selectedMetricKeys=metrics,
+        xAxisKey="metric",
+        selectedXAxisMetricKey="time/s",
+        useGlobalXaxisKey=False,
+        yAxisKey="metric",
+        yAxisExpressions=[],
+        xAxisScaleType="linear",
+        scaleType="linear",
+        range={},
+        lineSmoothness=0,
+        displayPoints=False,
+    )
+
+
+def _chart(kind: str, **settings: object) -> dict:
+    return {"type": kind, "deleted": False, "isGenerated": False, "runsCountToCompare": MAX_RUNS} | settings

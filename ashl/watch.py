@@ -1,0 +1,206 @@
+"""Beside every run, off its clock: evaluates snapshots, judges targets, keeps the records, sums up the outcome."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ashl.build import Job
+from ashl.plan.plan import Plan
+from ashl.runtime.ledger import KINDS
+from ashl.tracking.console import Progress
+from ashl.tracking.recorder import Recorder
+
+DRAW_S = 0.25  # between two draws of the progress
+
+
+class Watch:
+    """The observer of a run, in the process that records it.
+
+    In virtual time the kernel calls it directly and `stopping` acts at once; for real processes `remote` calls it with
+    what the ranks sent and passes `stopping` on.
+    """
+
+    def __init__(self, plan: Plan, job: Job, recorder: Recorder, progress: Progress, rounds: bool) -> None:
+        self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
+        self.rounds = rounds
+        self.stopping: str | None = None
+        self.beats: dict[int, dict] = {}
+        self.read_beats: Callable[[], list[dict]] | None = None  # in virtual time: ask the nodes
+        self.evaluations: list[dict[str, Any]] = []
+        self.stages: list[dict] = []
+        self.ledgers: dict[int, dict] = {}
+        self.final: dict | None = None
+        self.sha256: str | None = None
+        self.reached_s: float | None = None
+        self._held = 0
+        self._started = time.monotonic()
+        self._drawn = 0.0
+
+    @property
+    def host_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def emit(self, record: dict) -> None:
+        """A record from a rank."""
+        kind = record["kind"]
+        if kind == "beat":
+            self.beats[record["rank"]] = record
+        elif kind == "round":
+            self.recorder.round(in_seconds(record))
+        elif kind == "ledger":
+            self.ledgers[record["rank"]] = record
+        else:
+            if kind == "stage":
+                self.stages.append(record)
+            self.recorder.round(in_seconds(record))
+
+    def snapshot(self, record: dict, params: Any) -> None:
+        """Evaluate a model: metrics, best so far, target."""
+        final = bool(record.get("final"))
+        if final:
+            self.final = record
+        if not isinstance(params, np.ndarray) and not hasattr(params, "numpy"):
+            return  # a run without gradients has nothing to evaluate
+        if final:
+            self.sha256 = hashlib.sha256(params.numpy().tobytes()).hexdigest()
+            last = self.evaluations[-1] if self.evaluations else None
+            if last and last["version"] == record["merges"]:
+                return  # the model has not changed since the last evaluation
+        scores = self.job.learner.evaluate(params)
+        time_s = record["time_ns"] / 1e9
+        self.evaluations.append({**scores, "time_s": time_s, "version": record["merges"]})
+        self.judge(scores, time_s)
+        self.recorder.metric(self.metrics(record, scores, time_s))
+
+    def judge(self, scores: dict, time_s: float) -> None:
+        """A target counts when it held for so many evaluations in a row; its time is that of the last of them."""
+        limits = self.plan.limits
+        asked = [
+            reason
+            for reason, target, hit in (
+                ("target_accuracy", limits.target_accuracy, at_least(scores["test_accuracy"], limits.target_accuracy)),
+                ("target_loss", limits.target_loss, at_least(limits.target_loss, scores["train_loss"])),
+            )
+            if target is not None and hit
+        ]
+        self._held = self._held + 1 if asked else 0
+        if asked and self._held >= limits.target_hold and self.reached_s is None:
+            self.reached_s = time_s
+            self.stopping = self.stopping or asked[0]
+
+    def metrics(self, record: dict, scores: dict, time_s: float) -> dict:
+        """One line of metrics.jsonl, under the names that MLflow shows."""
+        beats = self.current_beats()
+        waits = [beat["totals_ns"]["wait"] / 1e9 / time_s if time_s else 0.0 for beat in beats]
+        up, down = sum(b["bytes_up"] for b in beats), sum(b["bytes_down"] for b in beats)
+        pushes = sum(record["commits"])
+        return {
+            "time_s": time_s,
+            "host_s": self.host_s,
+            "step": record["steps"],
+            "commits": pushes,
+            "samples": record["samples"],
+            "bytes_up": up,
+            "bytes_down": down,
+            "test/acc": scores["test_accuracy"],
+            "test/loss": scores["test_loss"],
+            "train/loss": scores["train_loss"],
+            "train/batch_loss": record["loss"],
+            "perf/samples_per_s": record["samples"] / time_s if time_s else None,
+            "perf/wait_share": sum(waits) / len(waits) if waits else None,
+            "staleness/mean": sum(record["stale_sum"]) / pushes if pushes else None,
+            "comm/mb_up": up / 1e6,
+            "comm/mb_down": down / 1e6,
+            "time/s": time_s,
+            **{f"wait/w{beat['rank']}": wait for beat, wait in zip(beats, waits, strict=True)},
+        }
+
+    def current_beats(self) -> list[dict]:
+        """How each worker stands."""
+        if self.read_beats is not None:
+            self.beats = {beat["rank"]: beat for beat in self.read_beats()}
+        return [beat for rank, beat in sorted(self.beats.items()) if rank < self.plan.num_workers]
+
+    def tick(self) -> None:
+        """Draw the progress, a few times a second at most."""
+        host_s = self.host_s
+        if host_s - self._drawn >= DRAW_S:
+            self._drawn = host_s
+            self.progress.update(self.view(host_s))
+
+    def counts(self) -> dict | None:
+        """The latest counts of the home rank."""
+        if self.final is not None:
+            return self.final
+        if self.stages:
+            return self.stages[-1]
+        beat = self.beats.get(self.plan.home)
+        return beat["counts"] if beat else None
+
+    def view(self, host_s: float) -> dict:
+        """What a person sees while it runs."""
+        beats, counts = self.current_beats(), self.counts() or {}
+        time_s = max((beat["time_ns"] for beat in self.beats.values()), default=0) / 1e9
+        done = self.done(counts, time_s)
+        last = self.evaluations[-1] if self.evaluations else {}
+        waits = [beat["totals_ns"]["wait"] / 1e9 / time_s if time_s else 0.0 for beat in beats]
+        return {
+            "time_s": time_s,
+            "host_s": host_s,
+            "stage": self.plan.stages[min(len(self.stages), len(self.plan.stages) - 1)].name,
+            "steps": counts.get("steps", 0),
+            "commits": sum(counts.get("commits", ())),
+            "loss": counts.get("loss"),
+            "accuracy": last.get("test_accuracy"),
+            "samples_per_s": counts.get("samples", 0) / time_s if time_s else None,
+            "wait_share": sum(waits) / len(waits) if waits else None,
+            "progress": done,
+            "eta_host_s": host_s * (1 - done) / done if done else None,
+            "workers": [
+                {
+                    "rank": beat["rank"],
+                    "step": beat["steps"],
+                    "samples_per_s": beat["steps"] * self.plan.stages[0].workers[beat["rank"]].batch / time_s
+                    if time_s
+                    else None,
+                    "wait_share": wait,
+                    "staleness": beat["staleness"],
+                    "loss": beat["loss"],
+                }
+                for beat, wait in zip(beats, waits, strict=True)
+            ],
+        }
+
+    def done(self, counts: dict, time_s: float) -> float | None:
+        """The share of the run that is behind us, by whichever limit is nearest."""
+        limits, epoch = self.plan.limits, len(self.job.data.train)
+        shares = [
+            counts.get("samples", 0) / (limits.epochs * epoch) if limits.epochs else None,
+            counts.get("steps", 0) / limits.steps if limits.steps else None,
+            time_s / limits.seconds if limits.seconds else None,
+        ]
+        return min(1.0, max((share for share in shares if share is not None), default=0.0))
+
+
+def in_seconds(record: dict) -> dict:
+    """A record with its times as seconds, and each class's total."""
+    record = dict(record)
+    spans = record.pop("spans_ns", None)
+    for key in [key for key in record if key.endswith("_ns")]:
+        record[key.removesuffix("_ns") + "_s"] = record.pop(key) / 1e9
+    if spans is not None:
+        totals = dict.fromkeys(KINDS, 0)
+        for kind, start, end in spans:
+            totals[kind] += end - start
+        record |= {f"{kind}_s": total / 1e9 for kind, total in totals.items()}
+        record["spans"] = [[kind, start / 1e9, end / 1e9] for kind, start, end in spans]
+    return record
+
+
+def at_least(value: float | None, bound: float | None) -> bool:
+    return value is not None and bound is not None and value >= bound

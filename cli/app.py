@@ -1,0 +1,105 @@
+"""The command line. Nothing heavy is imported before a command runs: `ashl --help` must answer at once."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ashl import __version__
+from ashl.errors import AshlError, UsageError
+
+from .catalog import meant
+from .doctor import doctor
+from .list import show_options
+from .train import train
+from .ui import ui
+
+app = typer.Typer(
+    help="Which sync mode, topology, compression and schedule trains fastest on my unequal machines?",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+COMMANDS = {"train": train, "list": show_options, "ui": ui, "doctor": doctor}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ashl {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+
+
+@app.callback()
+def _root(version: Version = False) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 fine, 1 failed, 2 usage, 3 data missing, 130 interrupted.
+
+    Whatever goes wrong is one sentence on standard error; the traceback is shown with `--debug` only.
+    """
+    args = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    try:
+        code = _run(args)
+        if sys.stdout:
+            sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader went away, as `| head` does: nobody is left to tell
+        return 1
+    except Exception as error:
+        if "--debug" in args:
+            traceback.print_exc()
+        print(f"ashl: {_told(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, AshlError) else 1
+    finally:
+        _settle()
+
+
+def _run(args: list[str]) -> int:
+    if "=" in args[0] and not args[0].startswith("-"):
+        raise UsageError(f"{args[0]} is no command; write `ashl train {' '.join(args)}`.")
+    try:
+        return app(args, prog_name="ashl", standalone_mode=False) or 0
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # Typer's complaints have it, and no public class of their own
+            raise
+        raise UsageError(_rephrased(error, args[0])) from error
+
+
+def _rephrased(error: Any, command: str) -> str:
+    """Typer's complaint as one sentence with the fix."""
+    text, hint = " ".join(error.format_message().split()).rstrip("."), "; `ashl --help` shows what there is."
+    if text.startswith("No such command"):
+        return f"There is no command {command}{meant(command, COMMANDS, hint)}"
+    if text.startswith("No such option"):
+        option, key = error.option_name, error.option_name.lstrip("-").replace("-", "_")
+        hint = f"; settings are written without dashes, as in {key}=1."
+        return f"There is no option {option}{meant(option, error.possibilities or (), hint)}"
+    return text + hint
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, AshlError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}." if error.filename else ".")
+    return f"{type(error).__name__}: {' '.join(str(error).split())}; this is a bug in ashl, --debug shows where."
+
+
+def _settle() -> None:
+    """Leave nothing in standard output that cannot be written: Python would complain of it at its very end."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,163 @@
+"""What can be chosen: the folders of `conf/` are groups, their files options, the lines of a file its parameters.
+
+Read without Hydra and without importing what the options name, so that completion and `ashl list` answer at once.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+
+import yaml
+
+from ashl.errors import UsageError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"  # ashl/cli beside ashl/conf, cli/ beside conf/ in a checkout
+
+Catalog = Mapping[str, Mapping[str, Path]]  # group -> option -> its file
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One line of an option's file: a dotted key, its value as written, and the comment behind it."""
+
+    key: str
+    value: str
+    comment: str
+
+
+def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
+    """Every group with its options, sorted by name; the options that `config_dir` has for a group are added to ours."""
+    if config_dir is not None and not config_dir.is_dir():
+        raise UsageError(f"--config-dir {config_dir}: there is no such folder.")
+    found: dict[str, dict[str, Path]] = {}
+    for group in defaults():
+        roots = [root for root in (config_dir, CONF) if root]  # ours last: a user's file never hides a shipped one
+        options = {file.stem: file for root in roots for file in (root / group).glob("*.yaml")}
+        found[group] = dict(sorted(options.items()))
+    return found
+
+
+def defaults() -> dict[str, str]:
+    """The option each group has when nothing is said, in the order of `config.yaml`; "" where a group is optional."""
+    entries = [entry for entry in load(CONF / "config.yaml")["defaults"] if isinstance(entry, dict)]
+    return {group.removeprefix("optional "): option or "" for entry in entries for group, option in entry.items()}
+
+
+def parameters(file: Path) -> list[Parameter]:
+    """The parameters of an option's file, in order; nested keys are dotted, `_target_` and `defaults` left out.
+
+    A file that starts from another option of its group (`defaults: [mixed]`) has that option's parameters too.
+    """
+    text = read(file)
+    root = _parsed(yaml.compose, text, file)
+    own = list(_leaves(root, "", text.splitlines())) if isinstance(root, yaml.MappingNode) else []
+    inherited: dict[str, Parameter] = {}
+    for parent in _parents(file):
+        inherited |= {parameter.key: parameter for parameter in parameters(parent)}
+    return list((inherited | {parameter.key: parameter for parameter in own}).values())
+
+
+def target(file: Path) -> str:
+    """The dotted name that the option's file constructs; "" for a group of plain values."""
+    content = load(file)
+    return str(content.get("_target_", "")) or next((name for parent in _parents(file) if (name := target(parent))), "")
+
+
+def docstrings(name: str) -> tuple[str, str]:
+    """The docstrings of the module and of the class that a `_target_` names, read and not imported; "" where none."""
+    module, _, attribute = name.rpartition(".")
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top) if top else None  # of a top-level name: looks, imports nothing
+    for place in (spec.submodule_search_locations if spec else None) or ():
+        for file in (Path(place, *rest).with_suffix(".py"), Path(place, *rest, "__init__.py")):
+            if file.is_file():
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+                nodes = (n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute)
+                node = next(nodes, None)
+                return ast.get_docstring(tree) or "", (ast.get_docstring(node) or "") if node else ""
+    return "", ""
+
+
+def summary(file: Path) -> str:
+    """One line about an option: the comment at the head of its file, else the first line of what it constructs."""
+    if text := head(file):
+        return text.partition("\n")[0]
+    name = target(file)
+    module, attribute = docstrings(name)
+    own = name.split(".")[-2:-1] == [file.stem]  # a method's own module is about it, a shared one about all of them
+    return (module or attribute if own else attribute or module).partition("\n")[0]
+
+
+def head(file: Path) -> str:
+    """The comment at the head of an option's file."""
+    lines = [line for line in read(file).splitlines() if "@package" not in line]
+    return "\n".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+
+
+def load(file: Path) -> dict:
+    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid YAML."""
+    content = _parsed(yaml.safe_load, read(file), file)
+    return content if isinstance(content, dict) else {}
+
+
+def read(file: Path) -> str:
+    """The text of a file of the catalogue; UsageError where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}.") from error
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known name that is spelled most like `word`, whatever its case; "" when none is near."""
+    names = {name.casefold(): name for name in known}
+    return names.get(next(iter(get_close_matches(word.casefold(), names, n=1, cutoff=0.6)), ""), "")
+
+
+def meant(word: str, known: Iterable[str], otherwise: str = ".") -> str:
+    """The end of a sentence about `word`: `; did you mean NAME?`, or `otherwise` where no known name is near."""
+    name = nearest(word, known)
+    return f"; did you mean {name}?" if name else otherwise
+
+
+def lacking(kind: str, word: str, known: Iterable[str]) -> UsageError:
+    """The error about a group, or an option of a group, that does not exist."""
+    names = ", ".join(known)
+    return UsageError(f"There is no {kind} '{word}' among {names or 'none at all'}{meant(word, known)}")
+
+
+def _parsed(parse, text: str, file: Path):
+    try:
+        return parse(text)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "some line"
+        raise UsageError(f"{file}, {line}, is not valid YAML: {error.problem}.") from error
+
+
+def _parents(file: Path) -> Iterator[Path]:
+    for entry in load(file).get("defaults", ()):
+        for folder in (CONF / file.parent.name, file.parent):
+            if isinstance(entry, str) and (parent := folder / f"{entry}.yaml").is_file():
+                yield parent
+                break
+
+
+def _leaves(node: yaml.MappingNode, prefix: str, lines: list[str]) -> Iterator[Parameter]:
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if name in ("_target_", "defaults"):
+            continue
+        if isinstance(value, yaml.MappingNode) and not value.flow_style:
+            yield from _leaves(value, f"{name}.", lines)
+            continue
+        first, last = value.start_mark, value.end_mark
+        if isinstance(value, yaml.SequenceNode) and not value.flow_style:  # its comment stands behind the key
+            first = last = key.end_mark
+        text = lines[first.line][first.column : last.column if first.line == last.line else None].strip()
+        comment = re.search(r"#\s*(.*)$", lines[last.line][last.column :] if last.line < len(lines) else "")
+        yield Parameter(name, text or "[...]", comment[1].strip() if comment else "")

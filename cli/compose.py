@@ -1,0 +1,178 @@
+"""From the command line's KEY=VALUE to one plain dict: the only home of Hydra.
+
+A composition in which values were set is checked against a second one of the same options in which none was: a key that
+is not there does not exist, whether it was mistyped on the command line, forced in with `++` or written in a preset.
+"""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ashl.errors import UsageError
+
+from .catalog import CONF, Catalog, catalog, lacking, nearest, parameters
+
+PRESETS = ("experiment", "debug")  # groups that set other groups' values and leave nothing of their own
+
+# Hydra 1.3 warns without version_base, Hydra 1.4 warns with it.
+_VERSION_BASE = {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
+
+
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> dict:
+    """The whole configuration as a plain dict: every group's chosen option, `_target_` kept, interpolations resolved.
+
+    `config_dir` holds options of the user's own, found beside the shipped ones. A leading `+` or `++` means nothing
+    here. Raises UsageError, one sentence, for whatever does not exist or cannot be read.
+    """
+    known = catalog(config_dir)
+    changes = [_change(text, known) for text in overrides]
+    groups = [f"{change.key_or_group}={change.value()}" for change in changes if change.key_or_group in known]
+    values = {f"++{text.lstrip('+')}": c.key_or_group for text, c in zip(overrides, changes, strict=True)}
+    values = {text: key for text, key in values.items() if key not in known}
+    for key in values.values():
+        if config_dir and (config_dir / key).is_dir():
+            raise lacking("group", key, known)
+    with _one_sentence(known, config_dir or CONF):
+        config, choices = _compose([*groups, *values], config_dir)
+        _refuse_hidden(choices, config_dir)
+        presets = [group for group in PRESETS if group in choices]
+        if values or presets:
+            unchanged, _ = _compose([f"{g}={o}" for g, o in choices.items() if g not in PRESETS], config_dir)
+            unknown = next(_unknown(_plain(config), _plain(unchanged)), None)
+            if unknown:
+                typed = any(unknown.startswith(key) for key in [*values.values(), *presets])
+                source = "" if typed else "".join(f"{group}={choices[group]}: " for group in presets)
+                raise UsageError(source + _explained(unknown, _plain(unchanged), choices, known))
+        plain = _plain(config, resolve=True)
+    for group, option in choices.items():
+        if group not in PRESETS and not isinstance(plain.get(group), dict):
+            raise UsageError(f"{known[group][option]} must hold keys and values, as in `_target_: mypackage.MyClass`.")
+    return plain
+
+
+@contextmanager
+def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
+    """What Hydra, OmegaConf and YAML complain of, as a UsageError."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        where = f"{mark.name}, line {mark.line + 1}," if (mark := error.problem_mark) else f"A file in {folder}"
+        raise UsageError(f"{where} is not valid YAML: {error.problem}.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"A file in {folder} is not UTF-8: {error}.") from error
+    except MissingConfigException as error:  # named by a preset: what the command line names was looked up before
+        group, _, option = str(error.missing_cfg_file or "").partition("/")
+        raise (lacking(group, option, known[group]) if group in known else UsageError(_sentence(error))) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(_sentence(error)) from error
+
+
+def _compose(overrides: list[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
+    """One composition by Hydra, and the option that each group ended with."""
+    path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'") if config_dir else ""
+    search = [f"hydra.searchpath=['file://{path}']"] if config_dir else []
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONF), **_VERSION_BASE):
+            config = hydra.compose("config", overrides + search, return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().clear()
+    choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option}
+    own = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), own
+
+
+def _plain(config: DictConfig, *, resolve: bool = False) -> dict:
+    plain = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _change(text: str, known: Catalog) -> Override:
+    """One override, parsed; UsageError for what is not a single change of one key."""
+    change = _parsed(text, known)
+    key, _, value = text.lstrip("+~").partition("=")
+    if change.is_delete():
+        raise UsageError(f"{text}: a key cannot be taken away; set it to null, as in {key}=null.")
+    if key.split(".")[0] == "hydra" or "/" in key or "@" in key:
+        fix = "; options of your own are found with --config-dir" if "searchpath" in key else ""
+        raise UsageError(f"{text}: Hydra's own settings and packages are not used here{fix}.")
+    if change.is_sweep_override():
+        brackets = f", or write a list as '{key}=[{value}]'" if "(" not in value else ""
+        raise UsageError(f"{text} gives several values where train takes one; use `ashl sweep {text}`{brackets}.")
+    if key in known and str(change.value()) not in known[key] and not (value == "null" and key in PRESETS):
+        raise lacking(key, value, known[key])
+    return change
+
+
+def _parsed(text: str, known: Catalog) -> Override:
+    key, equals, value = text.partition("=")
+    if not key or (not equals and not text.startswith("~")):
+        group = next((group for group, options in known.items() if text in options), None)
+        fix = f"; did you mean {group}={text}?" if group else ", as in sync=bsp or seed=1."
+        raise UsageError(f"{text!r} is not of the form KEY=VALUE{fix}")
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        quoted = f"""{key}="'{value}'\""""
+        reason = _sentence(error).rstrip(".")
+        raise UsageError(
+            f"{text} cannot be read ({reason}); quote a value with special characters: {quoted}."
+        ) from error
+
+
+def _refuse_hidden(choices: Mapping[str, str], config_dir: Path | None) -> None:
+    """UsageError for a chosen option that the user's folder has too: Hydra would silently take ours."""
+    for group, option in choices.items():
+        own, shipped = (root / group / f"{option}.yaml" for root in (config_dir or CONF, CONF))
+        if own.is_file() and shipped.is_file() and not own.samefile(shipped):
+            raise UsageError(f"{own} has the name of an option of ashl's own; rename it, as in my_{option}.yaml.")
+
+
+def _explained(key: str, reference: Mapping, choices: Mapping[str, str], known: Catalog) -> str:
+    """The sentence about a key that is not in `reference`: who has it, or what was probably meant."""
+    group, _, rest = key.partition(".")
+    if group in PRESETS:
+        return f"{group}/{choices[group]}.yaml must begin with the line `# @package _global_`."
+    having = [o for o, file in known.get(group, {}).items() if rest in {p.key for p in parameters(file)}]
+    if having:
+        return f"{group}={choices.get(group)} has no key {rest}; these have one: {', '.join(having)}."
+    keys = list(_keys(reference))
+    same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = nearest(key, same) or next(iter(same), "") or nearest(key, keys)
+    return f"There is no key {key}; " + (f"did you mean {near}?" if near else "`ashl list` shows what there is.")
+
+
+def _unknown(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of `config` that are not in `reference`, where a null or an empty mapping may take anything."""
+    for key, value in config.items():
+        name, allowed = f"{prefix}{key}", reference.get(key, 0)
+        if isinstance(value, Mapping) and value:
+            if allowed is not None and allowed != {}:
+                yield from _unknown(value, allowed if isinstance(allowed, Mapping) else {}, f"{name}.")
+        elif key not in reference:
+            yield name
+        elif isinstance(allowed, Mapping) and allowed and not isinstance(value, Mapping):
+            raise UsageError(f"{name} is no value but a group of them: {', '.join(_keys(allowed, f'{name}.'))}.")
+
+
+def _keys(config: Mapping, prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        yield f"{prefix}{key}"
+        yield from _keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else ()
+
+
+def _sentence(error: Exception) -> str:
+    """What a Hydra or OmegaConf message says, on one line and without its technical tail."""
+    text = str(error).split("\n")[0].strip()
+    key = getattr(error, "full_key", None)
+    return f"{key}: {text}." if key else f"{text.rstrip('.')}."

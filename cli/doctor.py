@@ -1,0 +1,135 @@
+"""`ashl doctor`: what this machine brings along, looked up in seconds."""
+
+import os
+import platform
+import socket
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from ashl import __version__
+from ashl.errors import AshlError
+
+from .table import show
+from .train import Debug
+
+PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "pydantic", "typer", "rich", "mlflow")
+PATIENCE_S = 2.0  # for a name or a server that may not answer
+
+BROKEN, MISSING = "BROKEN", "MISSING"
+Row = tuple[str, str]
+T = TypeVar("T")
+
+
+def doctor(debug: Debug = False) -> None:
+    """Show versions, backends, network interfaces, data and store. Exit code 1 when something is broken."""
+    rows: list[Row] = []
+    for check in (_versions, _machine, _torch, _vision, _network, _data, _store):
+        try:
+            rows.extend(check())
+        except Exception as error:  # a broken installation is what this command is for
+            rows.append(
+                (check.__name__.strip("_"), f"{BROKEN}: {type(error).__name__}: {' '.join(str(error).split())}")
+            )
+    show("", rows)
+    if any(text.startswith((BROKEN, MISSING)) for _, text in rows):
+        raise AshlError("Something above is broken or missing; install ashl into a fresh environment to mend it.")
+
+
+def _versions() -> Iterator[Row]:
+    yield "ashl", f"{__version__} in {Path(__file__).resolve().parent.parent}"
+    yield "python", f"{platform.python_version()} on {platform.platform(terse=True)}"
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, MISSING
+
+
+def _machine() -> Iterator[Row]:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{allowed} of {os.cpu_count()} may be used"
+
+
+def _torch() -> Iterator[Row]:
+    import torch
+    from torch import distributed
+
+    yield "gloo", "on" if distributed.is_available() and distributed.is_gloo_available() else "off"
+    yield "nccl", "on" if distributed.is_available() and distributed.is_nccl_available() else "off"
+    names = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    yield "cuda", ", ".join(names) or ("no device" if torch.version.cuda else "off, a CPU build of torch")
+
+
+def _vision() -> Iterator[Row]:
+    from ashl.data.vision import native_operators
+
+    yield "torchvision operators", "on" if native_operators() else "off (not needed: a CUDA build beside a CPU torch)"
+
+
+def _network() -> Iterator[Row]:
+    yield "interfaces", ", ".join(name for _, name in socket.if_nameindex())
+    yield "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+    host = socket.gethostname()
+    address = _patiently(lambda: socket.gethostbyname(host))
+    yield (
+        "host name",
+        f"{host} is {address}" if address else f"{host} has no address; set GLOO_SOCKET_IFNAME for several nodes",
+    )
+
+
+def _data() -> Iterator[Row]:
+    from ashl.data.images import KNOWN
+
+    root = Path(os.environ.get("ASHL_DATA") or "data").absolute()
+    found = [name for name, known in KNOWN.items() if (root / known.files.partition("{")[0]).is_dir()]
+    yield "data root", f"{root} {'' if root.is_dir() else 'is missing; digits and the synthetic sets need none'}"
+    yield "data sets there", ", ".join(found) or "none"
+
+
+def _store() -> Iterator[Row]:
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('runs/mlflow.db').absolute()}"
+    place = urlsplit(uri)
+    if place.scheme in ("http", "https"):
+        answer = _patiently(
+            lambda: _reach(place.hostname or "", place.port or (443 if place.scheme == "https" else 80))
+        )
+        yield (
+            "mlflow server",
+            f"{place.hostname} {'answers' if answer else 'does not answer; runs are kept in runs/ only'}",
+        )
+        return
+    file = Path(uri.removeprefix("sqlite:///"))
+    yield "mlflow store", f"{file} {_runs(file) if file.is_file() else 'is made by the first run'}"
+
+
+def _reach(host: str, port: int) -> bool:
+    with socket.create_connection((host, port), timeout=PATIENCE_S):
+        return True
+
+
+def _runs(file: Path) -> str:
+    with sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=PATIENCE_S) as database:
+        count = database.execute("SELECT count(*) FROM runs").fetchone()[0]
+    return f"holds {count} runs"
+
+
+def _patiently(ask: Callable[[], T]) -> T | None:
+    """The answer of a call that may hang for long; None where it fails or takes more than PATIENCE_S."""
+    answers: list[T] = []
+
+    def listen() -> None:
+        with suppress(OSError):
+            answers.append(ask())
+
+    thread = Thread(target=listen, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return answers[0] if answers else None

@@ -1,0 +1,62 @@
+"""`ashl list`: what can be chosen, and the card of each choice."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .catalog import CONF, catalog, defaults, docstrings, head, lacking, parameters, read, summary, target
+from .table import show
+from .train import ConfigDir, Debug
+
+
+def _groups() -> list[str]:
+    return [*catalog()]
+
+
+def _options(ctx: typer.Context) -> list[str]:
+    return [*catalog().get(ctx.params.get("group") or "", ())]
+
+
+def show_options(
+    group: Annotated[str | None, typer.Argument(help="One group, as sync.", autocompletion=_groups)] = None,
+    option: Annotated[str | None, typer.Argument(help="One of its options, as ssp.", autocompletion=_options)] = None,
+    config_dir: ConfigDir = None,
+    debug: Debug = False,
+) -> None:
+    """Show what can be chosen: all groups, the options of one, or the card of one option."""
+    known = catalog(config_dir)
+    if group is None:
+        _everything(known)
+        return
+    if group not in known:
+        raise lacking("group", group, known)
+    if option is None:
+        usual = defaults().get(group)
+        rows = [(name, "default" if name == usual else "", summary(file)) for name, file in known[group].items()]
+        show("", rows)
+        return
+    if option not in known[group]:
+        raise lacking(group, option, known[group])
+    _card(group, option, known[group][option])
+
+
+def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
+    usual = defaults()
+    rows = [(group, usual[group] or "-", ", ".join(options) or "none yet") for group, options in known.items()]
+    show("GROUP=OPTION, with its default", rows)
+    show("\nKEY=VALUE", [(p.key, p.value, p.comment) for p in parameters(CONF / "config.yaml")])
+    typer.echo("\n`ashl list GROUP` explains its options, `ashl list GROUP OPTION` shows one with its parameters.")
+
+
+def _card(group: str, option: str, file: Path) -> None:
+    name = target(file)
+    if name:
+        typer.echo("\n\n".join([f"{group}={option}", *filter(None, [head(file), *docstrings(name)])]))
+        rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
+        if rows:
+            show("\nParameters and their defaults", rows)
+        typer.echo(f"\n{name}, from {file}")
+    else:  # a preset, best shown as it stands
+        typer.echo(f"{group}={option}\n\n{read(file).rstrip()}\n\nfrom {file}")

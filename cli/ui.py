@@ -1,0 +1,29 @@
+"""`ashl ui`: MLflow's page on the records of `runs/`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ashl.errors import UsageError
+
+from .train import Debug
+
+
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 5000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    store: Annotated[Path, typer.Option(metavar="DIR", help="The folder that holds mlflow.db.")] = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    """Serve MLflow's page on the records of runs/ until Ctrl-C, and print the link that shows them best."""
+    if not (store / "mlflow.db").is_file() and "MLFLOW_TRACKING_URI" not in os.environ:
+        raise UsageError(
+            f"There is no mlflow.db in {store.absolute()}; run `ashl train` first, or name its folder: --store DIR."
+        )
+    from ashl.tracking.ui import serve
+
+    with serve(store, port, host) as server:
+        typer.echo(f"{server.link}\nCtrl-C ends it.")
+        server.wait()

@@ -1,0 +1,72 @@
+"""What someone who knows torch's DistributedDataParallel would write: samples a second of two processes over gloo."""
+
+import multiprocessing as mp
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ashl.build import construct
+
+WORKERS, WARM_UP = 2, 20
+
+
+def samples_per_s(config: dict, steps: int, port: int) -> float:
+    """Train the model of a composed configuration for `steps` per worker, after a warm-up; start-up does not count."""
+    context = mp.get_context("forkserver")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=rank_main, args=(r, port, config, steps, answers)) for r in range(WORKERS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert not any(process.exitcode for process in ranks), "a rank of DDP failed"
+    return answers.get()
+
+
+def rank_main(rank: int, port: int, config: dict, steps: int, answers: "mp.SimpleQueue") -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORKERS)
+    dataset, sgd = construct(config["dataset"], "dataset"), config["optimizer"]
+    data = dataset.load()
+    torch.manual_seed(config["seed"])
+    module = construct(config["model"], "model").build(data.sample_shape, data.num_classes)
+    images = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
+    if images:
+        module = module.to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True
+    )
+    inputs, targets = data.train.inputs[rank::WORKERS], data.train.targets[rank::WORKERS]
+    if images:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+
+    def train(steps: int) -> None:
+        order = iter(())
+        for _ in range(steps):
+            batch = next(order, None)
+            if batch is None:
+                order = epoch(len(targets), dataset.batch_size)
+                batch = next(order)
+            loss = functional.cross_entropy(model(inputs[batch]), targets[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    train(WARM_UP)
+    dist.barrier()
+    start = time.perf_counter()
+    train(steps)
+    dist.barrier()
+    if rank == 0:
+        answers.put(WORKERS * steps * dataset.batch_size / (time.perf_counter() - start))
+    dist.destroy_process_group()
+
+
+def epoch(samples: int, batch: int) -> "iter[Tensor]":
+    """The full batches of one pass, in random order."""
+    return iter(torch.randperm(samples)[: samples // batch * batch].split(batch))

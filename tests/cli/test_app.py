@@ -1,0 +1,230 @@
+"""The commands: exit codes, one sentence for each mistake, and how little is imported before a command runs."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import ashl
+from ashl.cli import catalog, complete
+from ashl.cli.app import COMMANDS, main
+from ashl.errors import AshlError, DataMissingError, UsageError
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A stand-in for `ashl.run`: what the command hands over, and what comes back."""
+    calls: list = []
+    stand_in = SimpleNamespace(
+        calls=calls,
+        result=0,
+        train=lambda config, overrides, quiet: calls.append((config, overrides, quiet)) or stand_in.result,
+        dry_run=lambda config: calls.append(config),
+    )
+    monkeypatch.setitem(sys.modules, "ashl.run", stand_in)
+    monkeypatch.setattr(ashl, "run", stand_in, raising=False)
+    return stand_in
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, json; from ashl.cli.app import main; code = main(['--help']);"
+        "print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    code, modules = json.loads(done.stderr)
+    assert code == 0
+    assert all(command in done.stdout for command in COMMANDS)
+    assert not {"torch", "torchvision", "mlflow", "hydra", "omegaconf", "numpy", "pydantic"} & set(modules)
+
+
+@pytest.mark.parametrize("args", [[], ["-h"], ["--help"], ["train", "-h"], ["list", "--help"], ["--version"]])
+def test_help_is_fine(args: list[str], capsys) -> None:
+    assert main(args) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("trian", "There is no command trian; did you mean train?"),
+        ("xyz", "`ashl --help`"),
+        ("sync=bsp seed=1", "write `ashl train sync=bsp seed=1`"),
+        ("train --confg", "There is no option --confg; did you mean --cfg?"),
+        ("train --seed 3", "as in seed=1."),
+        ("train --config-dir", "requires an argument"),
+        ("train sync=spp", "did you mean ssp?"),
+        ("train seed=1,2", "`ashl sweep seed=1,2`"),
+        ("list snyc", "did you mean sync?"),
+        ("list sync spp", "did you mean ssp?"),
+        ("list a b c", "unexpected extra argument"),
+        ("list --config-dir nowhere", "there is no such folder"),
+        ("ui --port abc", "Invalid value for '--port'"),
+        ("ui", "run `ashl train` first"),
+    ],
+)
+def test_misuse_is_one_sentence_and_two(args: str, says: str, capsys, workplace) -> None:
+    assert main(args.split()) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert says in err
+    assert err.startswith("ashl: ")
+    assert err.count("\n") == 1
+
+
+def test_train_hands_over(run) -> None:
+    run.result = 3
+    assert main(["train", "sync=bsp", "-q", "seed=4"]) == 3
+    config, overrides, quiet = run.calls[0]
+    assert (config["seed"], overrides, quiet) == (4, ["sync=bsp", "seed=4"], True)
+
+
+def test_dry_run_trains_nothing(run) -> None:
+    assert main(["train", "--dry-run", "seed=5"]) == 0
+    assert [config["seed"] for config in run.calls] == [5]
+
+
+def test_cfg_prints_what_can_be_read_back(run, capsys) -> None:
+    assert main(["train", "--cfg", "cluster.compute=[1,2]", "name='ä'"]) == 0
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out)["cluster"]["compute"] == [1, 2]
+    assert yaml.safe_load(out)["name"] == "ä"
+    assert "compute: [1, 2]" in out
+    assert not run.calls
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (AshlError("It broke."), 1, "ashl: It broke."),
+        (UsageError("Not so."), 2, "ashl: Not so."),
+        (DataMissingError("Not there."), 3, "ashl: Not there."),
+        (KeyboardInterrupt(), 130, ""),
+        (PermissionError(13, "Permission denied", "/x"), 1, "ashl: Permission denied: /x."),
+        (
+            ZeroDivisionError("by zero"),
+            1,
+            "ashl: ZeroDivisionError: by zero; this is a bug in ashl, --debug shows where.",
+        ),
+        (BrokenPipeError(), 1, ""),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, says: str, run, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("ashl.cli.compose.compose", lambda *_: {})  # composition has tests of its own
+
+    def fail(*_, **__) -> int:
+        raise error
+
+    run.train = fail
+    assert _code(["train"]) == code
+    assert capsys.readouterr().err.strip() == says
+    if says:
+        assert _code(["train", "--debug"]) == code
+        assert "Traceback" in capsys.readouterr().err
+
+
+def _code(args: list[str]) -> object:
+    try:
+        return main(args)
+    except SystemExit as error:
+        return error.code
+
+
+def test_list_shows_all_groups(capsys) -> None:
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in [*catalog.catalog(), "stop.target_accuracy", "parameter_server"])
+
+
+def test_list_shows_a_group(capsys) -> None:
+    assert main(["list", "sync"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["asp", "backup", "bsp", "local_sgd", "ssp"]
+    assert ["default" in line for line in lines] == [False, False, False, False, True]
+
+
+EVERY = [(group, option) for group, options in catalog.catalog().items() for option in options]
+
+
+@pytest.mark.parametrize(("group", "option"), EVERY)
+def test_every_option_has_a_card(group: str, option: str, capsys) -> None:
+    assert main(["list", group, option]) == 0
+    out = capsys.readouterr().out
+    assert f"{group}={option}" in out
+    assert catalog.summary(catalog.catalog()[group][option]), "no docstring and no comment at the head of the file"
+    for parameter in catalog.parameters(catalog.catalog()[group][option]):
+        assert parameter.key.rpartition(".")[2] in out
+
+
+def test_a_card_has_rule_and_source(capsys) -> None:
+    assert main(["list", "sync", "ssp"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("Rule:", "Source:", "sync.staleness", "ashl.sync.ssp.SSP"))
+
+
+def test_doctor_reports_and_never_fails_on_what_is_not_there(capsys, workplace, monkeypatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("torch", "gloo", "cores", "data root", "is missing", "does not answer"))
+
+
+def test_doctor_finds_what_is_there(capsys, workplace) -> None:
+    (workplace / "data/MNIST/raw").mkdir(parents=True)
+    (workplace / "runs").mkdir()
+    (workplace / "runs/mlflow.db").write_text("no database")
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "MNIST" in out
+    assert "BROKEN: DatabaseError" in out
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("words", "incomplete", "found"),
+    [
+        ([], "sy", ["sync=asp", "sync=backup", "sync=bsp", "sync=local_sgd", "sync=ssp", "sync.staleness="]),
+        ([], "sync=s", ["sync=ssp"]),
+        (["sync", "="], "s", ["ssp"]),  # as bash cuts it
+        (["sync"], "", ["asp", "backup", "bsp", "local_sgd", "ssp"]),  # the same, right behind =
+        (["sync", "=", "bsp"], "sync.", ["sync.exchange="]),
+        (["sync=bsp"], "sync.e", ["sync.exchange="]),
+        ([], "stop.e", ["stop.epochs="]),
+        ([], "mo", ["model=mlp"]),
+        ([], "zzz", []),
+        (["="], "zzz", []),
+    ],
+)
+def test_completion(words: list[str], incomplete: str, found: list[str]) -> None:
+    context = SimpleNamespace(params={"overrides": words, "config_dir": None})
+    values = [str(value) for value, _ in complete.complete(context, incomplete)]
+    assert [value for value in values if value in found] == found
+    assert bool(values) == bool(found)
+
+
+def test_completion_of_a_broken_folder_is_silent(tmp_path) -> None:
+    (tmp_path / "sync").mkdir()
+    (tmp_path / "sync/a.yaml").write_text("x: [")
+    context = SimpleNamespace(params={"overrides": ["sync=a"], "config_dir": tmp_path})
+    assert complete.complete(context, "sync.") == []
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
+    own = os.environ | {"ASHL": f"{sys.executable} -m ashl.cli"} | environment
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, env=own)
+
+
+def test_completion_in_bash() -> None:
+    done = shell("$ASHL", _ASHL_COMPLETE="complete_bash", COMP_WORDS="ashl train sync = s", COMP_CWORD="4")
+    assert done.stdout.split() == ["ssp"]
+
+
+@pytest.mark.parametrize("command", ["$ASHL list | true", "$ASHL list >/dev/full", "$ASHL list >&-"])
+def test_an_output_that_nobody_reads(command: str) -> None:
+    complaint = shell(command).stderr
+    assert "Traceback" not in complaint
+    assert "Exception ignored" not in complaint

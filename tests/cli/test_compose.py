@@ -1,0 +1,172 @@
+"""Composition: every option composes; what does not ends in one sentence with the nearest right spelling."""
+
+import re
+import shlex
+
+import pytest
+
+from ashl.cli.catalog import CONF, catalog
+from ashl.cli.compose import PRESETS, compose
+from ashl.errors import UsageError
+
+EVERY = [(group, option) for group, options in catalog().items() for option in options]
+
+
+def message(*overrides: str, config_dir=None) -> str:
+    with pytest.raises(UsageError) as caught:
+        compose(overrides, config_dir)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert caught.value.exit_code == 2
+    return text
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A user's own folder of options; its name has what shells and parsers stumble over."""
+
+    def write(path: str, text: str):
+        file = tmp_path / "it's mine, too" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode("latin-1"))
+        return tmp_path / "it's mine, too"
+
+    return write
+
+
+@pytest.mark.parametrize(("group", "option"), EVERY)
+def test_every_option_composes(group: str, option: str) -> None:
+    config = compose([f"{group}={option}"])
+    assert set(config) == {*catalog(), "seed", "name", "allow_targets", "run", "stop", "eval"} - set(PRESETS)
+
+
+def test_default_is_the_showcase() -> None:
+    config = compose()
+    assert type(config) is dict
+    assert config["sync"] == {"_target_": "ashl.sync.ssp.SSP", "staleness": 3, "local_steps": 1}
+    assert config["dataset"]["_target_"] == "ashl.data.digits.Digits"
+    assert len(config["cluster"]["compute"]) == 4
+    assert config["runtime"]["_target_"] == "ashl.runtime.option.LocalRuntime"
+
+
+def test_values_are_overridden() -> None:
+    config = compose(
+        ["sync=bsp", "seed=7", "cluster.compute=[1,2]", "stop={steps: 5}", "name='a, b'", "cluster.compute.1=9"]
+    )
+    assert config["sync"]["_target_"] == "ashl.sync.bsp.BSP"
+    assert (config["seed"], config["cluster"]["compute"], config["name"]) == (7, [1, 9], "a, b")
+    assert (config["stop"]["steps"], config["stop"]["target_hold"]) == (5, 1)
+    assert compose(["cluster.events=[{time_s: 1, worker: 0}]"])["cluster"]["events"] == [{"time_s": 1, "worker": 0}]
+
+
+def test_plus_signs_mean_nothing() -> None:
+    assert compose(["+sync=bsp", "++seed=3", "+debug=fast"]) == compose(["sync=bsp", "seed=3", "debug=fast"])
+
+
+def test_the_environment_names_the_data_root(monkeypatch) -> None:
+    monkeypatch.setenv("ASHL_DATA", "/somewhere")
+    assert compose(["dataset=mnist"])["dataset"]["root"] == "/somewhere"
+
+
+def test_debug_is_small() -> None:
+    config = compose(["debug=fast"])
+    assert (len(config["cluster"]["compute"]), config["stop"]["steps"], config["tracking"]["sink"]) == (2, 20, "none")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("sync=spp", "There is no sync 'spp' among asp, backup, bsp, local_sgd, ssp; did you mean ssp?"),
+        ("sync=SSP", "did you mean ssp?"),
+        ("sync=", "There is no sync '' among asp"),
+        ("sync=null", "There is no sync 'null'"),
+        ("snyc=ssp", "There is no key snyc; did you mean sync?"),
+        ("sync.stalenes=3", "There is no key sync.stalenes; did you mean sync.staleness?"),
+        ("optmizer.lr=3", "There is no key optmizer.lr; did you mean optimizer.lr?"),
+        ("lr=3", "There is no key lr; did you mean optimizer.lr?"),
+        ("stop.epoch=3", "did you mean stop.epochs?"),
+        ("seed.x=3", "There is no key seed.x"),
+        ("++new.key=3", "There is no key new.key"),
+        ("+sync.bound=3", "There is no key sync.bound"),
+        ("sync=bsp sync.staleness=3", "sync=bsp has no key staleness; these have one: ssp."),
+        ("stop=3", "stop is no value but a group of them: stop.epochs, "),
+        ("seed=1,2", "seed=1,2 gives several values where train takes one; use `ashl sweep seed=1,2`"),
+        ("cluster.compute=1,2", "or write a list as 'cluster.compute=[1,2]'."),
+        ("seed=range(1,3)", "use `ashl sweep seed=range(1,3)`."),
+        ("sync=bsp,ssp", "use `ashl sweep sync=bsp,ssp`"),
+        ("ssp", "'ssp' is not of the form KEY=VALUE; did you mean sync=ssp?"),
+        ("nothing", "'nothing' is not of the form KEY=VALUE"),
+        ("=3", "'=3' is not of the form KEY=VALUE"),
+        ("seed=[", "seed=[ cannot be read"),
+        ("run.dir=/tmp/(x)", """quote a value with special characters: run.dir="'/tmp/(x)'"."""),
+        ("~seed", "cannot be taken away"),
+        ("hydra.run.dir=x", "Hydra's own settings"),
+        ("hydra.searchpath=[x]", "--config-dir"),
+        ("sync@model=bsp", "Hydra's own settings"),
+        ("name=${nope}", "name: Interpolation key 'nope' not found."),
+        ("seed=???", "seed: Missing mandatory value"),
+        ("debug=fast cluster=real", "debug=fast: cluster=real has no key compute"),
+    ],
+)
+def test_what_is_wrong_is_said(overrides: str, says: str) -> None:
+    assert says in message(*overrides.split())
+
+
+def test_own_options_are_found(mine) -> None:
+    folder = mine("sync/mine.yaml", "defaults: [ssp]\nstaleness: 7 # own\n")
+    mine("experiment/both.yaml", "# @package _global_\ndefaults:\n  - override /sync: mine\nname: s${sync.staleness}\n")
+    config = compose(["experiment=both"], folder)
+    assert (config["sync"]["staleness"], config["sync"]["local_steps"], config["name"]) == (7, 1, "s7")
+    assert compose(["experiment=both", "sync.staleness=9"], folder)["name"] == "s9"
+    assert "among asp, backup, bsp, local_sgd, mine, ssp" in message("sync=min", config_dir=folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "override", "says"),
+    [
+        ("model/a.yaml", "x: [1\ny: 2\n", "model=a", "model/a.yaml, line 2, is not valid YAML"),
+        ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "duplicate key x"),
+        ("model/a.yaml", "x: \xff\n", "model=a", "not UTF-8"),
+        ("model/a.yaml", "- 1\n", "model=a", "must hold keys and values"),
+        ("sync/ssp.yaml", "staleness: 1\n", "sync=ssp", "rename it, as in my_ssp.yaml."),
+        ("snyc/a.yaml", "x: 1\n", "snyc=a", "There is no group 'snyc'"),
+        ("experiment/a.yaml", "seed: 3\n", "experiment=a", "must begin with the line `# @package _global_`"),
+        ("experiment/a.yaml", "# @package _global_\nsed: 3\n", "experiment=a", "experiment=a: There is no key sed"),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\ndefaults:\n  - override /sync: spp\n",
+            "experiment=a",
+            "There is no sync 'spp'",
+        ),
+    ],
+)
+def test_own_files_with_faults(mine, path: str, text: str, override: str, says: str) -> None:
+    assert says in message(override, config_dir=mine(path, text))
+
+
+def test_config_dir_that_is_not_there(tmp_path) -> None:
+    assert "there is no such folder" in message(config_dir=tmp_path / "nowhere")
+
+
+def test_ours_as_own_folder() -> None:
+    assert compose(["sync=bsp"], CONF) == compose(["sync=bsp"])
+
+
+def readme() -> list[list[str]]:
+    """The overrides of every complete `ashl train` that README.md shows."""
+    text = (CONF.parent / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"`(?:ashl|torchrun [^`]*ashl\.cli) train ([^`[-][^`]*)`", text)
+    assert len(shown) > 4
+    return [shlex.split(line) for line in shown]
+
+
+@pytest.mark.parametrize("overrides", readme(), ids=" ".join)
+def test_what_the_readme_shows_composes(overrides: list[str]) -> None:
+    assert compose(overrides)
+
+
+def test_the_readme_keeps_its_two_commands() -> None:
+    lines = [
+        line for line in (CONF.parent / "README.md").read_text().splitlines() if line.startswith("python3 -m venv")
+    ]
+    assert [line.split()[-2:] for line in lines] == [[".venv/bin/ashl", "train"], ["&&", ".venv/bin/pytest"]]

@@ -1,0 +1,46 @@
+"""What CONTRIBUTING.md shows is true: its methods, taken from the page, run as options of a user's own package."""
+
+import json
+import re
+
+import pytest
+
+from ashl.cli.app import main
+from ashl.cli.catalog import CONF
+
+PAGE = (CONF.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+SMALL = ["runtime=sim", "tracking=none", "stop.steps=40", "eval.every_s=null", "eval.every_commits=40", "-q"]
+
+
+@pytest.fixture
+def package(workplace, monkeypatch):
+    """A package `mine` with the page's modules, and a folder of their options."""
+    sync, codec = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (options,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    for path, text in {
+        "mine/__init__.py": "",
+        "mine/k_async.py": sync,
+        "mine/half.py": codec,
+        "options/sync/k_async.yaml": options.replace("ashl.sync", "mine"),
+        "options/compression/half.yaml": "_target_: mine.half.Half\n",
+    }.items():
+        (workplace / path).parent.mkdir(parents=True, exist_ok=True)
+        (workplace / path).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(workplace)
+    return workplace
+
+
+def summary(package, name: str, *overrides: str) -> dict:
+    own = ["--config-dir", str(package / "options"), "allow_targets=[mine]"]
+    assert main(["train", f"run.dir={package / name}", *own, *SMALL, *overrides]) == 0
+    return json.loads((package / name / "summary.json").read_text())
+
+
+def test_the_methods_of_the_page(package, capsys) -> None:
+    assert main(["list", "sync", "k_async", "--config-dir", str(package / "options")]) == 0
+    assert "Dutta et al." in capsys.readouterr().out
+    textbook = summary(package, "asp", "sync=asp")
+    limit = summary(package, "limit", "sync=k_async", "sync.pushes=1")
+    halved = summary(package, "halved", "sync=k_async", "compression=half")
+    assert limit["params_sha256"] == textbook["params_sha256"]
+    assert halved["bytes_up"] / halved["commits"] < 0.6 * textbook["bytes_up"] / textbook["commits"]

@@ -1,0 +1,82 @@
+"""Shared by the tests: a run in virtual time with everything that it said, from command-line overrides."""
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ashl.build import assemble, construct, make_plan
+from ashl.cli.compose import compose
+from ashl.cluster.network import network
+from ashl.cluster.speed import Speed
+from ashl.plan.plan import Plan
+from ashl.program import program
+from ashl.runtime.sim import Sim
+
+
+@dataclass
+class Ran:
+    """An observer that keeps everything."""
+
+    plan: Plan
+    rounds: bool = True
+    stopping: str | None = None
+    records: list[dict] = field(default_factory=list)
+    snapshots: list[tuple[dict, Any]] = field(default_factory=list)
+    events: int = 0
+
+    def emit(self, record: dict) -> None:
+        self.records.append(record)
+
+    def snapshot(self, record: dict, params: Any) -> None:
+        self.snapshots.append((record, params))
+
+    def of(self, kind: str) -> list[dict]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def end(self) -> dict:
+        return self.of("stage")[-1]
+
+    @property
+    def params(self) -> Tensor:
+        record, params = self.snapshots[-1]
+        assert record["final"]
+        return params
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.params.numpy().tobytes()).hexdigest()
+
+    @property
+    def time_ns(self) -> int:
+        return self.end["end_ns"]
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.end["steps"] / self.time_ns * 1e9
+
+    @property
+    def ledgers(self) -> list[dict[str, int]]:
+        n = self.plan.num_workers
+        return [r["totals_ns"] for r in sorted(self.of("ledger"), key=lambda r: r["rank"]) if r["rank"] < n]
+
+
+def planned(*overrides: str) -> Plan:
+    return make_plan(compose(["runtime=sim", "tracking=none", *overrides], None))
+
+
+def simulated(*overrides: str) -> Ran:
+    """Run these overrides in virtual time."""
+    plan = planned(*overrides)
+    job = assemble(plan, "cpu")
+    cluster = construct(plan.cluster, "cluster")
+    ran = Ran(plan)
+    stage = job.stages[0]
+    speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
+    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
+    sim.run(partial(program, stages=job.stages), tick=lambda: None)
+    ran.events = sim.events
+    return ran

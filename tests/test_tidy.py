@@ -1,0 +1,255 @@
+"""The form of the house: who may import whom, what has one home only, sizes, and the mirror of code and options."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ashl.cli.catalog import catalog, parameters, target
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE, MAX_FUNCTION = 400, 70
+
+# From the bottom up: a module imports from its own level and from those below it.
+LEVELS = (
+    {"errors", "option"},
+    {"plan", "data", "optimizer", "cluster", "tracking"},
+    {"model", "learner", "runtime"},
+    {"stage", "trainer"},
+    {"sync", "aggregate", "topology", "compression", "schedule"},
+    {"program", "predict"},
+    {"build"},
+    {"watch", "summary", "runtime.launch", "runtime.rank"},
+    {"run"},
+    {"cli"},
+)
+HEIGHTS = {unit: height for height, level in enumerate(LEVELS) for unit in level}
+ALGORITHMS = ("sync", "aggregate", "topology", "compression", "schedule")
+CITED = ("sync", "aggregate", "topology", "compression")
+FOLDERS = {"dataset": "data"}  # a group whose code lies in a folder of another name
+PRESETS = ("experiment", "debug")
+
+# What is imported, and the only places that may.
+HOMES = {
+    "hydra": ("cli/compose.py",),
+    "mlflow": ("ashl/tracking/mlflow.py",),
+    "torchvision": ("ashl/data/vision.py",),
+    "torch.distributed": ("ashl/runtime/", "cli/doctor.py"),
+    "typer": ("cli/",),
+    "time": ("ashl/runtime/", "ashl/tracking/", "ashl/run.py", "ashl/watch.py"),  # the experiment's clock, host seconds
+    "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run.py"),
+    "random": (),
+    "asyncio": (),
+    "logging": (),
+    "ashl.tracking": ("ashl/tracking/", "ashl/run.py", "ashl/watch.py", "cli/ui.py"),
+    "ashl.runtime.sim": ("ashl/runtime/", "ashl/run.py", "ashl/predict.py"),
+    "ashl.runtime.torch": ("ashl/runtime/", "ashl/run.py"),
+}
+SEEN_BY_ALGORITHMS = ("ashl.runtime.node", "ashl.runtime.effects", "ashl.runtime.sums")
+
+
+def files(*folders: str) -> list[Path]:
+    found = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert found, folders
+    return found
+
+
+def name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(file: Path) -> tuple[str, ...]:
+    """Every dotted name that a file imports, wherever in the file; `from a import b` gives `a.b`."""
+    found: list[str] = []
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def unit(file: Path) -> str:
+    return known(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
+def known(module: str) -> str:
+    """The name in `LEVELS` of a module: its folder in ashl/ or the file itself, or cli; "" for `ashl` alone."""
+    parts = module.removeprefix("ashl.").split(".")
+    return next((unit for unit in (".".join(parts[:2]), parts[0]) if unit in HEIGHTS), "")
+
+
+def test_imports_point_downwards() -> None:
+    wrong = [
+        f"{name(file)} imports {module}"
+        for file in files("ashl", "cli")
+        for module in imports(file)
+        if within(module, "ashl") and HEIGHTS.get(unit(file), 0) < HEIGHTS.get(known(module), 0)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_one_home(package: str) -> None:
+    strangers = [file for file in files("ashl", "cli") if not name(file).startswith(HOMES[package] or ("-",))]
+    assert not [name(file) for file in strangers if any(within(module, package) for module in imports(file))]
+
+
+def test_algorithms_know_the_node_and_nothing_else_of_the_runtime() -> None:
+    wrong = [
+        f"{name(file)} imports {module}"
+        for file in files(*(f"ashl/{folder}" for folder in ALGORITHMS))
+        for module in imports(file)
+        if within(module, "ashl.runtime") and not any(within(module, seen) for seen in SEEN_BY_ALGORITHMS)
+    ]
+    assert not wrong
+
+
+def calls(file: Path) -> Iterator[str]:
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
+
+
+def test_nothing_prints_but_the_command_line_and_the_tracking() -> None:
+    speakers = [file for file in files("ashl") if "print" in calls(file)]
+    assert all(name(file).startswith("ashl/tracking/") for file in speakers), speakers
+
+
+def test_no_global_random_state() -> None:
+    own = r"(np|numpy)\.random\.(default_rng|Generator|SeedSequence|Philox|PCG64)|torch\.Generator"
+    shared = r"(np|numpy)\.random\.\w+|torch\.(random\.)?(manual_seed|seed|set_rng_state)"
+    wrong = {
+        f"{name(file)}: {call}"
+        for file in files("ashl")
+        for call in calls(file)
+        if re.fullmatch(shared, call) and not re.fullmatch(own, call)
+    }
+    assert {text for text in wrong if not text.startswith("ashl/learner.py: torch")} == set()
+
+
+def test_sizes() -> None:
+    everything = files("ashl", "cli", "tests")
+    long_files = [name(file) for file in everything if len(file.read_text(encoding="utf-8").splitlines()) > MAX_FILE]
+    long_functions = [
+        f"{name(file)}: {node.name}"
+        for file in everything
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION
+    ]
+    assert (long_files, long_functions) == ([], [])
+
+
+def test_every_module_says_what_it_is() -> None:
+    speechless = [
+        name(file) for file in files("ashl", "cli") if file.stat().st_size and not ast.get_docstring(tree(file))
+    ]
+    assert not speechless
+
+
+# --- code and configuration mirror each other -------------------------------------------------------------------------
+
+
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    """Every class of ashl/ by its dotted name."""
+    return {
+        ".".join([*file.relative_to(ROOT).with_suffix("").parts, node.name]): node
+        for file in files("ashl")
+        for node in tree(file).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def is_option(node: ast.ClassDef) -> bool:
+    return any(isinstance(decorator, ast.Name) and decorator.id == "option" for decorator in node.decorator_list)
+
+
+def fields(dotted: str) -> set[str]:
+    """The fields of an option class, its bases' included."""
+    node = classes()[dotted]
+    own = {
+        statement.target.id
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if "ClassVar" not in ast.unparse(statement.annotation)
+    }
+    for base in node.bases:
+        where = [full for full in classes() if full.endswith(f".{ast.unparse(base)}")]
+        own |= fields(where[0]) if len(where) == 1 else set()
+    return own
+
+
+OPTIONS = [(group, option, file) for group, options in catalog().items() for option, file in options.items()]
+OBJECTS = [(group, option, file) for group, option, file in OPTIONS if group not in PRESETS]
+
+
+@pytest.mark.parametrize(("group", "option", "file"), OBJECTS, ids=lambda value: str(value).rpartition("/")[2])
+def test_option_file_mirrors_its_class(group: str, option: str, file: Path) -> None:
+    dotted = target(file)
+    assert dotted in classes(), f"{name(file)} names {dotted}, which does not exist"
+    assert dotted.startswith(f"ashl.{FOLDERS.get(group, group)}.")
+    assert is_option(classes()[dotted]), f"{dotted} is no @option"
+    assert fields(dotted) == {parameter.key.split(".")[0] for parameter in parameters(file)}
+
+
+@pytest.mark.parametrize("group", CITED)
+def test_an_algorithm_has_the_name_of_its_file(group: str) -> None:
+    assert {option: target(file).split(".")[2] for option, file in catalog()[group].items()} == {
+        option: option for option in catalog()[group]
+    }
+
+
+def test_every_option_class_has_a_file() -> None:
+    chosen = {target(file) for _, _, file in OBJECTS}
+    parts = {  # what is inherited from, or the type of a field of another option
+        used.id
+        for node in classes().values()
+        for part in [*node.bases, *(field.annotation for field in node.body if isinstance(field, ast.AnnAssign))]
+        for used in ast.walk(part)
+        if isinstance(used, ast.Name)
+    }
+    groups = {f"ashl.{FOLDERS.get(group, group)}" for group in catalog()}
+    orphans = {
+        dotted
+        for dotted, node in classes().items()
+        if is_option(node) and node.name not in parts and ".".join(dotted.split(".")[:2]) in groups
+    }
+    assert orphans - chosen == set()
+
+
+@pytest.mark.parametrize("file", [ROOT / "conf/config.yaml", *(file for _, _, file in OBJECTS)], ids=name)
+def test_every_parameter_has_a_comment(file: Path) -> None:
+    assert [parameter.key for parameter in parameters(file) if not parameter.comment] == []
+
+
+@pytest.mark.parametrize("file", [f for group in CITED for f in files(f"ashl/{group}")], ids=name)
+def test_an_algorithm_names_its_source(file: Path) -> None:
+    if any(is_option(node) for node in tree(file).body if isinstance(node, ast.ClassDef)):
+        text = ast.get_docstring(tree(file)) or ""
+        assert re.search(r"Sources?:|arXiv|\b(19|20)\d\d\b", text), "say in the module's docstring where it is from"
+
+
+def test_packages_are_listed() -> None:
+    """setuptools cannot find packages in two places at once, so that pyproject.toml lists them by hand."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {folder.parent.relative_to(ROOT).as_posix() for top in ("ashl", "cli", "conf") for folder in files(top)}
+    dotted = {folder.replace("/", ".") for folder in found}
+    assert {package if within(package, "ashl") else f"ashl.{package}" for package in dotted} == set(listed)
+    folders = [folder for folder in (ROOT / "conf").glob("[!_]*/") if folder.is_dir()]
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]

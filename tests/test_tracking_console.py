@@ -1,0 +1,151 @@
+"""What a person sees, read back as text."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ashl.tracking import console as screen
+from ashl.tracking.console import Progress, outcome
+
+LINK = "http://127.0.0.1:5000/#/experiments/1/runs?" + "x" * 100
+
+
+def snapshot(host_s: float, num_workers: int = 2) -> dict:
+    worker = {"step": 1234, "samples_per_s": 456.7, "wait_share": 0.25, "staleness": 1.5, "loss": None}
+    return {
+        "time_s": 75.0,
+        "host_s": host_s,
+        "steps": 12345,
+        "commits": 12345,
+        "loss": 0.1234,
+        "accuracy": 0.931,
+        "samples_per_s": 7890.1,
+        "wait_share": 0.125,
+        "progress": 0.5,
+        "eta_host_s": 8.0,
+        "stage": "ssp",
+        "workers": [worker | {"rank": rank} for rank in range(num_workers)],
+    }
+
+
+def summary(**changes: object) -> dict:
+    worker = {"steps": 500, "compute_s": 6.0, "compress_s": 0.0, "push_s": 1.0, "pull_s": 1.0, "wait_s": 2.0}
+    worker |= {"down_s": 0.0, "bytes_up": 5e6, "bytes_down": 5e6, "staleness_mean": 1.25, "staleness_max": 3}
+    return {
+        "name": "demo",
+        "status": "finished",
+        "exit_reason": "target reached",
+        "time_s": 10.0,
+        "host_s": 1.5,
+        "time_kind": "virtual",
+        "steps": 1000,
+        "steps_per_s": 100.0,
+        "samples_per_s": 3200.0,
+        "wait_share": 0.2,
+        "max_lead": 3,
+        "bytes_up": 1e7,
+        "bytes_down": 1e7,
+        "final": {"train_loss": 0.02, "test_loss": 0.07, "test_accuracy": 0.981},
+        "best": {"test_accuracy": 0.985, "time_s": 9.0},
+        "target_accuracy": 0.97,
+        "time_to_target_s": 8.0,
+        "workers": [worker, worker],
+    } | changes
+
+
+def pipe(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), width=width)
+
+
+def text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_pipe_gets_a_plain_line_every_two_seconds():
+    console = pipe(width=20)
+    with Progress(console, name="demo", target_accuracy=0.97) as progress:
+        for tenths in range(50):
+            progress.update(snapshot(tenths / 10))
+    lines = text(console).splitlines()
+    assert len(lines) == 3
+    assert set(lines) == {
+        "time 1 min 15 s  steps 12,345  ETA 8 s  accuracy 93.1 % of 97.0 %  loss 0.123  samples/s 7,890  waiting 12.5 %"
+    }
+
+
+def test_a_terminal_gets_a_table_that_is_gone_at_the_end():
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Progress(console, name="[demo]", target_accuracy=None) as progress:
+        progress.update(snapshot(0.0, num_workers=20))
+        progress.update(snapshot(0.1) | {"stage": "too fresh"})
+        shown = text(console)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "[demo]  ssp   time 1 min 15 s" in plain
+    assert "too fresh" not in plain
+    assert "and 4 more workers" in plain
+    rows = [line.split() for line in plain.splitlines() if " 1,234 " in line]
+    assert len(rows) == screen.MAX_ROWS
+    assert rows[0] == ["0", "1,234", "457", "25.0", "%", "1.5", "-"]
+    assert text(console)[len(shown) :].count("\x1b[2K") > screen.MAX_ROWS  # every line is erased
+
+
+def test_quiet_says_nothing():
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with Progress(console, name="demo", quiet=True) as progress:
+        progress.update(snapshot(0.0))
+    assert text(console) == ""
+
+
+def test_a_snapshot_may_know_little():
+    console = pipe()
+    unknown = dict.fromkeys(snapshot(0.0)) | {"host_s": 0.0}
+    with Progress(console, name="demo") as progress:
+        progress.update(unknown)
+    assert text(console) == "time -  steps -  loss -  samples/s -  waiting -\n"
+
+
+def test_no_color_is_respected(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Progress(console, name="demo") as progress:
+        progress.update(snapshot(0.0))
+    outcome(console, summary(), Path("runs/demo"), LINK)
+    assert not re.search(r"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])\b[0-9;]*m", text(console))
+
+
+def test_the_outcome_fits_80_columns_but_for_what_is_copied():
+    console = pipe()
+    outcome(console, summary(), Path("runs/demo"), LINK)
+    lines = [line.rstrip() for line in text(console).splitlines()]
+    assert lines[0] == "demo finished: target reached"
+    assert "accuracy  98.1 %, best 98.5 % after 9 s" in lines
+    assert "target    97.0 % reached after 8 s" in lines
+    assert f"run folder  {Path('runs/demo')}" in lines
+    assert lines[-1] == f"MLflow      run `ashl ui` and open {LINK}"
+    (row, _) = (line.split() for line in lines if " 500 " in line)
+    assert " ".join(row) == "0 500 60 % 10 % 10 % 20 % 1.25 3 5 MB"
+    assert all(len(line) <= 80 for line in lines[:-2])
+
+
+@pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])
+def test_a_run_that_ended_early_has_an_outcome_too(status):
+    console = pipe()
+    outcome(console, {"name": "demo", "status": status, "exit_reason": None}, Path("runs/demo"), None)
+    assert text(console).startswith(f"demo {status}\n")
+    assert "MLflow" not in text(console)
+
+
+def test_numbers_as_people_write_them():
+    assert [screen.number(value) for value in (None, 3, 12345.6, 0.012345)] == ["-", "3", "12,346", "0.0123"]
+    assert [screen.seconds(value) for value in (None, 0.25, 125.0, 11_220.0)] == [
+        "-",
+        "0.25 s",
+        "2 min 05 s",
+        "3 h 07 min",
+    ]
+    assert [screen.megabytes(value) for value in (None, 27_400_000, 1_234_000_000)] == ["-", "27.4 MB", "1,234 MB"]
+    assert [screen.percent(value) for value in (None, 0.5)] == ["-", "50.0 %"]
