@@ -55,6 +55,7 @@ class Learner:
         self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._module.modules())
         self._draws = self._try_out()
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
+        self.epoch_samples = len(data.train)
         self.num_params = sum(p.numel() for p in self._parameters)
 
     def init(self) -> Tensor:

@@ -36,6 +36,7 @@ class Silent:
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.stopping: str | None = None
+        self.scores: dict[str, float | None] | None = None
         self.steps = self.end_ns = self.wait_ns = 0
 
     def emit(self, record: dict) -> None:
@@ -51,7 +52,9 @@ class Silent:
 def timed(stage: Stage, cluster: Cluster, steps: int, batch: int, num_ranks: int) -> Silent:
     """How a stage stands after so many steps."""
     seen = Silent(stage.num_workers)
-    bounded = replace(stage, limits=replace(WITHOUT, steps=steps))
+    bounded = replace(
+        stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=replace(WITHOUT, steps=steps)
+    )
     sim = Sim(num_ranks, Speed(cluster, batch, seed=0), network(cluster, stage.trainer.dense_bytes), seen)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
@@ -60,6 +63,8 @@ def timed(stage: Stage, cluster: Cluster, steps: int, batch: int, num_ranks: int
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     """The stage's plan with each worker's cycle, and steps/s and wait share in the long run, filled in."""
     plan, n = stage.plan, stage.num_workers
+    if hasattr(stage.sync, "role"):  # a stage that only measures takes no steps
+        return plan
     steady = replace(cluster, jitter=0.0, events=())
     num_ranks = n + stage.topology.has_server
     per_cycle = sum(1 if stage.sync.exchange == "gradient" else w.local_steps for w in plan.workers)

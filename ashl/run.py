@@ -17,11 +17,14 @@ import torch
 import yaml
 from rich.console import Console
 
-from ashl.build import Job, assemble, construct, make_plan
+from ashl.build import Job, assemble, declared_profile
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
+from ashl.construct import construct
 from ashl.errors import AshlError
+from ashl.plan.given import read_profile
 from ashl.plan.plan import Plan
+from ashl.planning import make_plan
 from ashl.program import program
 from ashl.runtime import launch
 from ashl.runtime.device import device_of
@@ -29,7 +32,7 @@ from ashl.runtime.sim import Sim
 from ashl.summary import summarise
 from ashl.tracking import mlflow
 from ashl.tracking.console import Progress, outcome
-from ashl.tracking.forecast import forecast
+from ashl.tracking.forecast import forecast, show_profile
 from ashl.tracking.option import Tracking
 from ashl.tracking.recorder import Recorder
 from ashl.watch import Watch
@@ -46,12 +49,12 @@ def train(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) 
     """
     tracking = construct(config["tracking"], "tracking", config["allow_targets"])
     config, job = joined(config)
-    plan = make_plan(config, job.world_size if job else None)
+    plan = make_plan(config, job.world_size if job else None, overrides)
     if job and job.rank != plan.home:
         return launch.take_part(plan, job)
     run_dir = folder(config, plan)
     recorder = Recorder(run_dir, tracking.events)
-    write_inputs(run_dir, config, overrides, plan)
+    write_inputs(recorder, config, overrides, plan)
     console = Console(highlight=False)
     runtime = construct(plan.runtime, "runtime")
     torch.set_num_threads(runtime.threads)
@@ -115,19 +118,61 @@ def how_it_ended(watch: Watch, failure: Exception | None) -> tuple[str, str]:
     """(status, reason)."""
     if failure is not None:
         return "failed", str(failure)
-    final = watch.final or {}
-    reason = final.get("reason") or watch.stopping or "unknown"
+    if watch.final is None:  # the ranks did not leave in order: nobody waited for them any longer
+        return "interrupted", watch.stopping or "interrupted"
+    reason = watch.stages[-1]["reason"]
     if reason == "diverged":
-        return "diverged", final["diverged"]
+        return "diverged", watch.final["diverged"]
     return ("interrupted" if reason == "interrupted" else "finished"), reason
 
 
-def dry_run(config: dict[str, Any]) -> None:
+def dry_run(config: dict[str, Any], overrides: list[str]) -> None:
     """Compose, check, plan and estimate; run nothing."""
     config, job = joined(config)
-    plan = make_plan(config, job.world_size if job else None)
+    plan = make_plan(config, job.world_size if job else None, overrides)
     construct(config["tracking"], "tracking", config["allow_targets"])
     forecast(Console(highlight=False), plan)
+
+
+def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) -> int:
+    """Measure the cluster (in virtual time: take what it declares), plan from it, print both; returns the exit code.
+
+    Writes `profile.json` and the `plan.json` that follows from it into the run folder.
+    """
+    config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
+    if config["runtime"]["_target_"].endswith("SimRuntime"):
+        plan = make_plan(config, None, overrides)
+        cluster = construct(plan.cluster, "cluster", plan.allow_targets)
+        found = declared_profile(cluster, plan.model, plan.num_params, plan.stages[0].workers[0].batch)
+        assert found is not None
+        run_dir = folder({**config, "name": "profile"}, plan)
+        recorder = Recorder(run_dir, "none")
+        recorder.document("profile.json", found.to_json())
+    else:
+        measuring = {**config, "schedule": {"_target_": "ashl.schedule.profile.ProfileOnly", "profile_steps": 20}}
+        run_dir = folder({**measuring, "name": "profile"}, make_plan(measuring, world_size(config)))
+        measuring = {**measuring, "run": {"dir": str(run_dir)}, "name": "profile"}
+        code = train(measuring, [], quiet=True)
+        if not run_dir.joinpath("profile.json").exists():  # another rank of the job is the one that writes
+            return code
+        found = read_profile(str(run_dir / "profile.json"))
+    plan = make_plan(config, world_size(config), overrides, found)
+    run_dir.joinpath("plan.json").write_text(plan.to_json())
+    if not quiet:
+        console = Console(highlight=False)
+        show_profile(console, found)
+        forecast(console, plan, found)
+        console.print(f"run folder  {run_dir}", soft_wrap=True)
+        console.print(
+            f"use it with `ashl train profile={run_dir / 'profile.json'}` or plan={run_dir / 'plan.json'}",
+            soft_wrap=True,
+        )
+    return 0
+
+
+def world_size(config: dict[str, Any]) -> int | None:
+    job = joined(config)[1]
+    return job.world_size if job else None
 
 
 def simulate(plan: Plan, job: Job, watch: Watch) -> Sim:
@@ -157,13 +202,10 @@ def folder(config: Mapping[str, Any], plan: Plan) -> Path:
     return base if not base.exists() else next(path for path in taken if not path.exists())
 
 
-def write_inputs(run_dir: Path, config: dict[str, Any], overrides: list[str], plan: Plan) -> None:
-    try:
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-        (run_dir / "overrides.yaml").write_text(yaml.safe_dump(overrides))
-        (run_dir / "plan.json").write_text(plan.to_json())
-    except OSError as error:
-        raise AshlError(f"cannot write to the run folder {run_dir}: {error.strerror}; free some space") from error
+def write_inputs(recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan) -> None:
+    recorder.document("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    recorder.document("overrides.yaml", yaml.safe_dump(overrides))
+    recorder.document("plan.json", plan.to_json())
 
 
 def start_mlflow(
@@ -171,26 +213,16 @@ def start_mlflow(
 ) -> mlflow.Writer | None:
     if tracking.sink == "none":
         return None
-    tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config), "ashl.command": " ".join(overrides)}
+    command = " ".join(["ashl train", *overrides])
+    tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config), "mlflow.note.content": f"`{command}`"}
     return mlflow.start(
         run_dir,
         store=RUNS,
         experiment=tracking.experiment,
         run_name=f"{plan.name}-s{plan.seed}",
-        params=flat(config),
+        params=config,
         tags=tags,
     )
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[f"{prefix}{key}"] = value
-    return out
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ashl.plan.plan import Limits, StagePlan, WorkerPlan
+from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
+from ashl.plan.profile import Profile, WorkerProfile
+from ashl.planner.assignment import Assignment
 from ashl.runtime.effects import Tag
 
 GO, NEXT, STOP = 0, 1, 2  # the word that every reply carries
@@ -21,18 +23,24 @@ class Push(NamedTuple):
     body: Any
     steps: int
     samples: int
+    staleness: int
+    loss: float
+    step_s: float  # what a local step took
+    push_s: float
+    pull_s: float  # of the pull before
 
 
 @dataclass
 class Clock:
     """Progress as the server counts it (without one: as every worker does, alike).
 
-    `commits[w]` pushes of worker w applied; `pulled[w]` the version of the model that w computes on; `version` merges
-    so far; `waiting` the workers that have pushed and have no reply yet.
+    `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage; `pulled[w]` the version of the model that
+    w computes on; `version` merges so far; `waiting` the workers that have pushed and have no reply yet.
     """
 
     num_workers: int
     commits: list[int] = field(default_factory=list)
+    clocks: list[int] = field(default_factory=list)
     steps_by: list[int] = field(default_factory=list)
     dropped_by: list[int] = field(default_factory=list)
     pulled: list[int] = field(default_factory=list)
@@ -48,21 +56,33 @@ class Clock:
     diverged: str | None = None
     evals: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # (seconds, commits, samples) at the last one
     end_ns: int = 0  # when the last stage ended
-    slowest: int = 0  # min(commits)
+    start: dict[str, float] = field(default_factory=dict)  # commits, samples and seconds where this stage began
+    best: tuple[float, int] = (math.inf, 0)  # the lowest running loss of this stage, and at how many commits
+    control: Any = None  # the state of this stage's sync rule, where it has one
+    slowest: int = 0  # min(clocks)
     latest: int = 0  # the worker whose push came last
-    _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each number of commits
+    _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
     _seen: int = 0
 
     def __post_init__(self) -> None:
         n = self.num_workers
         for name in ("commits", "steps_by", "dropped_by", "pulled", "stale_sum", "stale_max"):
             setattr(self, name, getattr(self, name) or [0] * n)
-        self._at_clock = self._at_clock or {0: n}
+        self.begin(0.0)
+
+    def begin(self, now_s: float) -> None:
+        """A stage begins: leads and limits are counted from here."""
+        self.clocks = [0] * self.num_workers
+        self._at_clock, self.slowest, self._seen = {0: self.num_workers}, 0, 0
+        self.start = {"commits": self.total_commits, "samples": self.samples, "seconds": now_s}
+        self.best = (math.inf, self.total_commits)
+        self.control = None
 
     def commit(self, worker: int, steps: int, samples: int) -> None:
         """A push of this worker is now part of the model."""
-        clock = self.commits[worker]
-        self.commits[worker] = clock + 1
+        clock = self.clocks[worker]
+        self.clocks[worker] = clock + 1
+        self.commits[worker] += 1
         self.total_commits += 1
         self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
         self._at_clock[clock] -= 1
@@ -82,13 +102,15 @@ class Clock:
         self.loss = loss if math.isnan(self.loss) else self.loss + (loss - self.loss) / (2 * self.num_workers)
         if not math.isfinite(loss):
             self.diverged = f"the loss of worker {worker} became {loss} near step {self.steps + 1}"
+        elif self.loss < 0.99 * self.best[0]:
+            self.best = (self.loss, self.total_commits)
 
     def drop(self, worker: int, steps: int) -> None:
         self.dropped_by[worker] += steps
 
     def release(self, worker: int) -> None:
         """This worker goes on, on the current version."""
-        self.max_lead = max(self.max_lead, self.commits[worker] - self.slowest)
+        self.max_lead = max(self.max_lead, self.clocks[worker] - self.slowest)
         self.pulled[worker] = self.version
         del self.waiting[worker]
 
@@ -99,7 +121,7 @@ class Clock:
     def within(self, staleness: float) -> list[int]:
         """Workers that wait and lead the slowest by at most `staleness` commits."""
         bound = self.slowest + staleness
-        return [w for w in self._candidates(self.slowest) if self.commits[w] <= bound]
+        return [w for w in self._candidates(self.slowest) if self.clocks[w] <= bound]
 
     def _candidates(self, mark: int) -> Iterable[int]:
         """Only the latest worker's case can have changed, unless the mark that all are judged by has moved."""
@@ -136,6 +158,13 @@ class Stage:
     trainer: Any
     limits: Limits
     epoch_samples: int
+    following: bool = False  # whether another stage comes after this one
+    planner: Any = None
+    profile: Profile | None = None  # what the configuration declares of the workers
+    payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
+    replan: Callable[[tuple[WorkerProfile, ...]], tuple[Profile, list[StagePlan]]] | None = (
+        None  # from what was measured
+    )
 
     @property
     def num_workers(self) -> int:
@@ -154,26 +183,59 @@ class Stage:
     def workers(self) -> tuple[int, ...]:
         return tuple(range(self.num_workers))
 
+    @property
+    def resets(self) -> bool:
+        """Whether momentum starts from zero here, instead of being handed over by the stage before."""
+        return self.index > 0 and self.plan.handover.get("momentum") == "reset"
+
+    @property
+    def bare_codec(self) -> Any:
+        """The codec without error feedback around it."""
+        return getattr(self.codec, "codec", self.codec)
+
     @cached_property
     def quorum(self) -> int:
         """How many pushes make a merge."""
         return self.sync.quorum(self.num_workers)
+
+    def doing(self, workers: tuple[WorkerPlan, ...]) -> Stage:
+        """The stage with its workers doing something else from now on; their shards stay as they are."""
+        return self if workers is self.plan.workers else replace(self, plan=replace(self.plan, workers=workers))
+
+    def assigned(self, rows: Sequence[Assignment]) -> Stage:
+        """The stage as planned during the run, with everybody's shard as planned."""
+        workers = assigned(self.plan.workers, rows)
+        trainer = self.trainer.reshard([w.data_share for w in workers])
+        return replace(self, plan=replace(self.plan, workers=workers), trainer=trainer)
 
     def worker(self, rank: int) -> WorkerPlan:
         return self.plan.workers[rank]
 
     @cached_property
     def _weights(self) -> list[float]:
-        return self.aggregate.weigh(self.plan.workers)
+        """scale · w_i of all workers."""
+        return self._weighed(self.plan.workers)
 
-    @cached_property
-    def _total(self) -> float:
-        return sum(self._weights)
+    def _weighed(self, workers: Sequence[WorkerPlan]) -> list[float]:
+        weights = self.aggregate.weigh(workers)
+        total = sum(weights) if self.aggregate.normalised else 1.0
+        return [self.aggregate.scale * weight / total for weight in weights]
 
     def weights(self, members: Sequence[int]) -> list[float]:
-        """What each member's body is multiplied with: scale · w_i, over the members of a barrier Σ w_i = 1."""
-        total = sum(self._weights[m] for m in members) if self.sync.barrier else self._total
-        return [self.aggregate.scale * self._weights[m] / total for m in members]
+        """What each member's body is multiplied with: scale · w_i with Σ w_i = 1, over all workers or, where the sync
+        mode averages, over the pushes of the merge; a worker may have several of them."""
+        if self.sync.averages:
+            return self._weighed([self.plan.workers[member] for member in members])
+        return [self._weights[member] for member in members]
+
+    def weights_of(self, pushes: Sequence[Push]) -> list[float]:
+        """The same by what each push holds, where the sync mode averages: it need not be as planned."""
+        if not self.sync.averages:
+            return self.weights([push.worker for push in pushes])
+        workers = self.plan.workers
+        return self._weighed(
+            [replace(workers[p.worker], local_steps=p.steps, batch=p.samples // p.steps) for p in pushes]
+        )
 
     def tag(self, name: str, iteration: int = 0) -> Tag:
         return (name, self.index, iteration)
@@ -183,13 +245,36 @@ class Stage:
         return math.inf if self.limits.seconds is None else self.limits.seconds
 
     def over(self, clock: Clock) -> str | None:
-        """Why the stage ends, judged from counts alone, so that every rank that counts alike decides alike."""
+        """Why the run ends, judged from counts alone, so that every rank that counts alike decides alike."""
         if clock.diverged:
             return "diverged"
         if self.limits.steps is not None and clock.steps >= self.limits.steps:
             return "steps"
         if self.limits.epochs is not None and clock.samples >= self.limits.epochs * self.epoch_samples:
             return "epochs"
+        return None
+
+    def reached(self, clock: Clock, now_s: float, scores: Mapping[str, float | None] | None) -> str | None:
+        """The rule by which this stage gives way to the next one (for the last stage: by which the run ends).
+
+        loss: the running loss of the workers' minibatches is at most this. evaluated_loss, accuracy: as last evaluated.
+        plateau: so many commits per worker without the running loss falling by 1 %. epochs, commits (per worker) and
+        seconds count from the stage's start.
+        """
+        n, start, scores = self.num_workers, clock.start, scores or {}
+        loss, accuracy = scores.get("train_loss"), scores.get("test_accuracy")
+        now = {
+            "loss": -clock.loss,
+            "evaluated_loss": -math.inf if loss is None else -loss,
+            "accuracy": -math.inf if accuracy is None else accuracy,
+            "plateau": (clock.total_commits - clock.best[1]) / n,
+            "epochs": (clock.samples - start["samples"]) / self.epoch_samples,
+            "commits": (clock.total_commits - start["commits"]) / n,
+            "seconds": now_s - start["seconds"],
+        }
+        for rule, bound in self.plan.until.items():
+            if now[rule] >= (-bound if rule.endswith("loss") else bound):
+                return rule
         return None
 
     def due(self, clock: Clock, now_s: float) -> bool:

@@ -90,11 +90,17 @@ def summarise(watch: Watch, runtime: str, status: str, reason: str, pace: dict |
 
 
 def stage_summaries(watch: Watch, workers: list[dict[str, Any]]) -> list[dict]:
+    """What each stage did; its waiting is the difference between two borders."""
     rows, start_ns = [], 0
     before: dict[str, Any] = {"steps": 0, "commits": [0]}
-    for plan, record in zip(watch.plan.stages, watch.stages, strict=False):
+    waited_before = 0.0
+    for index, (plan, record) in enumerate(zip(watch.plan.stages, watch.stages, strict=False)):
         seconds = (record["end_ns"] - start_ns) / 1e9
         steps = record["steps"] - before["steps"]
+        if index < len(watch.borders):
+            waited = sum(totals["wait"] for totals in watch.borders[index].values()) / 1e9
+        else:
+            waited = sum(w["wait_s"] for w in workers)
         rows.append(
             {
                 "name": plan.name,
@@ -106,11 +112,11 @@ def stage_summaries(watch: Watch, workers: list[dict[str, Any]]) -> list[dict]:
                 "steps": steps,
                 "commits": sum(record["commits"]) - sum(before["commits"]),
                 "steps_per_s": steps / seconds if seconds else None,
-                "wait_share": sum(w["wait_s"] for w in workers) / (len(workers) * seconds) if seconds else None,
+                "wait_share": (waited - waited_before) / (len(workers) * seconds) if seconds else None,
                 "exit_reason": record["reason"],
             }
         )
-        start_ns, before = record["end_ns"], record
+        start_ns, before, waited_before = record["end_ns"], record, waited
     return rows
 
 

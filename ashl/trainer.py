@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ashl.data.batches import Batches
@@ -17,10 +18,27 @@ Moments = tuple[Any, ...]
 class Trainer:
     """Pure functions over flat vectors [d]; arguments are never changed. Batches are counted per worker from 0."""
 
-    def __init__(self, learner: Learner, optimizer: Any, batches: Sequence[Batches], epoch_samples: int) -> None:
-        self.learner, self.optimizer, self.batches = learner, optimizer, batches
-        self.epoch_samples = epoch_samples
+    def __init__(
+        self,
+        learner: Learner,
+        optimizer: Any,
+        deal: Callable[[Sequence[float]], list[Batches]],
+        shares: Sequence[float],
+    ) -> None:
+        """`deal` gives each worker its batches, from everybody's share of the data."""
+        self.learner, self.optimizer, self.deal = learner, optimizer, deal
+        self.batches = deal(shares)
+        self.epoch_samples = learner.epoch_samples
+        self.num_params = learner.num_params
         self.dense_bytes = 4 * learner.num_params
+
+    def reshard(self, shares: Sequence[float]) -> Trainer:
+        """The same with other shares of the data."""
+        return Trainer(self.learner, self.optimizer, self.deal, shares)
+
+    def blank(self, size: float) -> Tensor:
+        """A body of this share of the model's size, to measure with."""
+        return torch.zeros(max(1, round(size * self.learner.num_params)))
 
     def init(self) -> tuple[Tensor, Moments]:
         """The initial model, the same on every rank, and empty optimizer moments."""
@@ -29,15 +47,17 @@ class Trainer:
     def moments(self) -> Moments:
         return self.optimizer.init(self.learner.num_params)
 
-    def gradient(self, params: Tensor, worker: int, step: int) -> tuple[float, Tensor]:
-        """Loss and gradient on batch `step` of a worker."""
-        return self.learner.gradient(params, self.batches[worker].indices(step), worker, step)
+    def gradient(self, params: Tensor, worker: int, step: int, span: range | None = None) -> tuple[float, Tensor]:
+        """Loss and gradient on batch `step` of a worker, or on what lies at `span` in its stream of samples."""
+        batches = self.batches[worker]
+        indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
+        return self.learner.gradient(params, indices, worker, step)
 
     def local_step(
-        self, params: Tensor, moments: Moments, worker: int, step: int, lr: float
+        self, params: Tensor, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
     ) -> tuple[float, Moments, Tensor]:
         """One optimizer step on one minibatch: (loss, moments, params)."""
-        loss, grad = self.gradient(params, worker, step)
+        loss, grad = self.gradient(params, worker, step, span)
         return (loss, *self.optimizer.step(moments, params, grad, lr))
 
     def apply(self, params: Tensor, moments: Moments, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
@@ -52,9 +72,17 @@ class Trainer:
 class HollowTrainer:
     """Nothing inside: for timing thousands of workers without gradients. Vectors are sizes."""
 
-    def __init__(self, num_params: int) -> None:
+    def __init__(self, num_params: int, epoch_samples: int) -> None:
+        self.epoch_samples = epoch_samples
+        self.num_params = num_params
         self.dense_bytes = 4 * num_params
         self._hollow = Hollow(self.dense_bytes)
+
+    def reshard(self, shares: Sequence[float]) -> HollowTrainer:
+        return self
+
+    def blank(self, size: float) -> Hollow:
+        return Hollow(max(4, round(size * self.dense_bytes / 4) * 4))
 
     def init(self) -> tuple[Hollow, Moments]:
         return self._hollow, ()
@@ -62,11 +90,11 @@ class HollowTrainer:
     def moments(self) -> Moments:
         return ()
 
-    def gradient(self, params: Hollow, worker: int, step: int) -> tuple[float, Hollow]:
+    def gradient(self, params: Hollow, worker: int, step: int, span: range | None = None) -> tuple[float, Hollow]:
         return 0.0, params
 
     def local_step(
-        self, params: Hollow, moments: Moments, worker: int, step: int, lr: float
+        self, params: Hollow, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
     ) -> tuple[float, Moments, Hollow]:
         return 0.0, (), params
 

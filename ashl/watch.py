@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ashl.build import Job
-from ashl.plan.plan import Plan
+from ashl.plan.plan import Plan, assigned
+from ashl.planner.assignment import assignment_of
 from ashl.runtime.ledger import KINDS
 from ashl.tracking.console import Progress
 from ashl.tracking.recorder import Recorder
@@ -29,6 +31,8 @@ class Watch:
         self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
         self.rounds = rounds
         self.stopping: str | None = None
+        self.scores: dict[str, float | None] | None = None
+        self.borders: list[dict[int, dict[str, int]]] = []  # by stage that gave way: each worker's totals until then
         self.beats: dict[int, dict] = {}
         self.read_beats: Callable[[], list[dict]] | None = None  # in virtual time: ask the nodes
         self.evaluations: list[dict[str, Any]] = []
@@ -54,6 +58,15 @@ class Watch:
             self.recorder.round(in_seconds(record))
         elif kind == "ledger":
             self.ledgers[record["rank"]] = record
+        elif kind == "profile":
+            self.recorder.document("profile.json", record["profile"])
+        elif kind == "plan":
+            self.plan = replanned(self.plan, record["first"], record["stages"])
+            self.recorder.document("plan.json", self.plan.to_json())
+        elif kind == "border":
+            while len(self.borders) <= record["stage"]:
+                self.borders.append({})
+            self.borders[record["stage"]][record["rank"]] = record["totals_ns"]
         else:
             if kind == "stage":
                 self.stages.append(record)
@@ -71,7 +84,7 @@ class Watch:
             last = self.evaluations[-1] if self.evaluations else None
             if last and last["version"] == record["merges"]:
                 return  # the model has not changed since the last evaluation
-        scores = self.job.learner.evaluate(params)
+        scores = self.scores = self.job.learner.evaluate(params)
         time_s = record["time_ns"] / 1e9
         self.evaluations.append({**scores, "time_s": time_s, "version": record["merges"]})
         self.judge(scores, time_s)
@@ -137,10 +150,10 @@ class Watch:
         """The latest counts of the home rank."""
         if self.final is not None:
             return self.final
-        if self.stages:
-            return self.stages[-1]
         beat = self.beats.get(self.plan.home)
-        return beat["counts"] if beat else None
+        if beat and beat["counts"]:
+            return beat["counts"]
+        return self.stages[-1] if self.stages else None
 
     def view(self, host_s: float) -> dict:
         """What a person sees while it runs."""
@@ -185,6 +198,15 @@ class Watch:
             time_s / limits.seconds if limits.seconds else None,
         ]
         return min(1.0, max((share for share in shares if share is not None), default=0.0))
+
+
+def replanned(plan: Plan, first: int, stages: list[list[list[float]]]) -> Plan:
+    """The plan with (H, share, ratio, cycle) by worker as planned during the run, from stage `first` on."""
+    after = [
+        replace(stage, workers=assigned(stage.workers, [assignment_of(row) for row in rows]))
+        for stage, rows in zip(plan.stages[first:], stages, strict=True)
+    ]
+    return replace(plan, stages=(*plan.stages[:first], *after))
 
 
 def in_seconds(record: dict) -> dict:

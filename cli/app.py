@@ -14,6 +14,7 @@ from ashl.errors import AshlError, UsageError
 from .catalog import meant
 from .doctor import doctor
 from .list import show_options
+from .profile import profile
 from .train import train
 from .ui import ui
 
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = {"train": train, "list": show_options, "ui": ui, "doctor": doctor}
+COMMANDS = {"train": train, "profile": profile, "list": show_options, "ui": ui, "doctor": doctor}
 for name, command in COMMANDS.items():
     app.command(name)(command)
 
@@ -70,6 +71,8 @@ def _run(args: list[str]) -> int:
         raise UsageError(f"{args[0]} is no command; write `ashl train {' '.join(args)}`.")
     try:
         return app(args, prog_name="ashl", standalone_mode=False) or 0
+    except typer.Abort as abort:  # what Typer makes of an EOFError, wherever that came from
+        raise abort.__cause__ or abort from None
     except Exception as error:
         if not hasattr(error, "format_message"):  # Typer's complaints have it, and no public class of their own
             raise

@@ -31,9 +31,13 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     """The whole configuration as a plain dict: every group's chosen option, `_target_` kept, interpolations resolved.
 
     `config_dir` holds options of the user's own, found beside the shipped ones. A leading `+` or `++` means nothing
-    here. Raises UsageError, one sentence, for whatever does not exist or cannot be read.
+    here. Who names a sync mode and no schedule wants that mode for the whole run: `schedule=single`. Raises UsageError,
+    one sentence, for whatever does not exist or cannot be read.
     """
     known = catalog(config_dir)
+    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    if any(key.partition(".")[0] == "sync" for key in named) and "schedule" not in named:
+        overrides = [*overrides, "schedule=single"]
     changes = [_change(text, known) for text in overrides]
     groups = [f"{change.key_or_group}={change.value()}" for change in changes if change.key_or_group in known]
     values = {f"++{text.lstrip('+')}": c.key_or_group for text, c in zip(overrides, changes, strict=True)}

@@ -118,7 +118,7 @@ def _reach(host: str, port: int) -> bool:
 def _runs(file: Path) -> str:
     with sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=PATIENCE_S) as database:
         count = database.execute("SELECT count(*) FROM runs").fetchone()[0]
-    return f"holds {count} runs"
+    return f"holds {count} run{'' if count == 1 else 's'}"
 
 
 def _patiently(ask: Callable[[], T]) -> T | None:

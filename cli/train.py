@@ -38,7 +38,7 @@ def train(
     from ashl import run
 
     if dry_run:
-        run.dry_run(config)
+        run.dry_run(config, overrides or [])
         return 0
     return run.train(config, overrides or [], quiet=quiet)
 

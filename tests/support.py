@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ashl.build import assemble, construct, make_plan
+from ashl.build import assemble
 from ashl.cli.compose import compose
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
+from ashl.construct import construct
 from ashl.plan.plan import Plan
+from ashl.planning import make_plan
 from ashl.program import program
 from ashl.runtime.sim import Sim
 
@@ -23,6 +25,7 @@ class Ran:
     plan: Plan
     rounds: bool = True
     stopping: str | None = None
+    scores: dict[str, float | None] | None = None
     records: list[dict] = field(default_factory=list)
     snapshots: list[tuple[dict, Any]] = field(default_factory=list)
     events: int = 0

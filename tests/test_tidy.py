@@ -17,19 +17,21 @@ MAX_FILE, MAX_FUNCTION = 400, 70
 # From the bottom up: a module imports from its own level and from those below it.
 LEVELS = (
     {"errors", "option"},
-    {"plan", "data", "optimizer", "cluster", "tracking"},
+    {"plan", "planner", "data", "optimizer", "cluster", "tracking"},
     {"model", "learner", "runtime"},
     {"stage", "trainer"},
     {"sync", "aggregate", "topology", "compression", "schedule"},
-    {"program", "predict"},
+    {"construct"},
+    {"program", "predict", "settings", "checks"},
     {"build"},
+    {"planning"},
     {"watch", "summary", "runtime.launch", "runtime.rank"},
     {"run"},
     {"cli"},
 )
 HEIGHTS = {unit: height for height, level in enumerate(LEVELS) for unit in level}
-ALGORITHMS = ("sync", "aggregate", "topology", "compression", "schedule")
-CITED = ("sync", "aggregate", "topology", "compression")
+ALGORITHMS = ("sync", "aggregate", "topology", "compression", "planner", "schedule")
+CITED = ("sync", "aggregate", "topology", "compression", "planner")
 FOLDERS = {"dataset": "data"}  # a group whose code lies in a folder of another name
 PRESETS = ("experiment", "debug")
 

@@ -81,7 +81,12 @@ def test_the_link_leads_to_the_experiment_that_ran_last(tmp_path):
         rows = [("a", 1, 10, "active"), ("b", 3, 20, "active"), ("c", 2, 30, "deleted")]
         connection.executemany("INSERT INTO runs VALUES (?, ?, ?, ?)", rows)
         connection.commit()
-    link = store.latest(uri, "http://127.0.0.1:5001")
+        link = store.latest(uri, "http://127.0.0.1:5001")
+        assert not store.has_run(tmp_path / "mlflow.db", "z")
+        assert store.has_run(tmp_path / "mlflow.db", "a")
+        connection.execute("BEGIN EXCLUSIVE")
+        assert store.has_run(tmp_path / "mlflow.db", "z")  # who knows
+    assert not store.has_run(tmp_path / "elsewhere.db", "a")
     assert link is not None
     assert link.startswith("http://127.0.0.1:5001/#/experiments/3/runs?workflowType=machine_learning&")
     assert link.endswith(f"&viewStateShareKey={view.KEY}")

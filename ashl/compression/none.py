@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
+from ashl.compression import BodyError, Flags
 from ashl.option import option
+from ashl.runtime.effects import Hollow
 
 
 @option
 class Dense:
     """What goes in comes out."""
 
-    unbiased: ClassVar[bool] = True
-    linear: ClassVar[bool] = True
+    flags: ClassVar[Flags] = Flags(unbiased=True, contraction=True, linear=True, lossless=True)
 
-    def encode(self, sender: Any, update: Any) -> tuple[Any, Any]:
-        return sender, update
+    def encode(self, sender: Any, x: Any, ratio: float | None = None) -> tuple[Any, Any]:
+        return sender, x
 
-    def decode(self, receiver: Any, body: Any) -> tuple[Any, Any]:
+    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+        if body.nbytes != 4 * d or not (isinstance(body, Hollow) or body.dtype == torch.float32):
+            raise BodyError(f"a body of {body.nbytes} bytes came where a dense one of {d} float32 was expected")
         return receiver, body
 
     def undo(self, sender: Any, body: Any) -> Any:
         return sender
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return 4 * d
+
+    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+        _, x = self.decode(None, body, out.numel())
+        out.add_(x, alpha=scale)

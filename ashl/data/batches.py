@@ -21,11 +21,15 @@ class Batches:
 
     def indices(self, step: int) -> np.ndarray:
         """The samples of batch number `step`, int64 [batch]."""
-        epoch, start = divmod(step * self._batch, len(self._shard))
-        head = self._epoch(epoch)[start : start + self._batch]
-        if len(head) == self._batch:
+        return self.span(step * self._batch, self._batch)
+
+    def span(self, first: int, size: int) -> np.ndarray:
+        """The samples from number `first` of the stream on, int64 [size], for a batch that is not always the same."""
+        epoch, start = divmod(first, len(self._shard))
+        head = self._epoch(epoch)[start : start + size]
+        if len(head) == size:
             return head
-        return np.concatenate([head, self._epoch(epoch + 1)[: self._batch - len(head)]])
+        return np.concatenate([head, self.span(first + len(head), size - len(head))])
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

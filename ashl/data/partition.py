@@ -37,7 +37,7 @@ def shards(
             raise UsageError("dataset.partition=dirichlet needs class labels and dataset.alpha; take another one.")
         parts = _dirichlet(data, num_workers, alpha, seed, batch)
     else:
-        sizes = _apportion(total, shares if partition == "plan" else [1.0] * num_workers)
+        sizes = apportion(total, shares if partition == "plan" else [1.0] * num_workers)
         order = permutation(total, seed, Purpose.PARTITION)
         parts = [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
     for worker, (part, size) in enumerate(zip(parts, batch, strict=True)):
@@ -49,7 +49,7 @@ def shards(
     return parts
 
 
-def _apportion(total: int, shares: Sequence[float]) -> np.ndarray:
+def apportion(total: int, shares: Sequence[float]) -> np.ndarray:
     """Whole numbers that add up to `total`, in proportion to `shares` by largest remainder (ties to the lower rank)."""
     ideal = np.asarray(shares, float) / np.sum(shares) * total
     sizes = np.floor(ideal).astype(np.int64)

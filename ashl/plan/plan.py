@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 SCHEMA = 1
@@ -29,10 +30,27 @@ class StagePlan:
     aggregate: Spec
     compression: Spec
     optimizer: Spec
-    until: dict[str, float]  # empty: until the run's own stop rule
+    until: dict[str, float]  # rule → bound, see Stage.reached; empty: until the run's own stop rule
     workers: tuple[WorkerPlan, ...]
+    handover: dict[str, str] = field(default_factory=dict)  # what the workers do with momentum (keep, reset), residual
+    h_preset: int | None = None  # where H is planned: the slowest worker's
+    r_preset: float | None = None  # and the preset compression ratio; null = the codec's own
     predicted_steps_per_s: float | None = None
     predicted_wait_share: float | None = None
+
+
+def assigned(workers: Sequence[WorkerPlan], rows: Sequence[Any]) -> tuple[WorkerPlan, ...]:
+    """The workers with H, data share, ratio and cycle as a planner assigns them."""
+    return tuple(
+        replace(
+            worker,
+            local_steps=row.local_steps,
+            data_share=row.data_share,
+            compression_ratio=row.compression_ratio,
+            predicted_cycle_s=row.predicted_cycle_s,
+        )
+        for worker, row in zip(workers, rows, strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +81,7 @@ class Plan:
     dataset: Spec
     cluster: Spec
     runtime: Spec
+    planner: Spec
     limits: Limits
     stages: tuple[StagePlan, ...]
     allow_targets: tuple[str, ...] = ()

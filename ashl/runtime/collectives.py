@@ -1,7 +1,8 @@
 """Collectives of real processes: the backend's own, and one that sums in rank order, bit for bit.
 
 `exact` is a reduce-scatter by direct exchange (each member sums its chunk in rank order) and an all-gather: it moves
-2(g − 1)/g of the vector each way, as a ring does. Two terms commute, so for two members the backend's own is exact.
+2(g − 1)/g of the vector each way, as a ring does. Two members gather both vectors, which is as many bytes in one hop
+instead of two.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ def all_reduce(tensor: Tensor, group: tuple[int, ...], op: str, pg: dist.Process
     g = len(group)
     if g == 1:
         return tensor
-    if exact and op == "sum" and g > 2:
-        return _exact_sum(tensor, g, pg)
+    if exact and op == "sum":
+        return _sum_of_two(tensor, pg) if g == 2 else _exact_sum(tensor, g, pg)
     total = tensor.clone()
     dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=pg)
     return total
+
+
+def _sum_of_two(tensor: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
+    both = tensor.new_empty(2 * tensor.numel())
+    dist.all_gather_into_tensor(both, tensor, group=pg)
+    first, second = both.chunk(2)
+    return first.add_(second)
 
 
 def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None) -> Tensor:

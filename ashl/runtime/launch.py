@@ -18,11 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ashl.build import construct
+from ashl.construct import construct
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.runtime.rank import Place, play, play_in_child
-from ashl.runtime.remote import RECORDS, STOPPING
+from ashl.runtime.remote import RECORDS, SCORES, STOPPING
 from ashl.runtime.transport import NEVER
 from ashl.watch import Watch
 
@@ -153,6 +153,8 @@ def attend(plan: Plan, run_dir: Path, watch: Watch, store: dist.Store, processes
         for record in received(store):
             heard[record["rank"]] = time.monotonic()
             take_in(record, run_dir, watch, left, errors, pace)
+            if record["kind"] == "snapshot":
+                store.set(SCORES, json.dumps(watch.scores))
         now = time.monotonic()
         if watch.stopping and not told:
             store.set(STOPPING, watch.stopping)
@@ -199,7 +201,6 @@ def take_in(record: dict, run_dir: Path, watch: Watch, left: set[int], errors: l
                 raise AshlError(
                     f"a snapshot holds {params.size} parameters where {watch.plan.num_params} were expected"
                 )
-            del record["kind"]
             watch.snapshot(record, torch.from_numpy(params))
         case _:
             watch.emit(record)

@@ -73,6 +73,13 @@ class Ledger:
         self.cut()
         self.cut()
 
+    def until(self, end_ns: int) -> dict[str, int]:
+        """Totals up to a moment within the last two rounds."""
+        totals = dict(self.totals)
+        for kind, start, end in clipped(self._old + self._spans, end_ns):
+            totals[kind] += end - start
+        return totals
+
     def live(self) -> dict[str, int]:
         """Totals so far, for a person who watches; unlike those after `close` they may run past the end."""
         totals = dict(self.totals)

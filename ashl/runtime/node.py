@@ -26,6 +26,7 @@ class Observer(Protocol):
     """Where records and snapshots go: the evaluator and the writer, off the experiment's clock."""
 
     stopping: str | None
+    scores: dict[str, float | None] | None  # of the last evaluation
     rounds: bool  # whether it wants a record of every round
 
     def emit(self, record: dict) -> None: ...
@@ -106,6 +107,11 @@ class Node:
     def stopping(self) -> str | None:
         """Why the run should end, once someone outside has decided so (a target reached, an interrupt)."""
         return self.kernel.observer.stopping
+
+    @property
+    def scores(self) -> dict[str, float | None] | None:
+        """The last evaluation that is known here; on real processes it may be some commits old."""
+        return self.kernel.observer.scores
 
     def emit(self, kind: str, **fields: Any) -> None:
         self.kernel.observer.emit({"kind": kind, "rank": self.rank, **fields})

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ashl.build import assemble, construct
+from ashl.build import assemble
+from ashl.construct import construct
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.program import program

@@ -19,7 +19,7 @@ import torch.distributed as dist
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
 PENDING = 4  # snapshots that wait to be evaluated; beyond that, one that is not the last is skipped
-RECORDS, STOPPING = "records", "stopping"
+RECORDS, STOPPING, SCORES = "records", "stopping", "scores"
 
 
 class Remote:
@@ -27,6 +27,7 @@ class Remote:
 
     def __init__(self, store: dist.Store, rank: int, run_dir: Path, rounds: bool) -> None:
         self.stopping: str | None = None
+        self.scores: dict[str, float | None] | None = None
         self.rounds = rounds
         self.skipped = 0
         self._store, self._dir = store, run_dir
@@ -70,6 +71,8 @@ class Remote:
             self._push(lines)
             if self.stopping is None and self._store.check([STOPPING]):
                 self.stopping = self._store.get(STOPPING).decode()
+            if self._store.check([SCORES]):
+                self.scores = json.loads(self._store.get(SCORES))
 
     def _push(self, lines: list[str]) -> None:
         if lines:

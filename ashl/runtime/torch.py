@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import platform
 import queue
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -74,8 +76,7 @@ class TorchKernel:
     def run(self, main: Callable[[Node], Coroutine]) -> Any:
         """Run `main(node)` to its end; what else was spawned ends with it. The clock starts now, on all ranks."""
         self._links = Links(self._peers, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes)
-        dist.barrier()
-        self._zero = time.monotonic_ns()
+        self._zero = common_zero()
         self._main = self.spawn(self.node, main(self.node), main=True)
         while not self._main.done:
             if self._ready:
@@ -302,3 +303,15 @@ class TorchKernel:
             self.node.ledger.rebook("push", "wait", waited - waited // 2)
             self.node.ledger.rebook("pull", "wait", waited // 2)
         self._starts = []
+
+
+def common_zero() -> int:
+    """When the clock starts, in this process's monotonic nanoseconds: when all ranks have come. Ranks on the machine of
+    rank 0 share its monotonic clock, and so its very start; others start when the barrier lets them go."""
+    dist.barrier()
+    machine = zlib.crc32(platform.node().encode())
+    own = time.monotonic_ns()
+    first = torch.tensor([own, machine])
+    dist.broadcast(first, 0)
+    zero, where = first.tolist()
+    return zero if where == machine else own

@@ -1,4 +1,4 @@
-"""What travels between processes: a header of 16 int64, then one flat body of uint8. Nothing is ever unpickled.
+"""What travels between processes: a header of 24 int64, then one flat body of uint8. Nothing is ever unpickled.
 
     0      magic and version
     1, 2   the tag's name, up to 16 ASCII bytes
@@ -6,7 +6,7 @@
     5      what the header is: a message or a goodbye
     6, 7   bytes of the body, code of its element type
     8      how many numbers of meta follow
-    9-15   meta, as the bits of float64
+    9-23   meta, as the bits of float64
 
 Everything that comes is checked against bounds before memory is taken for it.
 """
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ashl.runtime.effects import Tag
 
-WORDS = 16
-META = 7
+WORDS = 24
+META = 15
 MAGIC = 0x4153484C0001
 MESSAGE, BYE = 0, 1
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)

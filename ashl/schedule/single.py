@@ -1,37 +1,27 @@
-"""One stage from start to stop, with the sync mode, topology and compression that were chosen."""
+"""One stage from start to stop, with the sync mode, topology and compression that were chosen.
+
+With `sync.local_steps=plan` every worker's H follows from `h_preset`, so that AHL or SHL can be run alone.
+"""
 
 from __future__ import annotations
 
-from ashl.errors import UsageError
-from ashl.option import option
-from ashl.plan.plan import Spec, StagePlan, WorkerPlan
+from typing import ClassVar
+
+from ashl.option import Count, Ratio, option
+from ashl.plan.plan import StagePlan
+from ashl.schedule.choices import Choices
 
 
 @option
 class Single:
     """No switch: the run is one stage."""
 
-    def stages(self, specs: dict[str, Spec], local_steps: int | str, batch: int, num_workers: int) -> list[StagePlan]:
-        """Every worker takes the same H and an equal share of the data."""
-        if local_steps == "plan":
-            raise UsageError("sync.local_steps=plan needs a schedule that plans H per worker; give a number")
-        worker = WorkerPlan(
-            local_steps=int(local_steps),
-            batch=batch,
-            data_share=1 / num_workers,
-            compression_ratio=1.0,
-            predicted_cycle_s=None,
-        )
-        name = specs["sync"]["_target_"].rsplit(".", 2)[-2]
-        return [
-            StagePlan(
-                name=name,
-                sync=specs["sync"],
-                topology=specs["topology"],
-                aggregate=specs["aggregate"],
-                compression=specs["compression"],
-                optimizer=specs["optimizer"],
-                until={},
-                workers=(worker,) * num_workers,
-            )
-        ]
+    names_sync: ClassVar[bool] = False
+    h_preset: tuple[Count] | None
+    r_preset: tuple[Ratio] | None
+
+    def stages(self, choices: Choices) -> list[StagePlan]:
+        name = choices.specs["sync"]["_target_"].rsplit(".", 2)[-2]
+        h_preset = None if self.h_preset is None else self.h_preset[0]
+        r_preset = None if self.r_preset is None else self.r_preset[0]
+        return [choices.stage(name, h_preset=h_preset, r_preset=r_preset)]

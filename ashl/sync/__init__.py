@@ -1,8 +1,22 @@
 """Who may go on. A sync mode is a small rule that a topology's loop asks:
 
-`exchange`   what travels: "gradient" (the optimizer steps after averaging) or "difference" (it steps on the worker)
-`barrier`    whether pushes are merged together; then what was computed on an older model is late and dropped
-`quorum(n)`  how many pushes make a merge
+`exchange`      what travels: "gradient" (the optimizer steps after averaging), "difference" (it steps on the worker) or
+                "accumulated" (both: Σ lr·gradient on the model as pulled, and the optimizer steps on that)
+`quorum(n)`     how many pushes make a merge
+`averages`      whether weights are renormalised over the pushes of a merge, instead of adding up to 1 over all workers
+`accepts(staleness)`  whether a push is used at all; if not, it is dropped and counted
 `admit(clock)`  the waiting workers that may go on now
-`topologies` the topologies in which the rule makes sense
+`local_steps`   H between two exchanges; "plan" = the plan's, by worker
+`topologies`    the topologies in which the rule makes sense
+
+A rule that steers more than that keeps its state in `clock.control` and has of these what it needs:
+
+`observe(stage, clock, push, now_s)`  a push has come
+`steer(stage, clock, rank, now_s)`    what a worker that goes on does next: (H, ratio, seconds instead of H),
+                                      and, where it is to change, its batch
+`interval_s`                          seconds of the first local work, where seconds count instead of H
+`anneal(clock)`                       what the server's learning rate is multiplied with
+`drains`                              that the server takes in all that has come before it answers anyone
+
+and a mode whose loops are its own, like profiling, has `role(stage, rank)`.
 """

@@ -16,13 +16,16 @@ from ashl.stage import Clock
 class ASP:
     """No bound at all."""
 
-    barrier: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: Count | Literal["plan"]
 
     def quorum(self, num_workers: int) -> int:
         return 1
+
+    def accepts(self, staleness: int) -> bool:
+        return True
 
     def admit(self, clock: Clock) -> list[int]:
         return list(clock.waiting)

@@ -18,7 +18,7 @@ from ashl.stage import Clock
 class Backup:
     """A barrier that does not wait for the last `backups` workers."""
 
-    barrier: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
     topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: ClassVar[int] = 1
     backups: Natural
@@ -31,6 +31,9 @@ class Backup:
                 f"take at most {num_workers - 1}"
             )
         return num_workers - self.backups
+
+    def accepts(self, staleness: int) -> bool:
+        return staleness == 0
 
     def admit(self, clock: Clock) -> list[int]:
         return clock.behind()

@@ -16,13 +16,16 @@ from ashl.stage import Clock
 class BSP:
     """A barrier at every step."""
 
-    barrier: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
     topologies: ClassVar[tuple[str, ...]] = ("parameter_server", "all_reduce")
     local_steps: ClassVar[int] = 1
     exchange: Literal["gradient", "difference"]
 
     def quorum(self, num_workers: int) -> int:
         return num_workers
+
+    def accepts(self, staleness: int) -> bool:
+        return staleness == 0
 
     def admit(self, clock: Clock) -> list[int]:
         return clock.behind()

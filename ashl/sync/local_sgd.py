@@ -16,13 +16,16 @@ from ashl.stage import Clock
 class LocalSGD:
     """A barrier at every H steps."""
 
-    barrier: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("parameter_server", "all_reduce")
     local_steps: Count | Literal["plan"]
 
     def quorum(self, num_workers: int) -> int:
         return num_workers
+
+    def accepts(self, staleness: int) -> bool:
+        return staleness == 0
 
     def admit(self, clock: Clock) -> list[int]:
         return clock.behind()

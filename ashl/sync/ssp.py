@@ -18,7 +18,7 @@ from ashl.stage import Clock
 class SSP:
     """Bounded lead, counted in commits."""
 
-    barrier: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     staleness: Natural | None
@@ -26,6 +26,9 @@ class SSP:
 
     def quorum(self, num_workers: int) -> int:
         return 1
+
+    def accepts(self, staleness: int) -> bool:
+        return True
 
     def admit(self, clock: Clock) -> list[int]:
         return clock.within(math.inf if self.staleness is None else self.staleness)

@@ -17,11 +17,11 @@ import torch
 from ashl.option import option
 from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
-from ashl.stage import Clock, Stage
+from ashl.stage import NEXT, STOP, Clock, Stage
 from ashl.topology.local_work import WorkerState, local_work
 
-# What rank 0 alone can know, as the number that rides on the next exchange
-WORDS = (None, "seconds", "target_accuracy", "target_loss", "interrupted")
+# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
+WORDS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
 RIDERS = 2
 
 
@@ -49,44 +49,77 @@ class PeerState(WorkerState):
 
     clock: Clock = field(default_factory=lambda: Clock(0))
     word: str | None = None  # what rank 0 will tell the others with the next exchange
+    memory: Any = None  # of the aggregation rule
+
+    def enter(self, stage: Stage, rank: int) -> None:
+        super().enter(stage, rank)
+        if stage.resets:
+            self.memory = None
 
 
-async def worker(node: Node, stage: Stage, state: PeerState) -> str:
-    """Compute, sum with all others, merge; until the counts, or a word of rank 0, say otherwise."""
+async def worker(node: Node, stage: Stage, state: PeerState) -> int:
+    """Compute, sum with all others, merge; until the counts, or a word of rank 0, say otherwise. Returns the last word.
+
+    What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
+    """
+    state.enter(stage, node.rank)
     clock, group = state.clock, stage.workers
+    clock.begin(node.now)
     weight = stage.weights(group)[node.rank]
-    batches = [stage.worker(rank).batch for rank in group]
-    steps_by = [1 if stage.sync.exchange == "gradient" else stage.worker(rank).local_steps for rank in group]
+    workers = [stage.worker(rank) for rank in group]
+    counts = [1 if stage.sync.exchange == "gradient" else w.local_steps for w in workers]
     while True:
-        body, loss, steps = await local_work(node, stage, state)
-        packed = pack(body, weight, loss / len(group), WORDS.index(state.word) if node.rank == 0 else 0)
+        work = await local_work(node, stage, state)
+        body = stage.aggregate.clip(work.body)
+        packed = pack(body, weight, work.loss / len(group), WORDS.index(state.word) if node.rank == 0 else 0)
         total = await node.all_reduce(packed, group, riders=RIDERS)
         update, mean_loss, word = unpack(total)
         for rank in group:
             clock.observe(rank, 0, mean_loss)
         if not clock.diverged:
             merge(stage, state, update)
-            for rank in group:
-                clock.commit(rank, steps_by[rank], steps_by[rank] * batches[rank])
+            for rank, steps in zip(group, counts, strict=True):
+                clock.commit(rank, steps, steps * workers[rank].batch)
             clock.version += 1
             state.samples = clock.samples
-        node.round(stage=stage.index, round=state.round, steps=steps, staleness=0, dropped=False, loss=loss)
+        what = {"steps": work.steps, "staleness": 0, "dropped": False, "loss": work.loss}
+        node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
         if node.rank == 0 and stage.due(clock, node.now):
             node.snapshot(state.params, **clock.report())
-        if reason := stage.over(clock) or WORDS[word]:
-            clock.end_ns = node.now_ns
-            if node.rank == 0:
-                end = {"end_ns": clock.end_ns, "reason": reason}
-                node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
-            node.ledger.close(clock.end_ns)
-            return reason
+        reason = stage.over(clock) or WORDS[word]
+        if reason:
+            return leave(node, stage, state, reason)
         if node.rank == 0:
-            state.word = node.stopping or ("seconds" if node.now >= stage.deadline_s else None)
+            state.word = judge(node, stage, clock)
 
 
-def merge(stage: Stage, state: PeerState, update: Any) -> None:
+def judge(node: Node, stage: Stage, clock: Clock) -> str | None:
+    """Rank 0 alone: what it tells the others with the next exchange."""
+    if word := node.stopping or ("seconds" if node.now >= stage.deadline_s else None):
+        return word
+    return "next" if stage.reached(clock, node.now, node.scores) else None
+
+
+def leave(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
+    """The stage ended with this merge."""
+    clock, state.word = state.clock, None
+    clock.end_ns = node.now_ns
+    word = NEXT if reason == "next" and stage.following else STOP
+    if node.rank == 0:
+        rule = stage.reached(clock, node.now, node.scores) or next(iter(stage.plan.until), reason)
+        end = {"end_ns": clock.end_ns, "reason": rule if reason == "next" else reason}
+        node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
+    if word == NEXT:
+        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(clock.end_ns))
+    else:
+        node.ledger.close(clock.end_ns)
+    return word
+
+
+def merge(stage: Stage, state: PeerState, total: Any) -> None:
     """The same arithmetic on every rank, and the same as a server's."""
+    state.memory, update = stage.aggregate.outer(state.memory, total)
     if stage.sync.exchange == "gradient":
         lr = stage.trainer.rate(state.clock.samples)
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)

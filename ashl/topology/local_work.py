@@ -1,4 +1,4 @@
-"""What every worker does between two merges, whatever the topology: one gradient, or H local steps.
+"""What every worker does between two merges, whatever the topology: one gradient, or local steps.
 
 Source: exchange of gradients as in synchronous SGD; exchange of differences as in local SGD (Stich, ICLR 2019).
 """
@@ -7,41 +7,91 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from ashl.compression.feedback import handed_over
 from ashl.runtime.node import Node
 from ashl.stage import Stage
 
 
 @dataclass
 class WorkerState:
-    """All that a worker needs to go on. `step` counts its minibatches; `samples` those applied as of its last pull."""
+    """All that a worker needs to go on. `step` counts its minibatches, `drawn` the samples in them; `samples` are those
+    of everybody that were applied as of its last pull."""
 
     params: Any
     moments: Any
     sender: Any = None  # the codec's state on the way up
     step: int = 0
+    drawn: int = 0
     round: int = 0
     version: int = 0
     samples: int = 0
+    local_steps: int = 1  # H, until a reply says otherwise
+    batch: int = 1
+    ratio: float = 1.0  # kept share of the update
+    assigned: Any = None  # what profiling has planned for the stages to come
+    interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
+
+    def enter(self, stage: Stage, rank: int) -> None:
+        """A stage begins: its H and ratio, and what is handed over from the stage before."""
+        worker = stage.worker(rank)
+        self.local_steps, self.ratio, self.batch = worker.local_steps, worker.compression_ratio, worker.batch
+        self.interval_s = getattr(stage.sync, "interval_s", 0.0)
+        if stage.resets:
+            self.moments = stage.trainer.moments()
+        keep = stage.plan.handover.get("residual") != "drop"
+        self.sender = handed_over(self.sender, stage.codec) if keep else None
 
 
-async def local_work(node: Node, stage: Stage, state: WorkerState) -> tuple[Any, float, int]:
-    """The body to exchange, the mean loss seen, and the number of steps taken.
+class Work(NamedTuple):
+    """What came of it: the body to exchange, the mean loss seen, steps taken, samples seen, seconds of one step."""
 
-    gradient: g = ∇f(w; batch). difference: w_H − w after H steps of the worker's own optimizer, whose state persists.
+    body: Any
+    loss: float
+    steps: int
+    samples: int
+    step_s: float
+
+
+async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
+    """gradient: g = ∇f(w; batch). difference: w_H − w after H steps of the worker's optimizer, whose state persists.
+    accumulated: Σ lr·∇f(w; batch) over H batches, on the model as it was pulled.
+
     The learning rate is that of the samples applied as of the last pull.
     """
-    trainer, batch = stage.trainer, stage.worker(node.rank).batch
-    if stage.sync.exchange == "gradient":
-        loss, grad = await node.compute(partial(trainer.gradient, state.params, node.rank, state.step), work=batch)
-        state.step += 1
-        return grad, loss, 1
-    local, lr, total = state.params, trainer.rate(state.samples), 0.0
-    steps = stage.worker(node.rank).local_steps
-    for _ in range(steps):
-        step = partial(trainer.local_step, local, state.moments, node.rank, state.step, lr)
-        loss, state.moments, local = await node.compute(step, work=batch)
-        state.step += 1
+    trainer, start, kind = stage.trainer, node.now, stage.sync.exchange
+    if kind == "gradient":
+        step, span = draw(state)
+        work = partial(trainer.gradient, state.params, node.rank, step, span)
+        loss, grad = await node.compute(work, work=state.batch)
+        return Work(grad, loss, 1, state.batch, node.now - start)
+    local, lr, total, steps = state.params, trainer.rate(state.samples), 0.0, 0
+    start_ns, interval_ns, grads = node.now_ns, round(state.interval_s * 1e9), None
+    while node.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
+        step, span = draw(state)
+        if kind == "accumulated":
+            work = partial(accumulate, stage, grads, state.params, node.rank, step, lr, span)
+            loss, grads = await node.compute(work, work=state.batch)
+        else:
+            work = partial(trainer.local_step, local, state.moments, node.rank, step, lr, span)
+            loss, state.moments, local = await node.compute(work, work=state.batch)
+        steps += 1
         total += loss
-    return local - state.params, total / steps, steps
+    body = local - state.params if grads is None else grads
+    return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps)
+
+
+def draw(state: WorkerState) -> tuple[int, range]:
+    """The worker's next minibatch: its number, and where it lies in the worker's stream of samples."""
+    number, first = state.step, state.drawn
+    state.step, state.drawn = number + 1, first + state.batch
+    return number, range(first, state.drawn)
+
+
+def accumulate(
+    stage: Stage, total: Any, params: Any, rank: int, step: int, lr: float, span: range
+) -> tuple[float, Any]:
+    """(loss, total + lr·gradient), with None for a total of nothing."""
+    loss, grad = stage.trainer.gradient(params, rank, step, span)
+    return loss, grad * lr if total is None else total + grad * lr

@@ -11,20 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from ashl.option import option
+from ashl.compression import downlink
+from ashl.option import Ratio, option
+from ashl.plan.plan import WorkerPlan, assigned
+from ashl.plan.profile import Profile
+from ashl.planner.online import Averages
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import GO, STOP, Clock, Push, Stage
+from ashl.stage import GO, NEXT, STOP, Clock, Push, Stage
 from ashl.topology.local_work import WorkerState, local_work
 
 
 @option
 class ParameterServer:
-    """One server (rank n) holds the model; workers talk to it alone."""
+    """One server (rank n) holds the model; workers talk to it alone.
+
+    With `pull_ratio` a pull carries that share of the difference to the worker's last pull, by the chosen codec.
+    """
 
     has_server: ClassVar[bool] = True
+    pull_ratio: Ratio | None
 
     def links(self, rank: int, num_workers: int) -> tuple[int, ...]:
         """The ranks that this one exchanges messages with."""
@@ -50,75 +58,145 @@ class ServerState:
     clock: Clock
     buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
     receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker
+    memory: Any = None  # of the aggregation rule
+    held: dict[int, Any] = field(default_factory=dict)  # the model that each worker holds, where pulls are compressed
+    profile: Profile | None = None  # as measured by a profiling stage
+    assigned: Any = None  # what profiling has planned for the stages to come
+    averages: Any = None  # what an online planner has seen
+    workers: tuple[WorkerPlan, ...] = ()  # what each worker does now: the plan's, until it is planned anew
+
+    def enter(self, stage: Stage) -> None:
+        """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
+        self.workers, self.receivers = stage.plan.workers, {}
+        if stage.resets:
+            self.moments, self.memory = stage.trainer.moments(), None
+
+
+class Reply(NamedTuple):
+    """What every reply says beside the model."""
+
+    word: float  # GO, NEXT or STOP
+    version: float
+    samples: float  # applied so far: the learning rate follows them
+    staleness: float  # of the push that this answers
+    dropped: float  # whether that push was dropped
+    end_ns: float  # of the stage, with NEXT and STOP
+    local_steps: float
+    ratio: float
+    interval_s: float
+    batch: float = 0.0  # 0 = as before
 
 
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word."""
-    batch = stage.worker(node.rank).batch
-    word = GO
+    state.enter(stage, node.rank)
+    word, pull_s = GO, 0.0
     while word == GO:
-        update, loss, steps = await local_work(node, stage, state)
-        state.sender, body = stage.codec.encode(state.sender, update)
-        await node.send(stage.server, stage.tag("push"), body, meta=(steps, steps * batch, loss, state.version))
-        reply = await node.recv(stage.tag("pull"))
-        word, state.version, state.samples, staleness, dropped, end_ns = (int(x) for x in reply.meta)
-        if dropped:
+        work = await local_work(node, stage, state)
+        body = work.body
+        if not stage.codec.flags.lossless:
+            encode = partial(stage.codec.encode, state.sender, work.body, state.ratio)
+            state.sender, body = await node.compute(encode, work=1, kind="compress")
+        meta = (work.steps, work.samples, work.loss, state.version, work.step_s, pull_s)
+        await node.send(stage.server, stage.tag("push"), body, meta)
+        message = await node.recv(stage.tag("pull"))
+        reply = Reply(*message.meta)
+        word, end_ns = int(reply.word), int(reply.end_ns)
+        if reply.dropped and not stage.codec.flags.lossless:
             state.sender = stage.codec.undo(state.sender, body)
-        if reply.body is not None:
-            state.params = reply.body
-        if word != GO:
+        if message.body is not None:
+            state.params = downlink.advance(stage.bare_codec, state.params, message.body)
+        pull_s = 0.0 if message.body is None else node.now - message.start_ns / 1e9
+        state.version, state.samples = int(reply.version), int(reply.samples)
+        state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
+        state.batch = int(reply.batch) or state.batch
+        if word == NEXT:
+            node.emit("border", stage=stage.index, totals_ns=node.ledger.until(end_ns))
+        elif word == STOP:
             node.ledger.close(end_ns)
-        node.round(
-            stage=stage.index, round=state.round, steps=steps, staleness=staleness, dropped=bool(dropped), loss=loss
-        )
+        staleness, dropped = int(reply.staleness), bool(reply.dropped)
+        what = {"steps": work.steps, "staleness": staleness, "dropped": dropped, "loss": work.loss}
+        node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
     return word
 
 
-async def server(node: Node, stage: Stage, state: ServerState) -> str:
-    """Merge and answer until the stage is over, then answer every worker once more; returns why it ended."""
+async def server(node: Node, stage: Stage, state: ServerState) -> int:
+    """Merge and answer until the stage is over, then answer every worker once more; returns the last word.
+
+    Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
+    """
     clock = state.clock
+    clock.begin(node.now)
+    state.enter(stage)
+    word, reason, ahead = GO, None, None
     while True:
-        message = await node.recv(stage.tag("push"), before_s=stage.deadline_s)
+        message = ahead or await node.recv(stage.tag("push"), before_s=stage.deadline_s)
         if message is None:
-            reason = "seconds"
+            word, reason = STOP, "seconds"
             break
         if await receive(node, stage, state, message) and stage.due(clock, node.now):
             node.snapshot(state.params, **clock.report())
-        if reason := stage.over(clock) or node.stopping:
+        if over := stage.over(clock) or node.stopping:
+            word, reason = STOP, over
             break
-        for rank in sorted(stage.sync.admit(clock)):
-            await reply(node, stage, state, rank)
-    await dismiss(node, stage, state)
-    node.emit("stage", stage=stage.index, name=stage.plan.name, end_ns=clock.end_ns, reason=reason, **clock.report())
-    return reason
+        if word == GO and (rule := stage.reached(clock, node.now, node.scores)):
+            word, reason = NEXT if stage.following else STOP, rule
+            if word == STOP:
+                break
+        if word == NEXT:
+            ahead = None
+            if len(clock.waiting) == stage.num_workers:
+                if state.buffer:
+                    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+                break
+            continue
+        if hasattr(stage.sync, "drains"):
+            ahead = await node.recv(stage.tag("push"), before_s=node.now)
+        if ahead is None:
+            for rank in sorted(stage.sync.admit(clock)):
+                await reply(node, stage, state, rank)
+    await dismiss(node, stage, state, word)
+    end = {"end_ns": clock.end_ns, "reason": reason}
+    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
+    return word
 
 
 async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Take in one push; returns whether the model changed. At a barrier, work on an older model is late."""
+    """Take in one push; returns whether the model changed."""
     clock, worker = state.clock, message.src
-    steps, samples, loss, version = message.meta
+    steps, samples, loss, version, step_s, pull_s = message.meta
     staleness = clock.version - int(version)
-    late = stage.sync.barrier and staleness > 0
+    late = not (stage.sync.accepts(staleness) and stage.aggregate.accepts(staleness))
     clock.observe(worker, staleness, loss)
     clock.waiting[worker] = (staleness, late)
     if late or clock.diverged:
         clock.drop(worker, int(steps))
         return False
-    state.receivers[worker], body = stage.codec.decode(state.receivers.get(worker), message.body)
-    push = Push(worker, body, int(steps), int(samples))
-    return await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
+    d = stage.trainer.num_params
+    state.receivers[worker], body = stage.codec.decode(state.receivers.get(worker), message.body, d)
+    times = (step_s, node.now - message.start_ns / 1e9, pull_s)
+    push = Push(worker, body, int(steps), int(samples), staleness, loss, *times)
+    merged = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
+    if hasattr(stage.sync, "observe"):
+        stage.sync.observe(stage, clock, push, node.now)
+    if stage.plan.h_preset is not None and hasattr(stage.planner, "observe"):
+        replan(node, stage, state, push)
+    return merged
 
 
-def merge(stage: Stage, state: ServerState, push: Push) -> bool:
-    """Fold a push into the model: w ← w + Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i."""
+def merge(stage: Stage, state: ServerState, push: Push | None) -> bool:
+    """Fold a push into the model: w ← w + Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i. Until a quorum has come it is
+    kept; at a border (push None) those that were kept are folded in, however few."""
     clock = state.clock
-    members = (*state.buffer, push)
-    state.buffer, update = stage.aggregate.fold(stage, state.buffer, push)
-    if update is None:
+    members = state.buffer if push is None else (*state.buffer, push)
+    if push is not None and len(members) < stage.quorum:
+        state.buffer = members
         return False
-    if stage.sync.exchange == "gradient":
-        lr = stage.trainer.rate(clock.samples)
+    state.memory, update = stage.aggregate.fold(stage.doing(state.workers), state.memory, members)
+    state.buffer = ()
+    if stage.sync.exchange != "difference":
+        lr = stage.trainer.rate(clock.samples) * (stage.sync.anneal(clock) if hasattr(stage.sync, "anneal") else 1.0)
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         state.params = state.params + update
@@ -128,31 +206,62 @@ def merge(stage: Stage, state: ServerState, push: Push) -> bool:
     return True
 
 
+def replan(node: Node, stage: Stage, state: ServerState, push: Push) -> None:
+    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on."""
+    payload = stage.payload(state.workers[push.worker].compression_ratio)
+    if state.averages is None:
+        profile = state.profile or stage.profile
+        assert profile is not None, "an online planner starts from a profile"
+        state.averages = Averages(profile)
+    seen = (push.step_s, push.push_s, push.pull_s, payload)
+    averages = stage.planner.observe(state.averages, push.worker, *seen)
+    preset = (stage.plan.h_preset, stage.plan.r_preset)
+    state.averages, rows = stage.planner.replan(averages, state.workers, *preset, stage.payload)
+    if rows is not None:
+        state.workers = assigned(state.workers, rows)
+        what = {"local_steps": [w.local_steps for w in state.workers], "time_ns": node.now_ns}
+        node.emit("replan", stage=stage.index, ratios=[w.compression_ratio for w in state.workers], **what)
+
+
 async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
     """Go on, on this model."""
-    clock = state.clock
+    clock, plan = state.clock, state.workers[rank]
     staleness, late = clock.waiting[rank]
+    held = clock.pulled[rank] == clock.version  # the model has not changed since this worker's last pull
     clock.release(rank)
-    meta = (GO, clock.version, clock.samples, staleness, late, 0)
-    await node.send(rank, stage.tag("pull"), state.params, meta)
+    if hasattr(stage.sync, "steer"):
+        what = stage.sync.steer(stage, clock, rank, node.now)
+    else:
+        what = (plan.local_steps, plan.compression_ratio, 0.0)
+    meta = Reply(GO, clock.version, clock.samples, staleness, late, 0, *what)
+    body = None if held else state.params
+    if body is not None and (ratio := stage.topology.pull_ratio) is not None:
+        pull = partial(downlink.pull, stage.bare_codec, state.held.get(rank), state.params, ratio)
+        state.held[rank], body = await node.compute(pull, work=1, kind="compress")
+    await node.send(rank, stage.tag("pull"), body, meta)
 
 
-async def dismiss(node: Node, stage: Stage, state: ServerState) -> None:
+async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
     """Tell every worker that the stage ended now. What came before and was not merged is dropped."""
     clock, end_ns = state.clock, node.now_ns
     clock.end_ns = end_ns
+    unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
         clock.drop(push.worker, push.steps)
     state.buffer = ()
     working = set(stage.workers) - set(clock.waiting)
     for rank in sorted(clock.waiting):
         staleness, late = clock.waiting.pop(rank)
-        await node.send(rank, stage.tag("pull"), None, (STOP, clock.version, clock.samples, staleness, late, end_ns))
+        clock.pulled[rank] = clock.version
+        state.held[rank] = state.params
+        meta = Reply(word, clock.version, clock.samples, staleness, late or rank in unmerged, end_ns, 1, 1.0, 0.0)
+        await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)
     while working:
         message = await node.recv(stage.tag("push"))
         working.remove(message.src)
         if message.start_ns <= end_ns:
             clock.drop(message.src, int(message.meta[0]))
-        meta = (STOP, clock.version, clock.samples, 0, True, end_ns)
+        meta = Reply(word, clock.version, clock.samples, 0, True, end_ns, 1, 1.0, 0.0)
         await node.send(message.src, stage.tag("pull"), None, meta)
-    node.ledger.close(end_ns)
+    if word == STOP:
+        node.ledger.close(end_ns)

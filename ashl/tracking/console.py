@@ -98,7 +98,7 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
     `summary` is that of `summary.json`; what a run that failed early does not have is shown as a dash.
     """
     status = Text(summary["status"], style=STYLE.get(summary["status"], "bold red"))
-    reason = f": {summary['exit_reason']}" if summary.get("exit_reason") else ""
+    reason = f": {summary['exit_reason']}" if summary.get("exit_reason") not in (None, summary["status"]) else ""
     console.print(Text.assemble((summary.get("name") or "run", "bold"), " ", status, reason), soft_wrap=True)
     grid = Table.grid(padding=(0, 2))
     for label, value in _totals(summary):

@@ -40,6 +40,11 @@ class Recorder:
         with _writing(self._run_dir):
             self._metrics.append(record)
 
+    def document(self, name: str, text: str) -> None:
+        """Write a file beside the records, or write it anew."""
+        with _writing(self._run_dir):
+            (self._run_dir / name).write_text(text, encoding="utf-8")
+
     def close(self, summary: dict) -> None:
         """Write the trace and then the summary: who sees `summary.json` finds everything else complete."""
         self._metrics.close()
@@ -72,7 +77,8 @@ def _writing(run_dir: Path) -> Generator[None, None, None]:
     try:
         yield
     except FileExistsError as error:  # the records of two runs must not mix
-        raise UsageError(f"{run_dir} already holds a run; choose another run.dir.") from error
+        what = "already holds a run" if run_dir.is_dir() else "is a file"
+        raise UsageError(f"{run_dir} {what}; choose another run.dir.") from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         text = f"Cannot write to the run folder {run_dir} ({reason}); free some space or choose another run.dir."

@@ -67,15 +67,21 @@ def schema_lock(uri: str) -> Generator[None, None, None]:
 
 
 def has_run(path: Path, run_id: str) -> bool:
-    """Whether the database at `path` knows the run; a writer whose file was deleted notices nothing by itself."""
-    return _first(path, "SELECT 1 FROM runs WHERE run_uuid = ?", run_id) is not None
+    """Whether the database at `path` knows the run. One that is locked has the benefit of the doubt."""
+    try:
+        return _first(path, "SELECT 1 FROM runs WHERE run_uuid = ?", run_id) is not None
+    except sqlite3.Error as error:
+        return "locked" in str(error)
 
 
 def latest(uri: str, address: str = ADDRESS) -> str | None:
-    """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet."""
+    """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet or it cannot be told."""
     path = database(uri)
     query = "SELECT experiment_id FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time DESC LIMIT 1"
-    found = _first(path, query) if path else None
+    try:
+        found = _first(path, query) if path else None
+    except sqlite3.Error:  # locked, or not a store yet
+        return None
     return link(address, str(found[0])) if found else None
 
 
@@ -88,8 +94,5 @@ def link(address: str, experiment: str) -> str:
 def _first(path: Path, query: str, *values: str) -> tuple | None:
     if not path.exists():
         return None
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
-            return connection.execute(query, values).fetchone()
-    except sqlite3.Error:  # locked, or not (yet) a store
-        return None
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
+        return connection.execute(query, values).fetchone()

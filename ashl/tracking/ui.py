@@ -68,7 +68,7 @@ def serve(store: Path, port: int = 5000, host: str = "127.0.0.1") -> Server:
         env=stores.ENVIRONMENT | os.environ,
         start_new_session=True,  # Ctrl-C comes to us alone; we then end MLflow in order
     )
-    address = f"http://{host}:{port}"
+    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     server = Server(address, stores.latest(uri, address) or address, process)
     complete = False
     try:

@@ -1,32 +1,33 @@
 """All-reduce by ashl beside torch's own DistributedDataParallel: `python -m tests.benchmarks.ddp`.
 
-Two processes over gloo, the same model, batch, momentum and data, one thread each; turn about in one run. Neither
-side's start-up counts.
+Two processes over gloo, the same model, batch, momentum and data, one thread each; neither side's start-up counts.
 """
 
 import json
 import os
 import socket
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from ashl.cli.compose import compose
 from ashl.run import train
 from tests.benchmarks import torch_ddp
-from tests.benchmarks.table import ratio, show, thousands
+from tests.benchmarks.table import alternate, ratio, show, thousands
 
-TURNS = 5
-CASES = [  # model, data, steps of each worker: about a second
-    ("mlp", ["dataset=digits"], 1500),
-    ("lenet", ["dataset=synthetic"], 400),
-    ("resnet8", ["dataset=synthetic"], 60),
-]
+TURNS = 9
+IMAGES = ("dataset=synthetic", "dataset.num_train=640", "dataset.num_test=10")
+CASES = {  # (overrides, steps of each worker: most of a second)
+    "mlp/digits": (("model=mlp", "dataset=digits"), 1000),
+    "lenet 32x32": (("model=lenet", *IMAGES), 160),
+    "resnet8 32x32": (("model=resnet8", *IMAGES), 20),
+}
 BASE = (
     "topology=all_reduce",
     "sync=bsp",
     "runtime=local",
     "cluster=real",
-    "cluster.num_workers=2",
+    f"cluster.num_workers={torch_ddp.WORKERS}",
     "tracking=none",
     "tracking.events=none",
     "eval.every_s=null",
@@ -35,11 +36,12 @@ BASE = (
 )
 
 
-def samples_per_s(config: dict, overrides: list[str]) -> float:
+def ours(*overrides: str) -> float:
+    """Samples a second of a whole `ashl train`, as its summary has them."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        train({**config, "run": {"dir": str(run)}}, overrides, quiet=True)
-        return json.loads((run / "summary.json").read_text())["samples_per_s"]
+        config = compose([*overrides, f"run.dir={folder}/run"], None)
+        train(config, list(overrides), quiet=True)
+        return json.loads((Path(folder) / "run/summary.json").read_text())["samples_per_s"]
 
 
 def free_port() -> int:
@@ -51,28 +53,26 @@ def free_port() -> int:
 def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     rows = []
-    for model, data, steps in CASES:
-        overrides = [*BASE, f"model={model}", *data, f"stop.steps={2 * steps}"]
-        kinds = {sums: compose([*overrides, f"runtime.sums={sums}"], None) for sums in ("exact", "native")}
-        ours: dict[str, list[float]] = {sums: [] for sums in kinds}
-        theirs: list[float] = []
-        for _ in range(TURNS):
-            for sums, config in kinds.items():
-                ours[sums].append(samples_per_s(config, overrides))
-            theirs.append(torch_ddp.samples_per_s(kinds["exact"], steps, free_port()))
-        name = f"{model}/{data[0].partition('=')[2]}"
-        rows.append(
-            [
-                name,
-                thousands(theirs),
-                *(f(*a) for s in ours for f, a in ((thousands, [ours[s]]), (ratio, [ours[s], theirs]))),
-            ]
+    for case, (overrides, steps) in CASES.items():
+        chosen = (*BASE, *overrides, f"stop.steps={torch_ddp.WORKERS * steps}")
+        config = compose(chosen, None)
+        found = alternate(
+            {
+                "exact": partial(ours, *chosen, "runtime.sums=exact"),
+                "native": partial(ours, *chosen, "runtime.sums=native"),
+                "DDP": lambda config=config, steps=steps: torch_ddp.samples_per_s(config, steps, free_port()),
+            },
+            TURNS,
         )
+        against = [
+            cell for sums in ("exact", "native") for cell in (thousands(found[sums]), ratio(found[sums], found["DDP"]))
+        ]
+        rows.append([case, thousands(found["DDP"]), *against])
     show(
-        "samples/s of two workers, torch's DDP and ashl",
-        ["", "DDP", "exact", "ratio", "native", "ratio"],
+        "Samples/s of two workers: torch's DDP, and ashl's all-reduce with sums=exact and sums=native",
+        ["", "DDP", "exact", "/ DDP", "native", "/ DDP"],
         rows,
-        f"median of {TURNS} turns; ratio: ashl / DDP within a turn, median (range)",
+        f"medians of {TURNS} turns; ratios are taken within a turn: median (quartiles)",
     )
 
 

@@ -1,12 +1,33 @@
-"""How the benchmarks print, and how they compare: turn about in one run, so that a busy machine is unfair to all alike."""
+"""How the benchmarks compare and print: turn about in one run, so that a busy machine is unfair to all alike."""
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+
+def alternate(contestants: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+    """What each gave at each turn; every other turn goes backwards (ABBA), so that none is always first."""
+    results: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(turns):
+        for name in sorted(contestants, reverse=bool(turn % 2)):
+            results[name].append(contestants[name]())
+    return results
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Of each turn: the median, and from the lower to the upper quartile."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def thousands(values: Sequence[float]) -> str:
+    """The median."""
+    return f"{statistics.median(values):,.0f}"
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
@@ -18,14 +39,3 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note
     console = Console(highlight=False, width=110)
     console.print(table)
     console.print(f"{os.cpu_count()} cores, torch {torch.__version__}, one thread of torch in each process")
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The median of the turns' ratios and their range."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-
-
-def thousands(values: Sequence[float]) -> str:
-    """The median."""
-    return f"{statistics.median(values):,.0f}"

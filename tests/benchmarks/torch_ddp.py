@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ashl.build import construct
+from ashl.construct import construct
 
 WORKERS, WARM_UP = 2, 20
 
@@ -37,6 +38,7 @@ def rank_main(rank: int, port: int, config: dict, steps: int, answers: "mp.Simpl
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
     if images:
         module = module.to(memory_format=torch.channels_last)
+    warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers has another name in the newest torch only
     model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True)
     optimizer = torch.optim.SGD(
         model.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True

@@ -1,10 +1,11 @@
-"""Every sync mode on four gloo processes: the simulator's parameters, bit for bit, for synchronous modes; the invariants of
-the others; the predicted rate where the machine keeps the pace."""
+"""Every sync mode on four gloo processes: the simulator's parameters, bit for bit, for synchronous modes; the
+invariants of the others; the predicted rate where the machine keeps the pace."""
 
 import json
 
 import psutil
 import pytest
+
 from ashl import run
 from ashl.cli.compose import compose
 from tests.support import simulated

@@ -1,0 +1,43 @@
+"""FedNova: normalise each update by the work behind it, so that unequal H introduces no bias.
+
+Rule: w ← w + scale·τ_eff·Σ_i p_i·Δ_i / a_i with p_i the data share, τ_eff = Σ_j p_j·a_j, and a_i = ‖a_i‖₁ the sum of
+the coefficients that worker i's H steps give its gradients: H for plain SGD, and with local momentum ρ [H − ρ(1 −
+ρ^H)/(1 − ρ)]/(1 − ρ). That is for momentum that starts from zero after each pull; where it stays with the worker, as
+in this package, every gradient counts 1/(1 − ρ) in the long run whatever H is, and `momentum` = 0 is the right
+choice.
+
+Limit: equal H gives the plain mean by p_i. Source: Wang et al., "Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization", NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ashl.aggregate.weighted import Weighted
+from ashl.optimizer.schedule import Decay
+from ashl.option import option
+from ashl.plan.plan import WorkerPlan
+
+
+@option
+class FedNova(Weighted):
+    """Weighted by data share over local work; τ_eff is the step's length, so that weights need not add up to 1."""
+
+    normalised: ClassVar[bool] = False
+    momentum: Decay
+
+    def weigh(self, workers: Sequence[WorkerPlan]) -> list[float]:
+        total = sum(w.data_share for w in workers)
+        shares = [w.data_share / total for w in workers]
+        work = [local_work(w.local_steps, self.momentum) for w in workers]
+        effective = sum(p * a for p, a in zip(shares, work, strict=True))
+        return [p * effective / a for p, a in zip(shares, work, strict=True)]
+
+
+def local_work(steps: int, momentum: float) -> float:
+    """‖a‖₁ of H steps with momentum ρ: Σ over the steps of (1 + ρ + … )."""
+    if momentum == 0:
+        return float(steps)
+    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)

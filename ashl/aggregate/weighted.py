@@ -1,0 +1,60 @@
+"""What the weighted rules share: coefficients, and three optional guards against stale or large updates.
+
+Rule: update = Σ_i c_i·s(τ_i)·clip(x_i) with c_i = scale·w_i. At a barrier the sum runs over its members in rank order
+and w_i is renormalised over them; one at a time it is each push as it comes, with Σ w_i = 1 over all workers. The
+discount is s(τ) = (1 + τ)^−a for a push of staleness τ; a push with τ ≥ max_delay is dropped.
+
+Source: discount, Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934; delay cut-off, Maranjyan et
+al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ashl.option import Count, Positive, option
+from ashl.plan.plan import WorkerPlan
+from ashl.runtime.effects import Hollow
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage import Push, Stage
+
+
+@option
+class Weighted:
+    """The fields and the fold that every weighted rule has; each says how it weighs."""
+
+    normalised: ClassVar[bool] = True  # whether Σ w_i = 1
+    scale: Positive
+    discount: Positive | None
+    clip_norm: Positive | None
+    max_delay: Count | None
+
+    def accepts(self, staleness: int) -> bool:
+        return self.max_delay is None or staleness < self.max_delay
+
+    def weigh(self, workers: Sequence[WorkerPlan]) -> list[float]:
+        raise NotImplementedError
+
+    def fold(self, stage: Stage, memory: Any, members: tuple[Push, ...]) -> tuple[Any, Any]:
+        """Order of arrival plays no part at a barrier, so the result is bitwise repeatable."""
+        members = tuple(sorted(members, key=lambda p: p.worker))
+        weights = stage.weights_of(members)
+        terms = [self.clip(p.body) * (w * self._fresh(p.staleness)) for p, w in zip(members, weights, strict=True)]
+        return self.outer(memory, sum_in_rank_order(terms))
+
+    def clip(self, body: Any) -> Any:
+        """The body, shortened to `clip_norm` where it is longer."""
+        if self.clip_norm is None or isinstance(body, Hollow):
+            return body
+        length = float(torch.linalg.vector_norm(body))
+        return body if length <= self.clip_norm else body * (self.clip_norm / length)
+
+    def outer(self, memory: Any, total: Any) -> tuple[Any, Any]:
+        """(memory, update) of the weighted sum: the sum itself, unless a rule has momentum of its own."""
+        return memory, total
+
+    def _fresh(self, staleness: int) -> float:
+        return 1.0 if self.discount is None else (1.0 + staleness) ** -self.discount

@@ -1,0 +1,72 @@
+"""Plans and profiles that a user hands back: `plan=FILE`, `profile=FILE`. Nothing of them is believed unchecked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ashl.errors import UsageError
+from ashl.plan.plan import Plan, StagePlan
+from ashl.plan.profile import Profile, is_count, is_number
+
+T = TypeVar("T")
+RULES = ("loss", "evaluated_loss", "accuracy", "plateau", "epochs", "commits", "seconds")
+
+
+def read(path: str, key: str, parse: Callable[[str], T]) -> T:
+    """The file's content. Raises UsageError, naming the key and the file."""
+    try:
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"{key}={path} cannot be read: {reason}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{key}={path} is no usable {key}: {reason}") from error
+
+
+def read_profile(path: str) -> Profile:
+    return read(path, "profile", Profile.from_json)
+
+
+def read_plan(path: str) -> Plan:
+    return read(path, "plan", lambda text: checked(Plan.from_json(text)))
+
+
+def checked(plan: Plan) -> Plan:
+    """Raises ValueError, in one sentence, where a hand-edited plan makes no sense."""
+    if not is_count(plan.num_workers) or not plan.stages:
+        raise ValueError("it needs workers and at least one stage")
+    for stage in plan.stages:
+        check_stage(stage, plan.num_workers)
+    return plan
+
+
+def check_stage(stage: StagePlan, num_workers: int) -> None:
+    where = f"stage {stage.name}"
+    if len(stage.workers) != num_workers:
+        raise ValueError(f"{where} has {len(stage.workers)} workers where the plan has {num_workers}")
+    for rule, bound in stage.until.items():
+        if rule not in RULES or not is_number(bound):
+            raise ValueError(
+                f"{where}: until.{rule}={bound!r} is no rule; there are: {', '.join(RULES)}, each with a number"
+            )
+    for rank, worker in enumerate(stage.workers):
+        here = f"{where}, worker {rank}"
+        for name in ("local_steps", "batch"):
+            if not is_count(getattr(worker, name)):
+                raise ValueError(
+                    f"{here}: {name} is {getattr(worker, name)!r}, where a whole number from 1 up is expected"
+                )
+        check_share(worker.data_share, f"{here}: data_share")
+        check_share(worker.compression_ratio, f"{here}: compression_ratio")
+    total = math.fsum(worker.data_share for worker in stage.workers)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"{where}: the data shares add up to {total:g}, not to 1")
+
+
+def check_share(value: Any, what: str) -> None:
+    if not is_number(value) or not 0 < value <= 1:
+        raise ValueError(f"{what} is {value!r}, where a share above 0 and at most 1 is expected")

@@ -1,0 +1,199 @@
+"""A profile: what a step, a push, a pull and an encoding cost each worker, measured or declared.
+
+A missing cost is an error, never zero. Zero is possible where it was declared, and for what need not cost anything
+(latency, encoding); a step always takes time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ashl.cluster.network import MBIT_BYTES
+from ashl.cluster.spec import Cluster
+from ashl.errors import UsageError
+
+SCHEMA = 1
+SOURCES = ("declared", "measured")
+TICK_S = 1e-9  # of the experiment's clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerProfile:
+    """What one worker's work costs, in seconds. Raises ValueError on a cost that cannot be."""
+
+    step_s: float  # one local step: a trimmed mean
+    step_spread_s: float  # its standard deviation
+    batch: int  # samples of that step
+    push_s: float  # the dense model to the server, latency included
+    pull_s: float  # and back
+    latency_s: float  # of a message without a body
+    push_bytes_s: float | None  # bytes per second beyond the latency; None = no cost per byte
+    pull_bytes_s: float | None
+    compress_s: float  # encoding the dense vector
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "step_spread_s", "push_s", "pull_s", "latency_s", "compress_s"):
+            if not is_number(getattr(self, name)) or getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, where seconds from 0 up are expected")
+        if self.step_s < TICK_S:
+            raise ValueError(f"step_s is {self.step_s!r}, but a step takes at least the clock's nanosecond")
+        for name in ("push_bytes_s", "pull_bytes_s"):
+            rate = getattr(self, name)
+            if rate is not None and not (is_number(rate) and rate > 0):
+                raise ValueError(f"{name} is {rate!r}, where bytes per second above 0, or null, are expected")
+        if not is_count(self.batch):
+            raise ValueError(f"batch is {self.batch!r}, where a whole number from 1 up is expected")
+
+    def push_of(self, payload: float) -> float:
+        """Seconds of a push of `payload` · the dense model's bytes: the line through the latency and the dense push."""
+        fixed = self.push_s if self.push_bytes_s is None else min(self.latency_s, self.push_s)
+        return fixed + payload * (self.push_s - fixed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All workers of a cluster, in the order of their ranks."""
+
+    schema: int
+    model: str
+    num_params: int
+    dense_bytes: int
+    device: str
+    source: str  # "declared" | "measured"
+    workers: tuple[WorkerProfile, ...]
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"the profile's schema is {self.schema!r} where {SCHEMA} was expected; profile again")
+        if self.source not in SOURCES:
+            raise ValueError(f"the profile's source is {self.source!r}; it may be {' or '.join(SOURCES)}")
+        for name in ("num_params", "dense_bytes"):
+            if not is_count(getattr(self, name)):
+                raise ValueError(f"the profile's {name} is {getattr(self, name)!r}, where a whole number is expected")
+        if not self.workers:
+            raise ValueError("the profile has no workers; it needs one entry for each")
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.workers)
+
+    def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
+        """Raises UsageError unless this is a profile of that cluster, model and batch size."""
+        of = {worker.batch for worker in self.workers}
+        clashes = (
+            (self.num_workers != num_workers, f"{self.num_workers} workers and the cluster has {num_workers}"),
+            (self.model != model, f"the model {self.model} and this one is {model}"),
+            (self.num_params != num_params, f"{self.num_params} parameters and the model has {num_params}"),
+            (of != {batch}, f"batches of {', '.join(map(str, sorted(of)))} and dataset.batch_size is {batch}"),
+        )
+        for clash, what in clashes:
+            if clash:
+                raise UsageError(f"the profile is of {what}; profile again with `ashl profile`, or drop profile=")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Raises ValueError, in one sentence, on anything that is not a profile of this schema with sensible costs."""
+        try:
+            data: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the profile is not JSON: {error}") from error
+        require_keys(data, [field.name for field in fields(Profile)], "the profile")
+        if not isinstance(data["workers"], list):
+            raise ValueError("the profile's workers are no list; it needs one entry for each worker")
+        data["workers"] = tuple(
+            _worker(entry, rank, data["source"] == "measured") for rank, entry in enumerate(data["workers"])
+        )
+        return Profile(**data)
+
+
+def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
+    where = f"worker {rank} of the profile"
+    require_keys(entry, [field.name for field in fields(WorkerProfile)], where)
+    try:
+        worker = WorkerProfile(**entry)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    for name in ("push_s", "pull_s"):
+        if measured and not entry[name]:
+            raise ValueError(f"{where}: {name} is 0, which no measurement gives; profile again, or declare the costs")
+    return worker
+
+
+def require_keys(data: Any, names: Sequence[str], what: str) -> None:
+    """Raises ValueError unless `data` is a mapping with exactly these keys."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} is no mapping; it needs {', '.join(names)}")
+    for name in names:
+        if name not in data:
+            raise ValueError(f"{what} lacks {name}; profile again, or add it (a missing cost is never zero)")
+    for name in data:
+        if name not in names:
+            raise ValueError(f"{what} has {name!r}, which is not a key; there are: {', '.join(names)}")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def declared(cluster: Cluster, model: str, num_params: int, batch: int) -> Profile:
+    """The costs that the configuration declares, with the server's port free and before any event.
+
+    Raises UsageError, by name, on a cost that is missing.
+    """
+    for name in cluster.missing():
+        if name != "server_step_s":  # the server's own, no worker's
+            raise UsageError(
+                f"a profile without measuring needs cluster.{name}, which is not declared (a missing cost is never "
+                "zero); give it a value, or measure with runtime=local"
+            )
+    assert cluster.step_s is not None
+    assert cluster.compress_s is not None
+    dense_bytes = 4 * num_params
+    workers = []
+    for compute, link in zip(cluster.compute, cluster.links, strict=True):
+        latency_s, rate = _line(cluster, link, dense_bytes)
+        way_s = latency_s + (dense_bytes / rate if rate else 0.0)
+        workers.append(
+            WorkerProfile(
+                step_s=compute * cluster.step_s,
+                step_spread_s=cluster.jitter * compute * cluster.step_s,
+                batch=batch,
+                push_s=way_s,
+                pull_s=way_s,
+                latency_s=latency_s,
+                push_bytes_s=rate,
+                pull_bytes_s=rate,
+                compress_s=cluster.compress_s,
+            )
+        )
+    return Profile(
+        schema=SCHEMA,
+        model=model,
+        num_params=num_params,
+        dense_bytes=dense_bytes,
+        device="any",
+        source="declared",
+        workers=tuple(workers),
+    )
+
+
+def _line(cluster: Cluster, link: float, dense_bytes: int) -> tuple[float, float | None]:
+    """(latency, bytes per second) of one worker's way to the server, as the network model has it."""
+    if cluster.exchange_s is not None:
+        half_s = link * cluster.exchange_s / 2
+        return 0.0, dense_bytes / half_s if half_s else None
+    assert cluster.bandwidth_mbit_s is not None
+    assert cluster.latency_s is not None
+    ports = [cluster.bandwidth_mbit_s / link, cluster.server_bandwidth_mbit_s or math.inf]
+    return link * cluster.latency_s, min(ports) * MBIT_BYTES

@@ -1,0 +1,78 @@
+"""What a planner says of one worker, and the time model behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ashl.plan.profile import Profile
+
+NS = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What one worker does in one stage."""
+
+    local_steps: int  # H, between two commits
+    data_share: float  # of the training set
+    compression_ratio: float  # kept share of the update; 1 = all of it
+    predicted_cycle_s: float  # H steps, encoding, push and pull, in bytes as really sent
+
+
+def assignment_of(row: Sequence[float]) -> Assignment:
+    """From the four numbers, in order, as they travel."""
+    steps, share, ratio, cycle_s = row
+    return Assignment(local_steps=int(steps), data_share=share, compression_ratio=ratio, predicted_cycle_s=cycle_s)
+
+
+class Costs(NamedTuple):
+    """One worker's profile in nanoseconds."""
+
+    step: int
+    push: int  # of the dense model
+    empty_push: int  # the part of a push that no compression saves
+    pull: int
+    encode: int  # 0 where nothing is encoded
+
+    def push_of(self, payload: float) -> int:
+        return self.empty_push + round(payload * (self.push - self.empty_push))
+
+    def cycle(self, steps: int, payload: float) -> int:
+        """T = H · step + encode + push(payload) + pull."""
+        return steps * self.step + self.encode + self.push_of(payload) + self.pull
+
+
+def costs_of(profile: Profile, encoded: bool) -> list[Costs]:
+    return [
+        Costs(
+            step=round(worker.step_s * NS),
+            push=round(worker.push_s * NS),
+            empty_push=round(worker.push_of(0.0) * NS),
+            pull=round(worker.pull_s * NS),
+            encode=round(worker.compress_s * NS) if encoded else 0,
+        )
+        for worker in profile.workers
+    ]
+
+
+def sent(payload: Callable[[float], float], ratio: float) -> float:
+    """What travels of the dense model's bytes. Keeping everything never takes more than the dense vector itself."""
+    return min(1.0, payload(1.0)) if ratio == 1 else payload(ratio)
+
+
+def assignments(
+    costs: Sequence[Costs], steps: Sequence[int], ratios: Sequence[float], payload: Callable[[float], float]
+) -> tuple[Assignment, ...]:
+    """With the cycles that follow, and shares of the data as of the steps: D_i = H_i / Σ H."""
+    total = sum(steps)
+    return tuple(
+        Assignment(
+            local_steps=h,
+            data_share=h / total,
+            compression_ratio=ratio,
+            predicted_cycle_s=cost.cycle(h, sent(payload, ratio)) / NS,
+        )
+        for cost, h, ratio in zip(costs, steps, ratios, strict=True)
+    )

@@ -1,0 +1,98 @@
+"""Plans anew during a run, from moving averages of what each worker is seen to take.
+
+Rule: with each commit of worker i, x_i ← x_i + alpha · (observed − x_i) for its step, push and pull. Every
+`cooldown_commits` commits per worker the present assignment is judged on the averages by its pace, Σ H / max_i T_i,
+which is what a bounded stage reaches in the long run; when `balanced` on the same averages promises more than
+(1 + threshold) times that, its assignment is taken. So a run stays within 1 / (1 + threshold) of a fresh plan's pace
+once the averages have followed, and noise below the threshold moves nothing.
+
+A worker that turns slower would, by H_preset as its anchor, stretch everybody's cycle; h_max bounds it, and the slow
+worker's own H shrinks instead. Commits of compressed updates are seen as what the dense push would have taken.
+
+Source: departs from Shen et al., "ASHL", IEEE TC 73(1), 2024, whose plan is made once; moving averages as in FedCompass
+(Li et al., ICLR 2024, arXiv 2309.14675).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
+
+from ashl.option import Count, NonNegative, option
+from ashl.plan.profile import Profile, WorkerProfile
+from ashl.planner.assignment import Assignment, assignments, costs_of
+from ashl.planner.balanced import Balanced
+
+
+@dataclass(frozen=True)
+class Averages:
+    """What is known now: the profile with moving averages as its costs."""
+
+    profile: Profile
+    commits: int = 0  # since the assignment was last judged
+
+
+@option
+class Online:
+    """Balanced, on moving averages, with hysteresis."""
+
+    h_max: Count | None
+    alpha: Annotated[float, Field(gt=0, le=1)]
+    threshold: NonNegative
+    cooldown_commits: Count
+
+    def assign(
+        self, profile: Profile, h_preset: int, r_preset: float | None, payload: Callable[[float], float]
+    ) -> tuple[Assignment, ...]:
+        """As `balanced` does."""
+        return Balanced(h_max=self.h_max).assign(profile, h_preset, r_preset, payload)
+
+    def observe(
+        self, state: Averages, worker: int, step_s: float, push_s: float, pull_s: float, payload: float = 1.0
+    ) -> Averages:
+        """One commit: seconds of a step, of pushing `payload` · dense bytes, of the pull; 0 = not seen this time."""
+        known = state.profile.workers[worker]
+        expected = known.push_of(payload)
+        dense_s = push_s * known.push_s / expected if expected else push_s
+        seen = self._towards(known, step_s, dense_s, pull_s)
+        workers = (*state.profile.workers[:worker], seen, *state.profile.workers[worker + 1 :])
+        return Averages(replace(state.profile, workers=workers), state.commits + 1)
+
+    def _towards(self, known: WorkerProfile, step_s: float, push_s: float, pull_s: float) -> WorkerProfile:
+        def follow(old: float, new: float) -> float:
+            return old + self.alpha * (new - old) if new else old
+
+        push = follow(known.push_s, push_s)
+        latency_s = known.latency_s * push / known.push_s if known.push_s else known.latency_s
+        return replace(
+            known,
+            step_s=follow(known.step_s, step_s),
+            push_s=push,
+            pull_s=follow(known.pull_s, pull_s),
+            latency_s=latency_s,
+        )
+
+    def replan(
+        self,
+        state: Averages,
+        current: Sequence[Assignment],
+        h_preset: int,
+        r_preset: float | None,
+        payload: Callable[[float], float],
+    ) -> tuple[Averages, tuple[Assignment, ...] | None]:
+        """Judge the present assignment: the state, and a new assignment where that is worth it, else None."""
+        if state.commits < self.cooldown_commits * len(current):
+            return state, None
+        state = replace(state, commits=0)
+        fresh = self.assign(state.profile, h_preset, r_preset, payload)
+        steps, ratios = [w.local_steps for w in current], [w.compression_ratio for w in current]
+        present = assignments(costs_of(state.profile, r_preset is not None), steps, ratios, payload)
+        return state, fresh if pace(fresh) > (1 + self.threshold) * pace(present) else None
+
+
+def pace(plan: Sequence[Assignment]) -> float:
+    """Steps per second of all workers together when each commits as often as the slowest: Σ H / max T."""
+    return sum(worker.local_steps for worker in plan) / max(worker.predicted_cycle_s for worker in plan)

@@ -1,0 +1,53 @@
+"""ASHL: profile the workers, then AHL with a large H until the loss is low, then SHL with a small H and Top-K.
+
+Rule: AHL until the global loss ≤ `loss_switch`, then SHL with the bound `staleness` in commits to the end. Each stage's
+H_i, data share and compression ratio follow from its presets by the planner. Momentum and residuals stay on the
+workers. Profiling is a stage of its own on the experiment's clock, unless a profile or a plan is given.
+
+Source: Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; the released constants.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from ashl.option import Count, Natural, Positive, Ratio, option
+from ashl.plan.plan import Spec, StagePlan
+from ashl.schedule.choices import Choices
+
+
+@option
+class ASHL:
+    """Coarse and asynchronous first, fine and bounded later."""
+
+    names_sync: ClassVar[bool] = True
+    h_preset: Annotated[tuple[Count, ...], Field(min_length=2, max_length=2)]
+    r_preset: Annotated[tuple[Ratio | None, ...], Field(min_length=2, max_length=2)]
+    loss_switch: Positive
+    staleness: Natural
+    profile_steps: Natural
+
+    def stages(self, choices: Choices) -> list[StagePlan]:
+        return [
+            *profiling(choices, self.profile_steps),
+            ahl(choices, self.h_preset[0], self.r_preset[0], until={"loss": self.loss_switch}),
+            shl(choices, self.h_preset[1], self.r_preset[1], self.staleness),
+        ]
+
+
+def profiling(choices: Choices, steps: int) -> list[StagePlan]:
+    """The stage that measures, where it is wanted."""
+    spec: Spec = {"_target_": "ashl.sync.profiling.Profiling", "steps": steps}
+    return [choices.stage("profile", sync=spec, local_steps=1)] if steps and not choices.given else []
+
+
+def ahl(choices: Choices, h: int, r: float | None, until: dict[str, float] | None = None) -> StagePlan:
+    spec: Spec = {"_target_": "ashl.sync.ahl.AHL"}
+    return choices.stage("ahl", sync=spec, local_steps="plan", h_preset=h, r_preset=r, until=until)
+
+
+def shl(choices: Choices, h: int, r: float | None, staleness: int, until: dict[str, float] | None = None) -> StagePlan:
+    spec: Spec = {"_target_": "ashl.sync.shl.SHL", "staleness": staleness}
+    return choices.stage("shl", sync=spec, local_steps="plan", h_preset=h, r_preset=r, until=until)

@@ -1,0 +1,28 @@
+"""What goes with a worker over the border between two stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from ashl.option import option
+from ashl.plan.plan import StagePlan
+
+
+@option
+class Handover:
+    """The fields of a schedule that declares it, for all of its borders.
+
+    momentum: the optimizer's moments and the server's own momentum are kept, or start from zero. residual: what error
+    feedback holds back is kept and sent in the next stage, or dropped.
+    """
+
+    momentum: Literal["keep", "reset"]
+    residual: Literal["keep", "drop"]
+
+    def handed(self, stages: Sequence[StagePlan]) -> list[StagePlan]:
+        """The stages with the hand-over declared for each but the first."""
+        first, *others = stages
+        declared = {"momentum": self.momentum, "residual": self.residual}
+        return [first, *(replace(stage, handover=declared) for stage in others)]

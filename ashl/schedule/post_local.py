@@ -1,0 +1,34 @@
+"""Post-local SGD: synchronous until a switch, then local SGD.
+
+Rule: BSP for `switch_epochs`, then H local steps between two averages to the end. BSP exchanges differences, so that
+momentum lives on the workers all along; for SGD that is the same as averaging gradients. With topology=all_reduce
+everybody hears of the switch one round later.
+
+Limit: `local_steps` = 1 is BSP throughout. Source: Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR
+2020 (there: the switch is at the first decay of the learning rate).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ashl.option import Count, Positive, option
+from ashl.plan.plan import Spec, StagePlan
+from ashl.schedule.choices import Choices
+from ashl.schedule.handover import Handover
+from ashl.schedule.sync_first import bsp
+
+
+@option
+class PostLocal(Handover):
+    """In step first, local later."""
+
+    names_sync: ClassVar[bool] = True
+    switch_epochs: Positive
+    local_steps: Count
+
+    def stages(self, choices: Choices) -> list[StagePlan]:
+        h = self.local_steps
+        spec: Spec = {"_target_": "ashl.sync.local_sgd.LocalSGD", "local_steps": h}
+        local = choices.stage("local_sgd", sync=spec, local_steps=h)
+        return self.handed([bsp(choices, {"epochs": self.switch_epochs}), local])

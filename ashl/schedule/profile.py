@@ -1,0 +1,24 @@
+"""Profiling and nothing else: what `ashl profile` runs.
+
+Source: Shen et al., "ASHL", IEEE TC 2024.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ashl.option import Count, option
+from ashl.plan.plan import StagePlan
+from ashl.schedule.ashl import profiling
+from ashl.schedule.choices import Choices
+
+
+@option
+class ProfileOnly:
+    """One stage that measures."""
+
+    names_sync: ClassVar[bool] = True
+    profile_steps: Count
+
+    def stages(self, choices: Choices) -> list[StagePlan]:
+        return profiling(choices, self.profile_steps)

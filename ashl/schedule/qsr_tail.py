@@ -1,0 +1,37 @@
+"""ASHL with a tail in which H grows again as the learning rate decays.
+
+Rule: AHL until the running loss ≤ `loss_switch`, SHL for `shl_epochs`, then averages at every H steps by the
+quadratic rule H = max(H_SHL, ⌊(alpha/η)²⌋) ≤ `h_max`, each worker's in proportion to its planned H. With a constant
+rate H stays.
+
+Source: Shen et al., "ASHL", IEEE TC 2024; Gu et al., "A Quadratic Synchronization Rule", ICLR 2024.
+"""
+
+from __future__ import annotations
+
+from ashl.option import Count, Positive, option
+from ashl.plan.plan import Spec, StagePlan
+from ashl.schedule.ashl import ASHL, ahl, profiling, shl
+from ashl.schedule.choices import Choices
+from ashl.schedule.handover import Handover
+
+
+@option
+class QSRTail(ASHL, Handover):
+    """Coarse, fine, and coarse again at the end."""
+
+    shl_epochs: Positive
+    alpha: Positive
+    h_max: Count
+
+    def stages(self, choices: Choices) -> list[StagePlan]:
+        h, r = self.h_preset[1], self.r_preset[1]
+        spec: Spec = {"_target_": "ashl.sync.qsr.QSR", "local_steps": "plan", "alpha": self.alpha, "h_max": self.h_max}
+        return self.handed(
+            [
+                *profiling(choices, self.profile_steps),
+                ahl(choices, self.h_preset[0], self.r_preset[0], until={"loss": self.loss_switch}),
+                shl(choices, h, r, self.staleness, until={"epochs": self.shl_epochs}),
+                choices.stage("qsr", sync=spec, local_steps="plan", h_preset=h, r_preset=r),
+            ]
+        )

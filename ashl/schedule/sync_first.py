@@ -1,0 +1,39 @@
+"""A short synchronous warm-up, then ASHL.
+
+Rule: BSP for `warmup_epochs` (differences are exchanged, so that momentum lives on the workers and goes on with
+them), then AHL until the running loss ≤ `loss_switch`, then SHL. The warm-up sends everything.
+
+Source: Li et al., "Sync-Switch", ICDCS 2021 (synchronous for the first part, asynchronous after it); Shen et al.,
+"ASHL", IEEE TC 2024.
+"""
+
+from __future__ import annotations
+
+from ashl.option import Positive, option
+from ashl.plan.plan import Spec, StagePlan
+from ashl.schedule.ashl import ASHL, ahl, profiling, shl
+from ashl.schedule.choices import Choices
+from ashl.schedule.handover import Handover
+
+
+@option
+class SyncFirst(ASHL, Handover):
+    """In step while it matters most."""
+
+    warmup_epochs: Positive
+
+    def stages(self, choices: Choices) -> list[StagePlan]:
+        return self.handed(
+            [
+                *profiling(choices, self.profile_steps),
+                bsp(choices, {"epochs": self.warmup_epochs}, r=1.0),
+                ahl(choices, self.h_preset[0], self.r_preset[0], until={"loss": self.loss_switch}),
+                shl(choices, self.h_preset[1], self.r_preset[1], self.staleness),
+            ]
+        )
+
+
+def bsp(choices: Choices, until: dict[str, float], r: float | None = None) -> StagePlan:
+    """A synchronous stage whose workers step themselves."""
+    spec: Spec = {"_target_": "ashl.sync.bsp.BSP", "exchange": "difference"}
+    return choices.stage("bsp", sync=spec, local_steps=1, r_preset=r, until=until)

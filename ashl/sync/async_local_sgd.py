@@ -1,0 +1,43 @@
+"""Async-Local SGD: M local steps from the current model, and their sum applied at once.
+
+Rule: a worker takes M steps from the model it pulled; its difference, when it arrives after δ merges, is applied, w ←
+w + scale·w_i·Δ_i, unless (δ + 1)·M > R: then it is dropped and counted. Either way its worker goes on with the
+current model. (δ + 1)·M − 1 is the distance, in steps, between the model that the last of the M gradients moves and
+the one that it was computed on, so that R bounds it as in Ringmaster.
+
+Limits: R = null is ASP with `local_steps` = M; M = 1 is Ringmaster. Source: Tyurin and Sivtsov, "Birch SGD: A Tree
+Graph Framework for Local and Asynchronous SGD Methods", ICLR 2026.
+"""
+
+from typing import ClassVar
+
+from ashl.errors import UsageError
+from ashl.option import Count, option
+from ashl.stage import Clock
+
+
+@option
+class AsyncLocalSGD:
+    """Asynchronous local steps, with a bound on those in flight."""
+
+    averages: ClassVar[bool] = False
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
+    local_steps: Count
+    max_delay: Count | None
+
+    def __post_init__(self) -> None:
+        if self.max_delay is not None and self.max_delay < self.local_steps:
+            raise UsageError(
+                f"sync.max_delay={self.max_delay} drops every push of sync.local_steps={self.local_steps} steps; take "
+                f"at least {self.local_steps}, or null"
+            )
+
+    def quorum(self, num_workers: int) -> int:
+        return 1
+
+    def accepts(self, staleness: int) -> bool:
+        return self.max_delay is None or (staleness + 1) * self.local_steps <= self.max_delay
+
+    def admit(self, clock: Clock) -> list[int]:
+        return list(clock.waiting)

@@ -1,0 +1,175 @@
+"""Profiling as a stage on the run's clock: what a step, a push, a pull and an encoding cost each worker.
+
+Rule: every worker times `steps` local steps after one to warm up (the model stays as it is), then exchanges bodies of a
+quarter, a half and the whole of the model's size with the server, each way apart; a line latency + bytes/rate is fitted
+through the medians. The server makes the profile of all workers, plans the stages that follow, and sends everyone the
+plan.
+
+Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported clock).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from ashl.option import Natural, option
+from ashl.plan.plan import WorkerPlan
+from ashl.plan.profile import TICK_S, WorkerProfile
+from ashl.runtime.node import Node
+from ashl.stage import NEXT, STOP, Clock, Stage
+
+SIZES = (0.25, 0.5, 1.0)  # of the dense model
+REPEATS = 3
+PUSH, PULL, RESULT = 0, 1, 2  # what a worker asks of the server
+
+
+@option
+class Profiling:
+    """Its loops stand in for the topology's: nothing is learned here."""
+
+    averages: ClassVar[bool] = True
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
+    local_steps: ClassVar[int] = 1
+    steps: Natural
+
+    def quorum(self, num_workers: int) -> int:
+        return num_workers
+
+    def accepts(self, staleness: int) -> bool:
+        return staleness == 0
+
+    def admit(self, clock: Clock) -> list[int]:
+        return []
+
+    def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
+        return server if rank == stage.server else worker
+
+
+async def worker(node: Node, stage: Stage, state: Any) -> int:
+    """Measure, tell the server, take over the plan that it sends back."""
+    step_s, spread_s = await time_steps(node, stage, state)
+    compress_s = await time_encoding(node, stage, state)
+    idle = await time_exchange(node, stage, PUSH, 0.0)
+    push = [await time_exchange(node, stage, PUSH, size) for size in SIZES]
+    pull = [await time_exchange(node, stage, PULL, size) for size in SIZES]
+    latency_s = idle / 2  # an exchange of nothing crosses the link twice
+    whole = (max(push[-1] - latency_s, TICK_S), max(pull[-1] - latency_s, TICK_S))
+    rates = [slope(times, stage.trainer.dense_bytes) for times in (push, pull)]
+    meta = (RESULT, 0.0, step_s, spread_s, *whole, latency_s, *rates, compress_s)
+    await node.send(stage.server, stage.tag("ask"), None, meta)
+    plan = await node.recv(stage.tag("plan"))
+    word, end_ns = int(plan.meta[0]), int(plan.meta[1])
+    state.assigned = plan.body
+    if word == NEXT:
+        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(end_ns))
+    else:
+        node.ledger.close(end_ns)
+    node.round(stage=stage.index, round=state.round, steps=0, staleness=0, dropped=False, loss=None)
+    state.round += 1
+    return word
+
+
+async def time_steps(node: Node, stage: Stage, state: Any) -> tuple[float, float]:
+    """Trimmed mean and standard deviation of one local step."""
+    trainer, batch, times = stage.trainer, stage.worker(node.rank).batch, []
+    for k in range(stage.sync.steps + 1):
+        start = node.now
+        step = partial(trainer.local_step, state.params, state.moments, node.rank, state.step + k, 0.0)
+        await node.compute(step, work=batch)
+        times.append(node.now - start)
+    times = sorted(times[1:])
+    trim = len(times) // 10
+    kept = times[trim : len(times) - trim]
+    return statistics.fmean(kept), statistics.pstdev(kept)
+
+
+async def time_encoding(node: Node, stage: Stage, state: Any) -> float:
+    """Seconds of encoding a dense vector."""
+    ratio = min(worker.compression_ratio for worker in stage.plan.workers)
+    start = node.now
+    await node.compute(partial(stage.codec.encode, None, state.params, ratio), work=1, kind="compress")
+    return node.now - start
+
+
+async def time_exchange(node: Node, stage: Stage, what: int, size: float) -> float:
+    """Median seconds until a body of this share of the model is there and its receipt is back."""
+    body = stage.trainer.blank(size) if what == PUSH and size else None
+    times = []
+    for _ in range(REPEATS):
+        start = node.now
+        await node.send(stage.server, stage.tag("ask"), body, (what, size))
+        await node.recv(stage.tag("answer"))
+        times.append(node.now - start)
+    return statistics.median(times)
+
+
+def slope(times: list[float], dense_bytes: int) -> float:
+    """Seconds per byte of the line fitted through the times by size (least squares)."""
+    sizes = [size * dense_bytes for size in SIZES]
+    return max(0.0, statistics.linear_regression(sizes, times).slope)
+
+
+async def server(node: Node, stage: Stage, state: Any) -> int:
+    """Answer every exchange; when all have told what they measured, plan and send everyone the plan."""
+    state.clock.begin(node.now)
+    measured: dict[int, WorkerProfile] = {}
+    while len(measured) < stage.num_workers:
+        message = await node.recv(stage.tag("ask"))
+        what, size = int(message.meta[0]), message.meta[1]
+        if what == RESULT:
+            measured[message.src] = worker_profile(message.meta[2:], stage.worker(message.src).batch)
+        else:
+            body = stage.trainer.blank(size) if what == PULL else None
+            await node.send(message.src, stage.tag("answer"), body)
+    assert stage.replan is not None
+    profile, stages = stage.replan(tuple(measured[rank] for rank in stage.workers))
+    state.profile = profile
+    rows = [
+        [[w.local_steps, w.data_share, w.compression_ratio, w.predicted_cycle_s or 0.0] for w in s.workers]
+        for s in stages
+    ]
+    state.assigned = torch.tensor(rows, dtype=torch.float64).flatten() if rows else None
+    node.emit("profile", profile=profile.to_json())
+    node.emit("plan", stages=[[list(row) for row in stage_rows] for stage_rows in rows], first=stage.index + 1)
+    state.clock.end_ns = node.now_ns
+    word = NEXT if stage.following and not node.stopping else STOP
+    reason = node.stopping or "profiled"
+    node.emit(
+        "stage",
+        stage=stage.index,
+        name=stage.plan.name,
+        end_ns=state.clock.end_ns,
+        reason=reason,
+        **state.clock.report(),
+    )
+    for rank in stage.workers:
+        await node.send(rank, stage.tag("plan"), state.assigned, (word, state.clock.end_ns))
+    if word == STOP:
+        node.ledger.close(state.clock.end_ns)
+    return word
+
+
+def row_of(worker: WorkerPlan) -> list[float]:
+    """A worker's part of the plan, as it travels."""
+    return [worker.local_steps, worker.data_share, worker.compression_ratio, worker.predicted_cycle_s or 0.0]
+
+
+def worker_profile(numbers: tuple[float, ...], batch: int) -> WorkerProfile:
+    step_s, spread_s, push_s, pull_s, latency_s, push_slope, pull_slope, compress_s = numbers
+    return WorkerProfile(
+        step_s=step_s,
+        step_spread_s=spread_s,
+        batch=batch,
+        push_s=push_s,
+        pull_s=pull_s,
+        latency_s=latency_s,
+        push_bytes_s=1 / push_slope if push_slope else None,
+        pull_bytes_s=1 / pull_slope if pull_slope else None,
+        compress_s=compress_s,
+    )

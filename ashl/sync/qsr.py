@@ -1,0 +1,48 @@
+"""QSR, the quadratic synchronisation rule: local SGD whose H grows as the learning rate decays.
+
+Rule: local SGD with H = max(H_base, ⌊(α/η)²⌋), at most `h_max`, for the η at the last average. With
+`local_steps=plan` H_base is the stage's `h_preset`, and worker i takes ⌊H_i·H/H_base⌋ steps, so that equal cycles
+stay equal. The first round of a stage takes H_base steps.
+
+Limits: a constant rate with (α/η)² < H_base + 1 is local SGD with H_base; `h_max` = H_base is too. Source: Gu et al.,
+"A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024.
+"""
+
+from typing import ClassVar, Literal
+
+from ashl.option import Count, Positive, option
+from ashl.stage import Clock, Stage
+
+
+@option
+class QSR:
+    """A barrier at every H steps, and ever fewer of them."""
+
+    averages: ClassVar[bool] = True
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
+    local_steps: Count | Literal["plan"]
+    alpha: Positive
+    h_max: Count
+
+    def quorum(self, num_workers: int) -> int:
+        return num_workers
+
+    def accepts(self, staleness: int) -> bool:
+        return staleness == 0
+
+    def admit(self, clock: Clock) -> list[int]:
+        return clock.behind()
+
+    def steer(self, stage: Stage, clock: Clock, rank: int, now_s: float) -> tuple[int, float, float]:
+        worker = stage.worker(rank)
+        base = stage.plan.h_preset or worker.local_steps
+        grown = self.grown(base, stage.trainer.rate(clock.samples))
+        return worker.local_steps * grown // base, worker.compression_ratio, 0.0
+
+    def grown(self, base: int, lr: float) -> int:
+        """H at this learning rate; a rate of 0, where nothing is learned, leaves it."""
+        limit = max(base, self.h_max)
+        if lr == 0 or self.alpha / lr >= limit:  # the square of what is that large is larger still
+            return base if lr == 0 else limit
+        return min(max(base, int((self.alpha / lr) ** 2)), limit)

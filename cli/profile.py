@@ -1,0 +1,25 @@
+"""`ashl profile`: measure the cluster, plan from it, show both."""
+
+from typing import Annotated
+
+import typer
+
+from .train import ConfigDir, Debug, Overrides
+
+
+def profile(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Measure what a step and an exchange cost each worker (runtime=sim: take what is declared), and plan from it.
+
+    Writes profile.json and plan.json; `ashl train profile=FILE` or `plan=FILE` takes them back.
+    """
+    from .compose import compose
+
+    config = compose(overrides or [], config_dir)
+    from ashl import run
+
+    return run.profile(config, overrides or [], quiet=quiet)

@@ -1,0 +1,145 @@
+"""What the simulator costs: `python -m tests.benchmarks.simulator`.
+
+First against a plain training loop of one process over as many minibatches, then its events per second when nothing is
+learned. Seconds are of the processor: both are single-threaded, and a busy neighbour does not lengthen them.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ashl.build import assemble
+from ashl.cluster.network import network
+from ashl.cluster.speed import Speed
+from ashl.construct import construct
+from ashl.plan.plan import Plan
+from ashl.program import program
+from ashl.runtime.sim import Sim
+from tests.benchmarks.table import alternate, ratio, show, thousands
+from tests.support import Ran, planned
+
+TURNS = 9
+CASES = {  # (overrides, minibatches of one turn)
+    "mlp/digits": (("model=mlp", "dataset=digits"), 1000),
+    "cnn/digits": (("model=cnn", "dataset=digits"), 400),
+    "lenet 32x32": (("model=lenet", "dataset=synthetic"), 80),
+}
+MODES = {"bsp": ("sync=bsp",), "ssp": ("sync=ssp",), "all-reduce": ("sync=bsp", "topology=all_reduce")}
+WORKERS = (10, 100, 1000)
+EVENTS = 100_000
+
+
+def simulation(plan: Plan) -> Callable[[], Sim]:
+    """A run of the plan in virtual time, with nobody who evaluates or writes."""
+    job = assemble(plan, "cpu")
+    cluster = construct(plan.cluster, "cluster")
+    stage = job.stages[0]
+
+    def run() -> Sim:
+        speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
+        sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds=False))
+        sim.run(partial(program, stages=job.stages), tick=lambda: None)
+        return sim
+
+    return run
+
+
+def plain_loop(config: Plan, steps: int) -> Callable[[], None]:
+    """What someone who knows torch would write for one process, with the same model, batch and optimizer."""
+    dataset, sgd = construct(config.dataset, "dataset"), config.stages[0].optimizer
+    data = dataset.load()
+    module = construct(config.model, "model").build(data.sample_shape, data.num_classes)
+    inputs, targets = data.train.inputs, data.train.targets
+    optimizer = torch.optim.SGD(
+        module.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True
+    )
+    batches = endless(len(targets), dataset.batch_size)
+
+    def run() -> None:
+        for _, batch in zip(range(steps), batches, strict=False):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(module(inputs[batch]), targets[batch])
+            loss.backward()
+            optimizer.step()
+            loss.item()
+
+    return run
+
+
+def endless(samples: int, batch: int) -> Iterator[Tensor]:
+    """Full batches in random order, epoch after epoch."""
+    while True:
+        yield from torch.randperm(samples)[: samples // batch * batch].split(batch)
+
+
+def cpu_s(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def against_a_loop() -> None:
+    rows = []
+    for case, (overrides, steps) in CASES.items():
+        base = (*overrides, f"stop.steps={steps}", "eval.every_s=null", "eval.every_commits=1000000000")
+        plans = {mode: planned(*base, *chosen) for mode, chosen in MODES.items()}
+        runs = {mode: simulation(plan) for mode, plan in plans.items()}
+        loop = plain_loop(plans["bsp"], steps)
+        for run in (loop, *runs.values()):
+            run()  # the first of each allocates and plans
+        found = alternate({name: partial(cpu_s, run) for name, run in {**runs, "": loop}.items()}, TURNS)
+        rows.append(
+            [case, thousands([s / steps * 1e6 for s in found[""]]), *(ratio(found[m], found[""]) for m in MODES)]
+        )
+    show(
+        "Processor time of the simulator (4 workers) / that of a plain loop over as many minibatches",
+        ["", "loop, µs/step", *MODES],
+        rows,
+        f"{TURNS} turns; ratios are taken within a turn: median (quartiles)",
+    )
+
+
+def events_per_s(run: Callable[[], Sim]) -> float:
+    start = time.process_time()
+    events = run().events
+    return events / (time.process_time() - start)
+
+
+def events() -> None:
+    rows = []
+    for sync in ("bsp", "ssp", "asp"):
+        cells = []
+        for n in WORKERS:
+            factors = [1 + i % 7 / 2 for i in range(n)]
+            plan = planned(
+                "runtime.gradients=false",
+                f"sync={sync}",
+                f"cluster.compute={factors}",
+                "cluster.link=null",
+                "cluster.exchange_s=0.01",
+                "dataset.batch_size=1",
+                f"stop.steps={EVENTS // 3}",
+            )
+            run = simulation(plan)
+            cells.append(thousands([events_per_s(run) for _ in range(3)]))
+        rows.append([sync, *cells])
+    show(
+        "Events per second of processor time, without gradients",
+        ["", *(f"{n:,} workers" for n in WORKERS)],
+        rows,
+        f"medians of 3 runs of about {EVENTS:,} events each; parameter server, no jitter",
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    against_a_loop()
+    events()
+
+
+if __name__ == "__main__":
+    main()

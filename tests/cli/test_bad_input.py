@@ -1,0 +1,243 @@
+"""What can be asked for wrongly, and what can be missing: one sentence with the way out, the right exit code, and no
+run folder where nothing ran."""
+
+import json
+import shlex
+
+import pytest
+
+from ashl.cli.app import main
+from ashl.tracking import jsonl
+
+SIM = ["-q", "runtime=sim", "tracking=none"]
+
+
+@pytest.fixture
+def said(workplace, capsys):
+    """Train with these overrides; returns the exit code and the one sentence on standard error."""
+
+    def train(*overrides: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["train", *SIM, *overrides])
+        out, err = capsys.readouterr()
+        assert not out
+        assert err.count("\n") == (1 if code else 0), err
+        assert not code or err.startswith("ashl: ")
+        assert "bug in ashl" not in err
+        return code, err.removeprefix("ashl: ").strip()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        # the cluster
+        ("cluster.compute=[1,0]", "cluster.compute.1=0 is not possible: should be greater than 0"),
+        ("cluster.compute=[-1,1]", "cluster.compute.0=-1 is not possible: should be greater than 0"),
+        ("cluster.compute=[nan,1]", "should be a finite number"),
+        ("cluster.compute=[]", "cluster.compute=[] is not possible"),
+        ("cluster.compute=fast", "cluster.compute=fast is not possible"),
+        ("cluster.compute=[a,b]", "cluster.compute.0=a is not possible: should be a valid number"),
+        ("cluster.link=[1,2]", "cluster.link has 2 entries and cluster.compute has 4"),
+        ("cluster.node=[0,1]", "cluster.node has 2 entries and cluster.compute has 4"),
+        ("cluster.jitter=-0.1", "cluster.jitter=-0.1 is not possible"),
+        ("cluster.inner_bandwidth_mbit_s=9", "needs cluster.node"),
+        ("'cluster.events=[{time_s: 1, worker: 4, link: 2}]'", "there are only workers 0 to 3"),
+        ("'cluster.events=[{time_s: 1, worker: 0}]'", "add compute= or link="),
+        ("'cluster.events=[{time_s: 1, worker: 0, fail: true}]'", "not built yet; use `compute` or `link`"),
+        ("cluster.step_s=null", "runtime=sim needs cluster.step_s, which is not declared"),
+        ("cluster.exchange_s=null", "runtime=sim needs cluster.bandwidth_mbit_s"),
+        ("cluster.server_step_s=null", "runtime=sim needs cluster.server_step_s"),
+        ("cluster=real cluster.num_workers=2", "take another cluster, or runtime=local"),
+        ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
+        # combinations
+        ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
+        ("topology=all_reduce sync=backup", "take topology=parameter_server"),
+        ("sync=backup sync.backups=4", "leaves nobody to wait for among 4 workers; take at most 3"),
+        ("sync.local_steps=plan", "needs a schedule that plans H per worker; give a number"),
+        ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
+        ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
+        ("runtime=local runtime.backend=nccl", "take runtime.backend=gloo"),
+        ("runtime=torchrun", "start it as `torchrun"),
+        # data and model
+        ("dataset.batch_size=361", "Worker 0's shard holds 360 samples, fewer than its batch of 361; take "),
+        ("dataset.batch_size=0", "should be greater than or equal to 1"),
+        ("dataset.partition=dirichlet", "add for example dataset.alpha=0.5"),
+        ("dataset.alpha=0.5", "has no effect with dataset.partition=iid"),
+        ("model=lenet", "needs images of at least 28x28 pixels, but a sample of this data set has shape 1x8x8"),
+        # values
+        ("optimizer.lr=0", "optimizer.lr=0 is not possible: should be greater than 0"),
+        ("optimizer.lr=fast", "optimizer.lr=fast is not possible: should be a valid number"),
+        ("optimizer.lr=nan", "should be a finite number"),
+        ("sync.staleness=1.5", "sync.staleness=1.5 is not possible: should be a valid integer"),
+        ("stop.target_accuracy=97", "should be less than or equal to 1"),
+        ("stop.steps=0", "should be greater than or equal to 1"),
+        ("seed=-1", "seed=-1 is not possible"),
+        ("tracking.events=some", "should be 'all', 'sampled' or 'none'"),
+        # targets
+        ("model._target_=os.system", "outside of ashl; allow it with allow_targets=[os]"),
+        ("model._target_=os.system allow_targets=[os]", "names 'os.system', which is not a class defined in os"),
+        ("model._target_=ashl.model.nothing.X", "cannot be imported"),
+        ("model._target_=ashl.model.mlp.Nothing", "is not a class defined in ashl.model.mlp"),
+        ("model._target_=ashl.model.mlp.nn", "is not a class defined in ashl.model.mlp"),
+    ],
+)
+def test_a_wrong_configuration(overrides: str, says: str, said, workplace) -> None:
+    code, sentence = said(*shlex.split(overrides))
+    assert says in sentence
+    assert code == 2
+    assert not list(workplace.iterdir()), "nothing was begun"
+
+
+@pytest.mark.xfail(strict=True, reason="accepted, or refused too late or as a bug")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "optimizer.lr=true",
+        "stop.steps=true",
+        "seed=100000000000000000000",
+        "runtime.device=cuda run.dir=run",
+        "dataset=quadratic model=linear stop.target_accuracy=0.9",  # it has no accuracy
+    ],
+)
+def test_a_wrong_configuration_that_is_not_refused_yet(overrides: str, said, workplace) -> None:
+    code, _ = said(*overrides.split())
+    assert code == 2
+    assert not list(workplace.iterdir())
+
+
+@pytest.mark.xfail(strict=True, reason="shards are dealt that nobody reads")
+def test_more_workers_than_samples_are_timed_without_gradients(said) -> None:
+    crowd = ["cluster=homogeneous", f"cluster.compute={[1] * 300}", "dataset.batch_size=8"]
+    assert said(*crowd, "runtime.gradients=false", "stop.steps=600") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("dataset=mnist", "MNIST/raw/"),
+        ("dataset=cifar10 model=resnet8 runtime=local", "cifar-10-batches-py/"),
+        ("dataset=image_folder dataset.root=elsewhere", "train/<class>/"),
+    ],
+)
+def test_missing_data(overrides: str, expected: str, said, workplace, monkeypatch) -> None:
+    monkeypatch.setattr("ashl.runtime.launch.launch", None)  # before any worker is started
+    code, sentence = said(*overrides.split())
+    assert code == 3
+    assert expected in sentence
+    assert str(workplace / ("elsewhere" if "elsewhere" in overrides else "data")) in sentence
+    assert "dataset.root=DIR" in sentence
+    assert "dataset=digits" in sentence
+    assert not list(workplace.iterdir())
+
+
+MINE = """
+from ashl.model.mlp import MLP
+from ashl.option import option
+
+@option
+class Wide(MLP):
+    '''A wide one.'''
+"""
+
+
+def test_allow_targets(said, workplace, monkeypatch) -> None:
+    (workplace / "wide_models.py").write_text(MINE)
+    monkeypatch.syspath_prepend(workplace)
+    wanted = ["model._target_=wide_models.Wide", "sync=ssp", "run.dir=mine", "stop.steps=8"]
+    assert said(*wanted) == (
+        2,
+        "model names 'wide_models.Wide', outside of ashl; allow it with allow_targets=[wide_models]",
+    )
+    assert said(*wanted, "allow_targets=[wide_models]") == (0, "")
+    assert json.loads((workplace / "mine/summary.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize("mode", ["sync=ssp", "sync=backup", "sync=local_sgd topology=all_reduce"])
+def test_a_loss_that_is_no_number(mode: str, said, workplace) -> None:
+    code, sentence = said("optimizer.lr=1e30", "run.dir=run", *mode.split())
+    summary = json.loads((workplace / "run/summary.json").read_text())
+    assert code == 1
+    assert "the run diverged: the loss of worker" in sentence
+    assert "near step" in sentence
+    assert "lower optimizer.lr" in sentence
+    assert (summary["status"], summary["stages"][0]["exit_reason"]) == ("diverged", "diverged")
+    assert "near step" in summary["exit_reason"]
+    assert summary["final"]["test_accuracy"] is not None
+    parts = ["compute_s", "compress_s", "push_s", "pull_s", "wait_s", "down_s"]
+    assert all(sum(w[part] for part in parts) == pytest.approx(summary["time_s"]) for w in summary["workers"])
+    assert (workplace / "run/trace.json.gz").is_file()
+
+
+def test_a_second_run_into_the_same_folder(said, workplace) -> None:
+    assert said("run.dir=run", "stop.steps=8") == (0, "")
+    before = {file.name: file.read_bytes() for file in (workplace / "run").iterdir()}
+    assert said("run.dir=run", "stop.steps=9") == (2, "run already holds a run; choose another run.dir.")
+    assert {file.name: file.read_bytes() for file in (workplace / "run").iterdir()} == before
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/ashl"])
+def test_a_folder_that_cannot_be_written(place: str, said, workplace) -> None:
+    (workplace / "file").write_text("mine")
+    code, sentence = said(f"run.dir={place}", "stop.steps=8")
+    assert code in (1, 2)
+    assert place in sentence
+    assert "choose another run.dir" in sentence
+    assert "already holds a run" not in sentence
+    assert (workplace / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_a_full_disk(room: int, said, workplace, full_disk) -> None:
+    """Whole lines are kept; what was measured is told as far as there is room for it."""
+    full_disk(room)
+    code, sentence = said("run.dir=run", "tracking.events=all", "stop.steps=4000", "eval.every_commits=8")
+    assert code == 1
+    assert "run" in sentence
+    assert "no space left on device" in sentence.lower()
+    assert "free some space" in sentence
+    events = list(jsonl.read(workplace / "run/events.jsonl"))
+    assert len((workplace / "run/events.jsonl").read_bytes().splitlines()) == len(events)
+    assert (len(events) > 10) == (room > 0)
+    summary = json.loads((workplace / "run/summary.json").read_text())  # this file finds its room
+    assert summary["status"] == "failed"
+    assert "free some space" in summary["exit_reason"]
+
+
+class Disk:
+    """A file on a disk with so much room."""
+
+    room = 0
+
+    def __init__(self, file) -> None:
+        self._file = file
+
+    def write(self, data) -> int:
+        fits = min(len(data), Disk.room)
+        if not fits:
+            raise OSError(28, "No space left on device")
+        Disk.room -= fits
+        return self._file.write(data[:fits])
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+        self._file.seek(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Records are lines of JSON that are written to a disk which fills up."""
+
+    def fill(room: int) -> None:
+        Disk.room = room
+        monkeypatch.setattr(jsonl, "open", lambda *how, **kind: opened(*how, **kind), raising=False)
+
+    def opened(path, mode="r", **kind):
+        file = open(path, mode, **kind)  # noqa: SIM115
+        return Disk(file) if mode == "xb" else file
+
+    return fill

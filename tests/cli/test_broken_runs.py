@@ -1,0 +1,216 @@
+"""Real runs that are killed, stopped, interrupted or run out of disk: what is said, what is kept, and nothing left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ashl.cli.app import main
+from ashl.tracking import jsonl
+
+LONG = [  # two workers and a server, for a minute if nobody ends it
+    "-q",
+    "tracking=none",
+    "tracking.events=all",
+    "run.dir=run",
+    "model.hidden=[8]",
+    "cluster.compute=[1,1.5]",
+    "cluster.link=null",
+    "cluster.step_s=0.005",
+    "stop.seconds=60",
+]
+PATIENCE_S = 60.0
+
+
+def wait_for(what: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def under_way(run: Path) -> bool:
+    """Whether the run has recorded rounds."""
+    return (run / "events.jsonl").is_file() and (run / "events.jsonl").stat().st_size > 0
+
+
+def ranks_of(run: Path) -> dict[int, int]:
+    """The processes of a run by rank: each writes to its own log."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(OSError, ValueError):
+            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+            if log.parent == run.absolute() and log.name.startswith("rank"):
+                found[int(log.stem.removeprefix("rank"))] = process.pid
+    return found
+
+
+@pytest.fixture
+def train(workplace, capsys):
+    """A long run in this process to which something is done once it is under way; its exit code and its last words."""
+
+    def during(act: Callable[[Path], None], *overrides: str) -> tuple[int, str]:
+        run = workplace / "run"
+        failed: list[BaseException] = []
+
+        def disturb() -> None:
+            try:
+                wait_for(lambda: under_way(run) and len(ranks_of(run)) == 3)
+                act(run)
+            except BaseException as error:
+                failed.append(error)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=disturb, daemon=True)
+        thread.start()
+        mode = [] if any(override.startswith("sync=") for override in overrides) else ["sync=ssp"]
+        code = main(["train", *LONG, *mode, *overrides])
+        thread.join()
+        assert not failed
+        assert not ranks_of(run), "no process is left"
+        assert not list(run.glob(".snapshot*"))
+        return code, capsys.readouterr().err
+
+    return during
+
+
+def check_records(run: Path, status: str) -> dict:
+    """What was recorded until then is whole."""
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == status
+    assert any(record["kind"] == "round" for record in jsonl.read(run / "events.jsonl"))
+    assert (run / "trace.json.gz").is_file()
+    parts = ["compute_s", "compress_s", "push_s", "pull_s", "wait_s", "down_s"]
+    assert all(sum(w[part] for part in parts) == pytest.approx(summary["time_s"]) for w in summary["workers"])
+    return summary
+
+
+@pytest.mark.parametrize("mode", ["sync=ssp", "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]"])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_killed_rank(rank: int, mode: str, train, workplace) -> None:
+    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split())
+    who = "the server (rank 2)" if (rank, mode) == (2, "sync=ssp") else f"worker {rank}"
+    assert err == f"ashl: {who} was killed by SIGKILL; its log is run/rank{rank}.log\n"
+    assert code == 1
+    summary = check_records(workplace / "run", "failed")
+    assert summary["exit_reason"].startswith(f"{who} was killed by SIGKILL")
+    assert summary["steps"] > 0
+
+
+def test_a_stopped_worker_is_late(train, workplace) -> None:
+    code, err = train(lambda run: os.kill(ranks_of(run)[1], signal.SIGSTOP), "runtime.timeout_s=2")
+    assert err == "ashl: worker 1 was not heard of for 2 s (runtime.timeout_s) and is late; the run ends here\n"
+    assert code == 1
+    check_records(workplace / "run", "failed")
+
+
+@pytest.mark.parametrize("mode", ["sync=ssp", "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]"])
+def test_ctrl_c(mode: str, train, workplace) -> None:
+    code, err = train(lambda run: os.kill(os.getpid(), signal.SIGINT), *mode.split())
+    assert (code, err) == (130, "")
+    summary = check_records(workplace / "run", "interrupted")
+    assert summary["steps"] > 0
+    assert summary["params_sha256"], "the model was handed in, as at any other end"
+
+
+def test_ctrl_c_while_a_worker_hangs(train, workplace) -> None:
+    """It cannot leave in order: after a few seconds it is not waited for any longer."""
+
+    def act(run: Path) -> None:
+        os.kill(ranks_of(run)[0], signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(act) == (130, "")
+    check_records(workplace / "run", "interrupted")
+
+
+def test_a_full_disk(train, workplace, monkeypatch) -> None:
+    def act(run: Path) -> None:
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(jsonl.Lines, "append", full)
+
+    code, err = train(act)
+    reason = "no space left on device"
+    assert err == f"ashl: Cannot write to the run folder run ({reason}); free some space or choose another run.dir.\n"
+    assert code == 1
+    check_records(workplace / "run", "failed")
+
+
+def test_a_killed_parent_leaves_no_orphans(workplace) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "ashl.cli", "train", *LONG], cwd=workplace)
+    run = workplace / "run"
+    try:
+        wait_for(lambda: under_way(run) and len(ranks_of(run)) == 3)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    assert list(jsonl.read(run / "events.jsonl")), "what was recorded stays readable"
+
+
+FRAGILE = """
+import multiprocessing as mp
+from torch import nn
+from ashl.model.linear import Linear
+from ashl.option import option
+
+class Breaking(nn.Sequential):
+    calls = 0
+
+    def forward(self, x):
+        Breaking.calls += 1
+        if Breaking.calls > 20 and mp.current_process().name == "rank1":
+            raise ValueError("something is wrong with me\\nand more of it")
+        return super().forward(x)
+
+@option
+class Fragile(Linear):
+    def build(self, sample_shape, num_classes):
+        return Breaking(super().build(sample_shape, num_classes))
+"""
+
+
+def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, monkeypatch) -> None:
+    (workplace / "fragile_models.py").write_text(FRAGILE)
+    monkeypatch.syspath_prepend(workplace)
+    own = ["model=linear", "model._target_=fragile_models.Fragile", "allow_targets=[fragile_models]"]
+    code = main(["train", *[word for word in LONG if "hidden" not in word], *own])
+    said = "ValueError: something is wrong with me"
+    assert capsys.readouterr().err == f"ashl: worker 1: {said}; its log is run/rank1.log\n"
+    assert code == 1
+    assert said in (workplace / "run/rank1.log").read_text()
+    check_records(workplace / "run", "failed")
+
+
+@pytest.mark.xfail(strict=True, reason="Ctrl-C kills the fork server while it still imports torch")
+def test_ctrl_c_at_the_very_start(workplace) -> None:
+    """As in a terminal, where it reaches every process: at once when the fork server is there."""
+    command = [sys.executable, "-m", "ashl.cli", "train", *LONG]
+    process = subprocess.Popen(command, cwd=workplace, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def serving() -> bool:
+        family = psutil.Process(process.pid).children()
+        return any("forkserver" in " ".join(child.cmdline()) for child in family)
+
+    try:
+        wait_for(serving)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "")
+    assert json.loads((workplace / "run/summary.json").read_text())["status"] == "interrupted"

@@ -1,0 +1,25 @@
+"""Timed local work and batches that change, on real processes."""
+
+import pytest
+
+from tests.conformance.test_kernels import adds_up, real
+
+QUICK = ("cluster=one_slow", "cluster.exchange_s=0.004", "stop.seconds=3", "model.hidden=[16]")
+
+
+def test_adsp_commits_alike_however_fast_a_worker_is(tmp_path):
+    timing = ("sync.gamma_s=1", "sync.commits=2", "sync.search_s=1e6")
+    summary = real(tmp_path / "run", *QUICK, "sync=adsp", "aggregate=uniform", *timing)
+    commits = [worker["commits"] for worker in summary["workers"]]
+    steps = [worker["steps"] for worker in summary["workers"]]
+    assert adds_up(summary)
+    assert max(commits) - min(commits) <= 2  # one at check points, and one under way when the run ended
+    assert min(steps[:3]) > 3 * steps[3]
+    assert summary["wait_share"] < 0.1
+
+
+def test_lb_bsp_balances_what_it_measures(tmp_path):
+    summary = real(tmp_path / "run", *QUICK, "dataset.batch_size=64", "sync=lb_bsp")
+    assert adds_up(summary)
+    assert summary["samples"] == pytest.approx(256 * summary["steps"] / 4)
+    assert summary["wait_share"] < 0.3  # BSP: 0.57

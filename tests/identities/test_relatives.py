@@ -1,0 +1,276 @@
+"""The asynchronous relatives at their limits, with momentum and weight decay: most bit for bit, time included."""
+
+import pytest
+import torch
+
+from ashl.aggregate.delayed_nesterov import Momentum
+from ashl.errors import UsageError
+from ashl.plan.profile import Profile, WorkerProfile
+from ashl.runtime.effects import Hollow
+from tests.conf_option import conf_option
+from tests.support import simulated
+
+BASE = (
+    "optimizer.momentum=0.9",
+    "optimizer.weight_decay=0.01",
+    "optimizer.lr=0.02",
+    "stop.steps=96",
+    "model.hidden=[16]",
+)
+EQUAL = "cluster=homogeneous"
+HOLLOW = "runtime.gradients=false"
+
+
+def run(*overrides):
+    return simulated(*BASE, *overrides)
+
+
+def same(a, b):
+    assert a.sha256 == b.sha256
+    assert a.time_ns == b.time_ns
+    assert a.end["steps_by"] == b.end["steps_by"]
+    assert a.end["dropped_by"] == b.end["dropped_by"]
+
+
+def rounds(ran):
+    """Those that ended before the run did."""
+    return [r for r in ran.of("round") if r["end_ns"] < ran.time_ns]
+
+
+# --- FedBuff ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("h", [1, 3])
+def test_fedbuff_with_a_buffer_of_one_is_asp(h):
+    """Each push makes a merge and counts whole in it: scale 1/n does what ASP's weight 1/n does."""
+    buff = run("sync=fedbuff", "sync.buffer=1", f"sync.local_steps={h}", "aggregate=uniform", "aggregate.scale=0.25")
+    same(buff, run("sync=asp", f"sync.local_steps={h}", "aggregate=uniform"))
+
+
+def test_fedbuff_of_one_with_the_whole_step_is_textbook_asp():
+    buff = run("sync=fedbuff", "sync.buffer=1", "sync.local_steps=1", "aggregate=uniform", "aggregate.discount=0.5")
+    same(buff, run("sync=asp", "aggregate=uniform", "aggregate.scale=4", "aggregate.discount=0.5"))
+
+
+def test_fedbuff_of_everybody_on_equal_workers():
+    """Every merge holds each worker once; all but the one that completed the merge before are one merge behind."""
+    ran = run("sync=fedbuff", "sync.buffer=4", "sync.local_steps=1", EQUAL)
+    assert ran.end["commits"] == [24] * 4
+    assert ran.end["merges"] == 24
+    assert ran.end["stale_max"] == [1, 1, 1, 0]
+    assert all(ledger["wait"] == 0 for ledger in ran.ledgers)
+
+
+def test_fedbuff_never_waits_and_merges_k_at_a_time():
+    ran = run("sync=fedbuff", "sync.buffer=3", "sync.local_steps=2", "stop.steps=120", HOLLOW)
+    assert ran.end["merges"] == 20
+    assert sum(ran.end["commits"]) == 60
+    assert all(ledger["wait"] == 0 for ledger in ran.ledgers)
+
+
+# --- Ringmaster and Async-Local SGD -----------------------------------------------------------------------------------
+
+
+def test_ringmaster_without_a_bound_is_asp():
+    same(run("sync=ringmaster", "sync.max_delay=null"), run("sync=asp"))
+
+
+def test_ringmaster_as_an_aggregation_guard_is_the_same():
+    same(run("sync=ringmaster", "sync.max_delay=2"), run("sync=asp", "aggregate.max_delay=2"))
+
+
+def test_ringmaster_with_a_bound_of_one_takes_only_the_fresh():
+    ran = run("sync=ringmaster", "sync.max_delay=1")
+    assert all(r["dropped"] == (r["staleness"] > 0) for r in rounds(ran))
+    assert {r["staleness"] for r in rounds(ran) if not r["dropped"]} == {0}
+    assert sum(ran.end["dropped_by"]) > 0
+
+
+@pytest.mark.parametrize("bound", [2, 3])
+def test_ringmaster_never_applies_what_is_older(bound):
+    ran = run("cluster=one_slow", "sync=ringmaster", f"sync.max_delay={bound}", HOLLOW, "stop.steps=400")
+    assert max(r["staleness"] for r in rounds(ran) if not r["dropped"]) == bound - 1
+    assert ran.end["steps"] == sum(ran.end["steps_by"]) == 400
+
+
+def test_async_local_sgd_without_a_bound_is_asp_with_local_steps():
+    free = run("sync=async_local_sgd", "sync.local_steps=6", "sync.max_delay=null")
+    same(free, run("sync=asp", "sync.local_steps=6"))
+
+
+@pytest.mark.parametrize("bound", [1, 2, 5])
+def test_async_local_sgd_of_single_steps_is_ringmaster(bound):
+    local = run("sync=async_local_sgd", "sync.local_steps=1", f"sync.max_delay={bound}")
+    same(local, run("sync=ringmaster", f"sync.max_delay={bound}"))
+
+
+def test_async_local_sgd_counts_the_steps_in_flight():
+    """(δ + 1)·M ≤ R: with M = 4 and R = 11 a push may be one merge behind, not two."""
+    ran = run("sync=async_local_sgd", "sync.local_steps=4", "sync.max_delay=11", "stop.steps=400", HOLLOW)
+    assert all(r["dropped"] == (r["staleness"] > 1) for r in rounds(ran))
+    assert any(r["dropped"] for r in rounds(ran))
+
+
+def test_a_bound_that_drops_everything_is_refused():
+    with pytest.raises(UsageError, match="at least 8"):
+        conf_option("sync", "async_local_sgd", max_delay=7)
+
+
+# --- Rennala ----------------------------------------------------------------------------------------------------------
+
+
+def test_rennala_of_everybody_on_equal_workers_is_bsp():
+    same(run("sync=rennala", "sync.batch=4", EQUAL), run("sync=bsp", EQUAL))
+
+
+def test_rennala_takes_what_comes_first_and_only_on_the_current_model():
+    """One worker is five times slower and never in time; of the four gradients of a step, a quick one gives two."""
+    ran = run("cluster=one_slow", "sync=rennala", "sync.batch=4", "cluster.exchange_s=0", "stop.steps=80", HOLLOW)
+    assert all(r["dropped"] == (r["staleness"] > 0) for r in rounds(ran))
+    assert ran.end["steps_by"][3] == 0
+    assert ran.end["dropped_by"][3] > 0
+    assert ran.end["merges"] == 20
+    assert sum(ran.end["commits"]) == 80
+
+
+def test_rennala_on_one_worker_is_one_large_batch():
+    """Two gradients of eight samples at one point are one of sixteen."""
+    one = ("cluster.compute=[1]", "cluster.link=[1]", "dataset.partition=interleaved")
+    twice = run("sync=rennala", "sync.batch=2", "dataset.batch_size=8", *one)
+    once = run("sync=bsp", "dataset.batch_size=16", "stop.steps=48", *one)
+    torch.testing.assert_close(twice.params, once.params, rtol=1e-3, atol=2e-5)
+    dense = 4 * twice.plan.num_params
+    assert [r["bytes_down"] for r in twice.of("ledger") if r["rank"] == 0] == [47 * dense]  # one pull a step
+
+
+# --- DyLU and delayed Nesterov ----------------------------------------------------------------------------------------
+
+
+def profile(*step_s):
+    workers = tuple(
+        WorkerProfile(
+            step_s=s,
+            step_spread_s=0.0,
+            batch=8,
+            push_s=0.1 * i,
+            pull_s=0.1,
+            latency_s=0.0,
+            push_bytes_s=None,
+            pull_bytes_s=None,
+            compress_s=0.0,
+        )
+        for i, s in enumerate(step_s)
+    )
+    return Profile(
+        schema=1, model="MLP", num_params=10, dense_bytes=40, device="cpu", source="declared", workers=workers
+    )
+
+
+@pytest.mark.parametrize(
+    ("step_s", "h", "steps"),
+    [
+        ((0.02, 0.03, 0.04), 8, [8, 5, 4]),
+        ((0.02, 0.03, 0.04), 32, [32, 21, 16]),
+        ((0.03, 0.01, 0.1), 10, [3, 10, 1]),
+        ((0.01, 1.0), 8, [8, 1]),  # never less than one
+        ((0.02,), 5, [5]),
+        ((0.02, 0.02, 0.02), 5, [5, 5, 5]),
+    ],
+)
+def test_dylu(step_s, h, steps):
+    """H_i = ⌊H·v_i / max v⌋, whatever the links."""
+    rows = conf_option("planner", "dylu").assign(profile(*step_s), h, None, lambda ratio: 1.0)
+    assert [row.local_steps for row in rows] == steps
+    assert [row.data_share for row in rows] == pytest.approx([s / sum(steps) for s in steps])
+    assert {row.compression_ratio for row in rows} == {1.0}
+    rows = conf_option("planner", "dylu").assign(profile(*step_s), h, 0.1, lambda ratio: 2 * ratio)
+    assert {row.compression_ratio for row in rows} == {0.1}
+
+
+def test_dylu_on_equal_workers_is_asp_with_the_preset():
+    plan = ("planner=dylu", "schedule=single", "schedule.h_preset=[4]", "sync.local_steps=plan")
+    same(run("sync=asp", EQUAL, *plan), run("sync=asp", EQUAL, "sync.local_steps=4"))
+
+
+def test_delayed_nesterov_without_momentum_is_uniform():
+    plain = run("sync=asp", "aggregate=uniform", "aggregate.scale=0.7")
+    same(run("sync=asp", "aggregate=delayed_nesterov", "aggregate.beta=0", "aggregate.scale=0.7"), plain)
+
+
+@pytest.mark.parametrize(("n", "spread"), [(1, 0.0), (1, 0.5), (3, 0.0), (4, 0.25), (4, 0.1)])
+def test_delayed_nesterov_is_the_published_recursion(n, spread):
+    """Against w −= lr(c·β·m + g/N) with the authors' signs: g = −Δ, and x = lr·Δ/N as `uniform` gives it for N = n."""
+    lr, beta, g = 0.7, 0.9, torch.Generator().manual_seed(0)
+    rule = conf_option("aggregate", "delayed_nesterov", buffer=n, beta=beta, spread=spread)
+    w = expected = torch.zeros(5, dtype=torch.float64)
+    m, delta, memory = torch.zeros_like(w), torch.zeros_like(w), None
+    for k in range(1, 3 * n + 2):
+        grad = torch.randn(5, generator=g, dtype=torch.float64)
+        memory, update = rule.outer(memory, -lr * grad / n)
+        w = w + update
+        delta = delta + grad
+        share = spread
+        if k % n == 0:
+            m, delta, share = beta * m + delta / n, torch.zeros_like(w), 1 - spread * n + spread
+        expected = expected - lr * (share * beta * m + grad / n)
+        torch.testing.assert_close(w, expected)
+
+
+def test_delayed_nesterov_changes_nothing_in_place_and_knows_sizes():
+    rule = conf_option("aggregate", "delayed_nesterov", buffer=2)
+    x, memory = torch.ones(3), None
+    for _ in range(5):
+        before = memory
+        kept = None if before is None else [v.clone() for v in before[:2] if v is not None]
+        memory, _ = rule.outer(memory, x)
+        assert kept is None or all(
+            torch.equal(a, b) for a, b in zip(kept, [v for v in before[:2] if v is not None], strict=True)
+        )
+    assert torch.equal(x, torch.ones(3))
+    memory, update = rule.outer(Momentum(Hollow(12), Hollow(12), 1), Hollow(12))
+    assert (update, memory) == (Hollow(12), Momentum(Hollow(12), None, 0))
+
+
+def test_delayed_nesterov_at_a_barrier_is_the_same_with_and_without_a_server():
+    outer = ("sync=local_sgd", "sync.local_steps=3", "aggregate=delayed_nesterov", "aggregate.buffer=2")
+    assert run(*outer).sha256 == run(*outer, "topology=all_reduce").sha256
+
+
+def test_a_spread_of_more_than_the_momentum_is_refused():
+    with pytest.raises(UsageError, match=r"at most 0.25"):
+        conf_option("aggregate", "delayed_nesterov", spread=0.3)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+RELATIVES = (
+    ("sync=fedbuff", "sync.buffer=3"),
+    ("sync=ringmaster", "sync.max_delay=3"),
+    ("sync=rennala", "sync.batch=5"),
+    ("sync=async_local_sgd", "sync.local_steps=3", "sync.max_delay=9"),
+    (
+        "sync=asp",
+        "sync.local_steps=plan",
+        "planner=dylu",
+        "schedule=single",
+        "schedule.h_preset=[4]",
+        "aggregate=delayed_nesterov",
+    ),
+)
+
+
+@pytest.mark.parametrize("mode", RELATIVES, ids=lambda mode: mode[0])
+def test_all_costs_times_an_integer(mode):
+    once = run(*mode, "cluster.step_s=0.013", "cluster.exchange_s=0.007", "cluster.server_step_s=0.001")
+    thrice = run(*mode, "cluster.step_s=0.039", "cluster.exchange_s=0.021", "cluster.server_step_s=0.003")
+    assert thrice.time_ns == 3 * once.time_ns
+    assert thrice.sha256 == once.sha256
+
+
+@pytest.mark.parametrize("mode", RELATIVES, ids=lambda mode: mode[0])
+def test_with_compression_nothing_is_lost(mode):
+    """Time adds up, what was dropped is counted, and the model is finite with error feedback and compressed pulls."""
+    ran = run(*mode, "compression=topk", "topology.pull_ratio=0.1", "cluster.compress_s=0.002")
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+    assert ran.params.isfinite().all()
+    assert ran.end["steps"] == sum(ran.end["steps_by"])

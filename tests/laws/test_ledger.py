@@ -1,0 +1,105 @@
+"""A worker's time: whatever happens, its classes add up to the moment at which the ledger is closed."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.runtime.ledger import KINDS, Ledger
+
+times = st.integers(0, 10**6)
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("mark"), st.sampled_from(KINDS), times),
+        st.tuples(st.just("blocked"), times, times, times),
+        st.tuples(st.just("traffic"), times, st.integers(0, 99), st.integers(0, 99)),
+        st.tuples(st.just("cut")),
+    ),
+    max_size=40,
+)
+
+
+def replayed(actions) -> tuple[Ledger, list]:
+    """A ledger after these actions, on a clock that only moves on, and the rounds that were cut."""
+    ledger, rounds = Ledger(), []
+    now = 0
+    for name, *values in actions:
+        if name == "cut":
+            rounds.append(ledger.cut())
+        elif name == "mark":
+            ledger.mark(values[0], values[1])
+        elif name == "blocked":
+            now = max(now, ledger.cursor) + values[0]
+            ledger.blocked(now, values[1], values[2])
+        else:
+            ledger.traffic(*values)
+    return ledger, rounds
+
+
+@given(actions)
+def test_live_totals_reach_to_the_cursor(actions) -> None:
+    ledger, _ = replayed(actions)
+    assert sum(ledger.live().values()) == ledger.cursor
+
+
+@given(actions)
+def test_rounds_follow_each_other_without_a_gap(actions) -> None:
+    _, rounds = replayed(actions)
+    cursor = 0
+    for spans, start, end in rounds:
+        assert start == cursor
+        for kind, begin, until in spans:
+            assert kind in KINDS
+            assert begin == cursor < until
+            cursor = until
+        assert end == cursor
+
+
+@given(actions)
+def test_settled_totals_are_those_of_all_spans(actions) -> None:
+    ledger, _ = replayed(actions)
+    expected, cursor = ledger.live(), ledger.cursor
+    ledger.settle()
+    assert ledger.totals == expected
+    assert sum(ledger.totals.values()) == cursor
+
+
+@given(actions, st.integers(0, 2 * 10**6))
+def test_closing_cuts_off_what_lies_past_the_end(actions, extra) -> None:
+    """At any moment that is not in a round which is folded already: two rounds back is as far as a worker can learn
+    late of the end."""
+    ledger, rounds = replayed(actions)
+    folded = rounds[-2][2] if len(rounds) > 1 else 0
+    end = folded + extra
+    before = {kind: total for kind, total in ledger.live().items()}
+    ledger.close(end)
+    ledger.settle()
+    assert sum(ledger.totals.values()) == end
+    assert min(ledger.totals.values()) >= 0
+    assert all(ledger.totals[kind] <= before[kind] for kind in KINDS if kind != "wait")
+
+
+@given(actions, st.integers(0, 10**6))
+def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
+    actions = [action for action in actions if action[0] != "cut"]
+    ledger, _ = replayed(actions)
+    sent = [action[1:] for action in actions if action[0] == "traffic"]
+    assert ledger.sent() == (sum(up for _, up, _ in sent), sum(down for _, _, down in sent))
+    ledger.close(end)
+    ledger.settle()
+    kept = [(up, down) for start, up, down in sent if start <= end]
+    assert (ledger.bytes_up, ledger.bytes_down) == (sum(up for up, _ in kept), sum(down for _, down in kept))
+
+
+def test_blocked_time_is_pushing_then_waiting_then_pulling() -> None:
+    ledger = Ledger()
+    ledger.mark("compute", 10)
+    ledger.blocked(50, push_end_ns=20, pull_start_ns=45)
+    spans, _, _ = ledger.cut()
+    assert spans == [("compute", 0, 10), ("push", 10, 20), ("wait", 20, 45), ("pull", 45, 50)]
+
+
+def test_what_was_asked_for_early_was_never_waited_for() -> None:
+    """A transfer that began before the worker blocked: there is a push or a pull, and no waiting."""
+    ledger = Ledger()
+    ledger.mark("compute", 10)
+    ledger.blocked(30, push_end_ns=0, pull_start_ns=5)
+    assert ledger.cut()[0] == [("compute", 0, 10), ("pull", 10, 30)]

@@ -1,0 +1,141 @@
+"""What transfers cost in virtual time: declared exchanges, and links with the ports of both ends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster, Event
+from ashl.cluster.speed import Speed
+from ashl.runtime.effects import Hollow
+from ashl.runtime.node import Node
+from ashl.runtime.sim import Sim
+from tests.laws.machines import MS, cluster
+
+NBYTES = 125_000  # a second at 1 Mbit/s
+TAG = ("x", 0, 0)
+
+
+class Deaf:
+    """An observer that keeps nothing."""
+
+    stopping = scores = None
+    rounds = False
+
+    def emit(self, record: dict) -> None: ...
+
+    def snapshot(self, record: dict, params: Any) -> None: ...
+
+
+def arrivals(machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: int = NBYTES) -> list[tuple[int, int]]:
+    """Post a transfer for each of `sends`: (when in ns, from, to); returns (sender, arrival in ns) as they arrive."""
+    ranks = machines.num_workers + 1
+    seen: list[tuple[int, int]] = []
+
+    async def main(node: Node) -> None:
+        for time_ns, _, dst in sorted(send for send in sends if send[1] == node.rank):
+            await node.sleep((time_ns - node.now_ns) / 1e9)
+            await node.send(dst, TAG, Hollow(nbytes))
+        for _ in [send for send in sends if send[2] == node.rank]:
+            message = await node.recv(TAG)
+            seen.append((message.src, node.now_ns))
+
+    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, 4 * 1000), Deaf())
+    sim.run(main, tick=lambda: None)
+    return seen
+
+
+@given(st.integers(1, 12))
+def test_incast_at_a_server_of_the_workers_bandwidth(n: int) -> None:
+    """n equal pushes at once through one port: they come in one after the other, and take n transfers in all."""
+    seen = arrivals(cluster(n, server_bandwidth_mbit_s=1.0), [(0, i, n) for i in range(n)])
+    assert seen == [(i, (i + 1) * 1000 * MS) for i in range(n)]
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_incast_at_a_faster_port(n: int, faster: int) -> None:
+    """The port takes n/faster transfers' time, but none comes in before its sender is done."""
+    machines = cluster(n, server_bandwidth_mbit_s=float(faster))
+    last = arrivals(machines, [(0, i, n) for i in range(n)])[-1][1]
+    assert last == pytest.approx(max(1000 * MS, n / faster * 1000 * MS), abs=n)
+
+
+def test_a_server_that_is_never_the_bottleneck() -> None:
+    assert arrivals(cluster(5), [(0, i, 5) for i in range(5)]) == [(i, 1000 * MS) for i in range(5)]
+
+
+def test_a_server_that_answers_all_at_once_queues_at_its_own_port() -> None:
+    seen = arrivals(cluster(3, server_bandwidth_mbit_s=1.0), [(0, 3, i) for i in range(3)])
+    assert sorted(time for _, time in seen) == [1000 * MS, 2000 * MS, 3000 * MS]
+
+
+@given(st.floats(1, 8), st.floats(1, 8), st.floats(0, 0.5))
+def test_head_and_tail_overlap(slow: float, slower: float, latency: float) -> None:
+    """Uncontended: latency (of the slower link) and the bytes through the slower of the two ports, not through both."""
+    seen = arrivals(cluster(2, link=(slow, slower), latency_s=latency), [(0, 0, 1)])
+    assert seen[0][1] == pytest.approx(max(slow, slower) * (latency + 1.0) * 1e9, abs=2)
+
+
+def test_a_sender_sends_one_thing_at_a_time_and_both_directions_at_once() -> None:
+    there_and_back = [(0, 0, 1), (0, 0, 1), (0, 1, 0)]
+    assert sorted(arrivals(cluster(2), there_and_back)) == [(0, 1000 * MS), (0, 2000 * MS), (1, 1000 * MS)]
+
+
+def test_a_port_serves_in_the_order_in_which_heads_arrive() -> None:
+    machines = cluster(2, link=(5.0, 1.0), latency_s=0.1, server_bandwidth_mbit_s=1.0)
+    early_but_far, late_but_near = (0, 0, 2), (200 * MS, 1, 2)  # heads at 500 and at 300 ms
+    assert arrivals(machines, [early_but_far, late_but_near])[0] == (1, 1300 * MS)
+
+
+def test_inner_links_are_ports_of_their_own() -> None:
+    """A transfer inside a machine is faster, and is not held up by what leaves the machine."""
+    machines = cluster(3, node=(0, 0, 1), inner_bandwidth_mbit_s=10.0)
+    assert sorted(arrivals(machines, [(0, 0, 2), (0, 0, 1)])) == [(0, 100 * MS), (0, 1000 * MS)]
+
+
+def test_an_event_changes_a_link_from_its_time_on() -> None:
+    machines = cluster(1, events=(Event(time_s=2.0, worker=0, link=3.0),))
+    times = [time for _, time in arrivals(machines, [(0, 0, 1), (1999 * MS, 0, 1), (5000 * MS, 0, 1)])]
+    assert times == [1000 * MS, 2999 * MS, 8000 * MS]
+
+
+links = st.lists(st.floats(1, 8), min_size=2, max_size=5).map(tuple)
+
+
+@given(links, st.floats(0.001, 2), st.integers(1, 4000))
+def test_declared_exchanges(link, exchange_s, nbytes) -> None:
+    """link · exchange_s/2 · bytes/dense each way; between two workers the larger factor holds; nothing queues."""
+    n = len(link)
+    machines = cluster(n, link=link, exchange_s=exchange_s)
+    share = exchange_s / 2 * nbytes / 4000 * 1e9
+    pushes = dict(arrivals(machines, [(0, i, n) for i in range(n)], nbytes))
+    assert pushes == {i: pytest.approx(link[i] * share, abs=1) for i in range(n)}
+    pulls = arrivals(machines, [(0, n, i) for i in range(n)], nbytes)
+    assert sorted(time for _, time in pulls) == sorted(pushes.values())
+    assert arrivals(machines, [(0, 0, 1)], nbytes) == [(0, max(pushes[0], pushes[1]))]
+
+
+@given(links, st.floats(0.001, 2))
+def test_a_declared_all_reduce(link, exchange_s) -> None:
+    n = len(link)
+    net = network(cluster(n, link=link, exchange_s=exchange_s), 4000)
+    expected = exchange_s * max(link) * (n - 1) / n * 1e9
+    assert net.all_reduce_ns(tuple(range(n)), 4000, 0) == pytest.approx(expected, abs=1)
+    assert net.all_reduce_ns((0,), 4000, 0) == 0
+
+
+@given(links, st.floats(0, 0.1))
+def test_an_all_reduce_over_links_is_a_ring(link, latency) -> None:
+    """2(n − 1) rounds of bytes/n over the slowest link."""
+    n = len(link)
+    net = network(cluster(n, link=link, latency_s=latency), 4000)
+    expected = 2 * (n - 1) * max(link) * (latency + 1 / n) * 1e9
+    assert net.all_reduce_ns(tuple(range(n)), NBYTES, 0) == pytest.approx(expected, abs=4 * n)
+
+
+def test_messages_without_a_body_cost_the_latency_only() -> None:
+    assert arrivals(cluster(1, latency_s=0.05), [(0, 0, 1)], nbytes=0) == [(0, 50 * MS)]
+    assert arrivals(cluster(1, exchange_s=0.05), [(0, 0, 1)], nbytes=0) == [(0, 0)]

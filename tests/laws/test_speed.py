@@ -1,0 +1,103 @@
+"""What computing costs, and how a real run is made to last as long."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.cluster.spec import Event
+from ashl.cluster.speed import Speed
+from ashl.runtime import pace as pacing
+from ashl.runtime.pace import Pace
+from tests.laws.machines import MS, cluster
+
+BATCH = 10
+
+
+def draws(seed: int, worker: int, count: int, jitter: float = 0.3) -> list[int]:
+    speed = Speed(cluster(3, jitter=jitter, step_s=1.0), BATCH, seed)
+    return [speed.cost_ns(worker, "compute", BATCH, 0) or 0 for _ in range(count)]
+
+
+@pytest.mark.parametrize("jitter", [0.05, 0.3, 1.0])
+def test_jitter_has_mean_one_and_the_declared_deviation(jitter: float) -> None:
+    seconds = np.array(draws(0, 0, 40_000, jitter)) / 1e9
+    assert seconds.mean() == pytest.approx(1.0, abs=4 * jitter / 200)
+    assert seconds.std() == pytest.approx(jitter, rel=0.1)
+    assert seconds.min() > 0
+
+
+def test_jitter_is_a_function_of_seed_worker_and_count_alone() -> None:
+    first = draws(7, 1, 3000)  # over several blocks of draws
+    assert first == draws(7, 1, 3000)
+    assert first != draws(8, 1, 3000)
+    assert first != draws(7, 2, 3000)
+    assert len(set(first)) > 2900
+    mixed = Speed(cluster(3, jitter=0.3, step_s=1.0), BATCH, 7)
+    alternating = [mixed.cost_ns(i % 3, "compute", BATCH, 0) for i in range(9000)]
+    assert alternating[1::3] == first
+
+
+@given(st.floats(0.1, 10), st.floats(1e-4, 1), st.integers(1, 100))
+def test_a_step_costs_its_factor_and_its_share_of_a_batch(factor, step_s, work) -> None:
+    speed = Speed(cluster(1, compute=(factor,), step_s=step_s), BATCH, 0)
+    expected = factor * step_s * work / BATCH * 1e9
+    assert speed.cost_ns(0, "compute", work, 0) == pytest.approx(expected, abs=1)
+
+
+def test_events_change_the_factor_from_their_time_on_in_any_order_of_writing() -> None:
+    events = (Event(time_s=2.0, worker=0, compute=5.0), Event(time_s=1.0, worker=0, compute=3.0))
+    speed = Speed(cluster(2, step_s=1.0, events=events), BATCH, 0)
+    assert [speed.cost_ns(0, "compute", BATCH, t * MS) for t in (0, 999, 1000, 1999, 2000, 9999)] == [
+        1000 * MS, 1000 * MS, 3000 * MS, 3000 * MS, 5000 * MS, 5000 * MS,
+    ]  # fmt: skip
+    assert speed.cost_ns(1, "compute", BATCH, 9999 * MS) == 1000 * MS
+
+
+def test_a_cost_that_is_not_declared_is_not_zero() -> None:
+    speed = Speed(cluster(1, step_s=None, compress_s=None, server_step_s=None), BATCH, 0)
+    assert [speed.cost_ns(0, kind, 1, 0) for kind in ("compute", "compress", "apply")] == [None] * 3
+
+
+class Host:
+    """A host whose clock moves only when someone computes or sleeps."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 0
+        monkeypatch.setattr(pacing.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9) + 60_000  # sleeps overshoot
+
+    def pace(self, **costs) -> Pace:
+        return Pace(cluster(2, compute=(1.0, 3.0), **costs), 1, BATCH, 0, 4000, lambda: self.now)
+
+
+def test_overshooting_sleeps_do_not_add_up(monkeypatch) -> None:
+    host = Host(monkeypatch)
+    pace, end = host.pace(step_s=0.01), 0
+    for step in range(100):
+        host.now += 2 * MS  # what the step really takes
+        end = pace.computed("compute", BATCH, end)
+        assert end == (step + 1) * 30 * MS
+    assert host.now - end < 100_000
+    assert pace.report() == {"steps": 100, "late_steps": 0, "late_s": 0.0, "declared_s": pytest.approx(3.0)}
+
+
+def test_a_host_that_is_too_slow_says_so(monkeypatch) -> None:
+    host = Host(monkeypatch)
+    pace, end = host.pace(step_s=0.01), 0
+    for _ in range(10):
+        host.now = max(host.now, end) + 45 * MS
+        end = pace.computed("compute", BATCH, end)
+    report = pace.report()
+    assert end == host.now == 450 * MS
+    assert (report["steps"], report["late_steps"], report["late_s"]) == (10, 10, pytest.approx(0.15))
+
+
+def test_without_a_declared_cost_the_host_is_slowed_down_by_the_factor(monkeypatch) -> None:
+    host = Host(monkeypatch)
+    pace = host.pace(step_s=None)
+    host.now = 7 * MS
+    assert pace.computed("compute", BATCH, 0) == 21 * MS
+    assert pace.report()["steps"] == 0, "nothing was declared, so nothing can be late"

@@ -1,0 +1,106 @@
+"""The header of a message: what goes in comes out, and whatever else comes is a WireError before memory is taken."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.runtime import wire
+from ashl.runtime.effects import Hollow
+
+MAX_BYTES = 10_000
+INT64 = st.integers(-(2**63), 2**63 - 1)
+names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=16)
+tags = st.tuples(names, st.integers(0, 2**31 - 1), st.integers(0, 2**62 - 1))
+metas = st.lists(st.floats(), max_size=wire.META).map(tuple)
+bodies = st.one_of(
+    st.none(),
+    st.builds(
+        lambda dtype, n: torch.zeros(n, dtype=dtype), st.sampled_from(wire.DTYPES), st.integers(0, MAX_BYTES // 8)
+    ),
+)
+
+
+def bits(meta: tuple[float, ...]) -> bytes:
+    return struct.pack(f"<{len(meta)}d", *meta)
+
+
+@given(st.sampled_from([wire.MESSAGE, wire.BYE]), tags, bodies, metas)
+def test_round_trip(kind, tag, body, meta) -> None:
+    raw = wire.encode(kind, tag, body, meta)
+    assert (raw.dtype, tuple(raw.shape)) == (torch.int64, (wire.WORDS,))
+    header = wire.decode(raw, MAX_BYTES)
+    assert header[:3] == (kind, tag, 0 if body is None else body.nbytes)
+    assert body is None or header.dtype == body.dtype
+    assert bits(header.meta) == bits(meta)  # also of NaNs
+
+
+@given(st.lists(INT64, min_size=wire.WORDS, max_size=wire.WORDS).filter(lambda words: words[0] != wire.MAGIC))
+def test_noise_is_refused(words) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode(torch.tensor(words), MAX_BYTES)
+
+
+@given(tags, bodies, metas, st.dictionaries(st.integers(1, wire.WORDS - 1), INT64, max_size=4))
+def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, meta, replaced) -> None:
+    raw = wire.encode(wire.MESSAGE, tag, body, meta)
+    for index, word in replaced.items():
+        raw[index] = word
+    try:
+        header = wire.decode(raw, MAX_BYTES)
+    except wire.WireError:
+        return
+    name, stage, iteration = header.tag
+    assert header.kind in (wire.MESSAGE, wire.BYE)
+    assert 0 <= header.nbytes <= MAX_BYTES
+    assert header.nbytes % header.dtype.itemsize == 0
+    assert len(name) <= 16
+    assert name.isascii()
+    assert min(stage, iteration) >= 0
+    assert len(header.meta) <= wire.META
+
+
+@pytest.mark.parametrize(
+    ("index", "word"),
+    [
+        (0, 0),
+        (0, wire.MAGIC + 1),  # another version
+        (1, -1),  # a name that is not ASCII
+        (3, -1),
+        (3, 2**31),
+        (4, -1),
+        (4, 2**62),
+        (5, 2),
+        (5, -1),
+        (6, -4),
+        (6, 3),  # not a whole number of float32
+        (6, MAX_BYTES + 4),
+        (6, 2**62),  # would be an allocation of exabytes
+        (7, -1),
+        (7, len(wire.DTYPES)),
+        (8, -1),
+        (8, wire.META + 1),
+        (8, 2**40),
+    ],
+)
+def test_each_word_is_checked(index: int, word: int) -> None:
+    raw = wire.encode(wire.MESSAGE, ("push", 0, 0), torch.zeros(8), (1.0,))
+    raw[index] = word
+    with pytest.raises(wire.WireError):
+        wire.decode(raw, MAX_BYTES)
+
+
+def test_what_does_not_fit_is_refused_by_the_sender() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        wire.encode(wire.MESSAGE, ("a-name-of-17-char", 0, 0))
+    with pytest.raises(ValueError, match="does not fit"):
+        wire.encode(wire.MESSAGE, ("push", 0, 0), meta=(0.0,) * (wire.META + 1))
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9))
+def test_a_hollow_tensor_keeps_its_size_through_arithmetic(nbytes: int, other: int) -> None:
+    hollow, factor = Hollow(nbytes), 0.5
+    for result in (hollow + Hollow(other), hollow - Hollow(other), hollow * factor, factor * hollow, sum([hollow])):
+        assert result.nbytes == nbytes

@@ -1,0 +1,144 @@
+"""Baselines in virtual time: commits at ADSP's check points, DSSP's range, AdaComm's periods, LB-BSP's balance."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from ashl.sync.adsp import fit, reward
+from ashl.sync.dssp import grant
+from ashl.sync.lb_bsp import share_out
+from tests.conf_option import conf_option
+from tests.support import simulated
+
+NS = 1_000_000_000
+
+
+def commit_times(ran):
+    """When the server answered each worker's commits, in ns: where the pull after it starts."""
+    times = [[] for _ in range(ran.plan.num_workers)]
+    for record in ran.of("round"):
+        pulls = [start for kind, start, _ in record["spans_ns"] if kind == "pull"]
+        times[record["rank"]] += pulls[-1:]
+    return times
+
+
+def timed(*overrides):
+    return simulated("runtime.gradients=false", "stop.steps=null", *overrides)
+
+
+# --- ADSP -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", ["one_slow", "mixed", "ashl_paper"])
+@pytest.mark.parametrize("commits", [2, 5])
+def test_adsp_has_equal_commits_at_check_points(cluster, commits):
+    ran = timed(f"cluster={cluster}", "sync=adsp", "sync.gamma_s=4", f"sync.commits={commits}", "stop.seconds=40")
+    times = commit_times(ran)
+    for check in range(1, 10):
+        done = [sum(time <= check * 4 * NS for time in worker) for worker in times]
+        assert max(done) - min(done) <= 1
+    waiting = sum(ledger["wait"] for ledger in ran.ledgers)
+    assert waiting == 0
+    assert max(ran.end["steps_by"]) > min(ran.end["steps_by"])  # the fast do more in the same time
+
+
+def test_adsp_searches_and_settles():
+    """Without gradients no rate pays: one period at C, one at C + 1, and back to C."""
+    ran = timed("cluster=one_slow", "sync=adsp", "sync.gamma_s=4", "sync.commits=2", "stop.seconds=24")
+    done = [[sum(time <= check * 4 * NS for time in worker) for check in range(1, 6)] for worker in commit_times(ran)]
+    assert all(abs(count - wanted) <= 1 for row in done for count, wanted in zip(row, [2, 5, 7, 9, 11], strict=True))
+
+
+def test_adsp_fits_the_curve_that_it_assumes():
+    a2, b, c = 0.4, 0.5, 0.1
+    samples = [(t, 1 / (a2 * t + b) + c) for t in (3.0, 4.0, 5.5)]
+    assert fit(samples) == pytest.approx((a2, b, c))
+    seconds = (1 / (0.2 - c) - b) / a2
+    assert reward(samples, 0.2) == pytest.approx(1 / seconds)
+    assert reward(samples, 0.05) == 0  # the curve never gets there
+
+
+def test_adsp_sees_no_reward_in_what_does_not_fall():
+    assert reward([(0, 1.0), (1, 1.0), (2, 1.0)], 0.1) == 0
+    assert reward([(0, 1.0), (1, 0.9)], 0.1) == 0
+    assert reward([(0, 1.0), (1, 0.9), (2, 0.05)], 0.1) == math.inf
+    assert 0 < reward([(0, 1.0), (1, 0.95), (2, 0.8)], 0.1) < math.inf  # falls ever faster: c = 0
+
+
+# --- DSSP -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", ["one_slow", "mixed"])
+def test_dssp_stays_in_its_range(cluster):
+    ran = timed(f"cluster={cluster}", "sync=dssp", "sync.s_low=1", "sync.s_high=6", "stop.seconds=20")
+    assert 1 < ran.end["max_lead"] <= 6
+
+
+def test_dssp_grants_what_waits_least():
+    """The fastest pushes every 3 s, now at 10; the slowest every 10 s, last at 9, so next at 19: arrivals at 10, 13, 16
+    and 19 wait 9, 6, 3 and 0 s."""
+    assert [grant((7, 10), (-1, 9), room) for room in range(6)] == [0, 1, 2, 3, 3, 3]
+    assert grant((7, 10), (0, 0), 5) == 0
+
+
+# --- AdaComm ----------------------------------------------------------------------------------------------------------
+
+
+def test_adacomm_shortens_its_period_as_the_loss_falls():
+    ran = simulated("cluster=homogeneous", "sync=adacomm", "sync.every_s=2", "stop.steps=null", "stop.seconds=14")
+    steps = [record["steps"] for record in ran.of("round") if record["rank"] == 0]
+    assert steps[0] == 16
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] <= 2
+    assert len({record["steps"] for record in ran.of("round") if record["round"] == len(steps) - 1}) == 1
+
+
+def test_adacomm_stretches_under_a_falling_rate_only():
+    """Halved to one step by the third check, stretched by √(0.1/0.025) = 2 where the rate has fallen to a quarter."""
+    rule, rates = conf_option("sync", "adacomm", local_steps=8, every_s=1.0), iter([0.1, 0.1, 0.1, 0.1, 0.025, 0.1])
+    clock = SimpleNamespace(control=None, start={"seconds": 0.0}, waiting=[0], loss=1.0, samples=0)
+    stage = SimpleNamespace(num_workers=1, trainer=SimpleNamespace(rate=lambda samples: next(rates)))
+    periods = []
+    for second in range(6):
+        rule.observe(stage, clock, None, float(second))
+        periods.append(clock.control.local_steps)
+    assert periods == [8, 4, 2, 1, 2, 1]
+
+
+# --- LB-BSP -----------------------------------------------------------------------------------------------------------
+
+
+def test_lb_bsp_waits_little_where_bsp_waits_much():
+    cluster = ("cluster=one_slow", "cluster.exchange_s=0.001", "dataset.batch_size=64", "stop.seconds=20")
+
+    def waits(sync):
+        ran = timed(f"sync={sync}", *cluster)
+        return sum(ledger["wait"] for ledger in ran.ledgers) / (4 * ran.time_ns), ran.end["samples"]
+
+    (bsp, few), (balanced, many) = waits("bsp"), waits("lb_bsp")
+    assert bsp > 0.5
+    assert balanced < 0.05
+    assert many > 2.5 * few
+
+
+def test_lb_bsp_follows_a_worker_that_turns_slower():
+    event = "cluster.events=[{time_s: 10, worker: 0, compute: 4}]"
+    cluster = ("cluster=homogeneous", "cluster.exchange_s=0.001", "dataset.batch_size=64", "stop.seconds=30")
+    ran = timed("sync=lb_bsp", event, *cluster)
+    late = [record for record in ran.of("round") if record["start_ns"] > 20 * NS and record["end_ns"] < 29 * NS]
+    times = [sum(end - start for kind, start, end in record["spans_ns"] if kind == "compute") for record in late]
+    assert max(times) < 1.1 * min(times)
+
+
+def test_lb_bsp_shares_out_the_whole_batch():
+    assert share_out(128, [1.0] * 4) == [32] * 4
+    assert share_out(128, [5.0, 5.0, 5.0, 1.0]) == [40, 40, 40, 8]
+    assert share_out(64, [1000.0, 1.0, 1.0]) == [60, 2, 2]
+    assert share_out(3, [9.0, 1.0, 1.0]) == [1, 1, 1]
+
+
+def test_lb_bsp_trains_on_what_it_shares_out():
+    ran = simulated("cluster=one_slow", "sync=lb_bsp", "stop.steps=400", "model.hidden=[16]", "optimizer.lr=0.05")
+    assert ran.end["loss"] < 0.5
+    assert ran.end["samples"] == 100 * 4 * ran.plan.stages[0].workers[0].batch

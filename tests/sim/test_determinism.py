@@ -1,0 +1,63 @@
+"""The same plan in another process, under another hash seed: the same parameters and records, byte for byte."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ashl.tracking import jsonl
+
+RUNS = {  # what has an order to lose: ties, arrivals, jitter, ports, events, evaluations
+    "ssp": ["sync=ssp", "cluster.jitter=0.3", "cluster.events=[{time_s: 0.5, worker: 1, compute: 6}]"],
+    "ties": ["sync=asp", "cluster=homogeneous", "eval.every_commits=7"],
+    "ports": [
+        "sync=backup",
+        "cluster.exchange_s=null",
+        "cluster.bandwidth_mbit_s=50",
+        "cluster.latency_s=0.001",
+        "cluster.server_bandwidth_mbit_s=50",
+        "dataset.partition=dirichlet",
+        "dataset.alpha=0.5",
+    ],
+    "ring": ["sync=local_sgd", "topology=all_reduce", "optimizer=adam"],
+}
+SCRIPT = """
+import json, sys
+from ashl.cli.app import main
+for name, overrides in json.loads(sys.argv[1]).items():
+    always = ["runtime=sim", "tracking=none", "tracking.events=all", "stop.steps=160", "model.hidden=[16]"]
+    assert main(["train", "-q", f"run.dir={name}", *always, *overrides]) == 0
+"""
+FILES = ("events.jsonl", "trace.json.gz", "plan.json", "config.yaml", "overrides.yaml")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    made = []
+    for hash_seed in ("1", "2"):
+        folder = tmp_path_factory.mktemp(f"hash{hash_seed}")
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, json.dumps(RUNS)], cwd=folder, env=environment, check=True, timeout=100
+        )
+        made.append(folder)
+    return made
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_another_process_and_another_hash_seed(name: str, folders: list[Path]) -> None:
+    one, other = (folder / name for folder in folders)
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
+    assert summaries[0]["params_sha256"] == summaries[1]["params_sha256"] is not None
+    for summary in summaries:
+        del summary["host_s"]
+    assert summaries[0] == summaries[1]
+    for file in FILES:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    metrics = [list(jsonl.read(run / "metrics.jsonl")) for run in (one, other)]
+    for record in [*metrics[0], *metrics[1]]:
+        del record["host_s"]
+    assert metrics[0] == metrics[1]

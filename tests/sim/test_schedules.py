@@ -1,0 +1,219 @@
+"""Stages in their order: where they give way, what goes over a border, and that nothing is lost there."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ashl import run
+from ashl.cli.compose import compose
+from ashl.compression.feedback import Residual
+from ashl.topology.local_work import WorkerState
+from ashl.topology.parameter_server import ServerState
+from tests.conf_option import conf_option
+from tests.support import simulated
+
+BASE = ("model.hidden=[16]", "cluster=ashl_paper", "optimizer.lr=0.05", "stop.epochs=10")
+COSINE = ("optimizer.schedule=cosine",)
+ORDER = {
+    "ashl": ["profile", "ahl", "shl"],
+    "ashl_reversed": ["profile", "shl", "ahl"],
+    "sync_first": ["profile", "bsp", "ahl", "shl"],
+    "qsr_tail": ["profile", "ahl", "shl", "qsr"],
+    "post_local": ["bsp", "local_sgd"],
+}
+MORE = {  # so that every stage is reached in ten epochs
+    "ashl": ("schedule.loss_switch=1.0",),
+    "ashl_reversed": ("schedule.loss_switch=1.0",),
+    "sync_first": ("schedule.loss_switch=1.0",),
+    "qsr_tail": ("schedule.loss_switch=1.0", "schedule.shl_epochs=1.5"),
+    "post_local": ("schedule.switch_epochs=2",),
+}
+
+
+def scheduled(name, *overrides):
+    return simulated(*BASE, f"schedule={name}", *MORE[name], *overrides)
+
+
+@pytest.fixture(scope="module", params=ORDER)
+def ran(request):
+    return request.param, scheduled(request.param, *COSINE, "eval.every_commits=1")
+
+
+def test_stages_come_in_their_order(ran):
+    name, run = ran
+    stages = run.of("stage")
+    assert [s["name"] for s in stages] == ORDER[name]
+    assert [s["stage"] for s in stages] == list(range(len(stages)))
+    ends = [s["end_ns"] for s in stages]
+    assert ends == sorted(set(ends))
+    assert stages[-1]["reason"] == "epochs"
+
+
+def test_they_give_way_where_their_rule_says(ran):
+    """At the first merge where it holds; of the other workers one push each, under way then, is merged at most."""
+    _, run = ran
+    begun = {"samples": 0, "end_ns": 0}
+    for record, plan in zip(run.of("stage")[:-1], run.plan.stages, strict=False):
+        if plan.until:
+            ((rule, bound),) = plan.until.items()
+            assert record["reason"] == rule
+            merges = [m for m, _ in run.snapshots if begun["end_ns"] < m["time_ns"] <= record["end_ns"]]
+            if rule == "epochs":
+                holds = [(m["samples"] - begun["samples"]) / 1437 >= bound for m in merges]
+            else:
+                holds = [m["loss"] <= bound for m in merges]
+            assert len(merges) - run.plan.num_workers <= holds.index(True) < len(merges)
+        begun = record
+
+
+def test_nothing_is_lost_at_a_border(ran):
+    _, run = ran
+    borders = run.of("stage")[:-1]
+    assert all(sum(s["dropped_by"]) == 0 for s in borders)
+    for border in borders:
+        taken = sum(r["steps"] for r in run.of("round") if r["stage"] <= border["stage"])
+        assert border["steps"] == taken == sum(border["steps_by"])
+    assert sum(r["steps"] for r in run.of("round") if not r["dropped"]) == run.end["steps"] == sum(run.end["steps_by"])
+
+
+def test_time_adds_up(ran):
+    _, run = ran
+    assert all(sum(ledger.values()) == run.time_ns for ledger in run.ledgers)
+
+
+def test_the_waits_of_the_stages_add_up(tmp_path):
+    chosen = [*BASE, *MORE["sync_first"], "schedule=sync_first", "runtime=sim", "tracking=none", f"run.dir={tmp_path}"]
+    assert run.train(compose(chosen, None), chosen, quiet=True) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    stages = summary["stages"]
+    assert [s["name"] for s in stages] == ORDER["sync_first"]
+    waits = [s["wait_share"] * (s["end_s"] - s["start_s"]) for s in stages]
+    assert sum(waits) == pytest.approx(summary["wait_share"] * summary["time_s"], rel=1e-9)
+    assert sum(s["steps"] for s in stages) == summary["steps"]
+    assert sum(s["commits"] for s in stages) == summary["commits"]
+    assert [s["start_s"] for s in stages[1:]] == [s["end_s"] for s in stages[:-1]]
+    by_name = {s["name"]: s for s in stages}
+    assert by_name["bsp"]["wait_share"] > 0.2
+    assert by_name["ahl"]["wait_share"] < by_name["bsp"]["wait_share"]
+
+
+# --- the hand-over ----------------------------------------------------------------------------------------------------
+
+LOCAL = ("schedule=post_local", "schedule.local_steps=1", "stop.epochs=4", "schedule.switch_epochs=2")
+WHOLE = ("sync=bsp", "sync.exchange=difference", "stop.epochs=4")
+
+
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_a_border_between_equal_stages_is_not_there(topology):
+    """Post-local SGD with H = 1 is BSP throughout, bit for bit and to the nanosecond: momentum goes over whole."""
+    two = simulated(*BASE, *LOCAL, f"topology={topology}")
+    one = simulated(*BASE, *WHOLE, f"topology={topology}")
+    assert [s["name"] for s in two.of("stage")] == ["bsp", "local_sgd"]
+    assert (two.sha256, two.time_ns, two.end["steps"]) == (one.sha256, one.time_ns, one.end["steps"])
+    assert two.ledgers == one.ledgers
+
+
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_momentum_is_handed_over_as_declared(topology):
+    kept, reset = (
+        simulated(*BASE, *LOCAL, f"topology={topology}", f"schedule.momentum={m}") for m in ("keep", "reset")
+    )
+    assert kept.sha256 != reset.sha256
+    plain = "optimizer.momentum=0"
+    a, b = (simulated(*BASE, *LOCAL, plain, f"schedule.momentum={m}") for m in ("keep", "reset"))
+    assert a.sha256 == b.sha256  # there is none
+
+
+def test_residuals_are_handed_over_as_declared():
+    topk = ("compression=topk", "compression.ratio=0.1")
+    kept, dropped = (simulated(*BASE, *LOCAL, *topk, f"schedule.residual={r}") for r in ("keep", "drop"))
+    assert kept.sha256 == simulated(*BASE, *WHOLE, *topk).sha256
+    assert kept.sha256 != dropped.sha256
+
+
+def entering(index, codec, **handover):
+    worker = SimpleNamespace(local_steps=4, compression_ratio=0.5, batch=8)
+    trainer = SimpleNamespace(moments=lambda: ("zero",))
+    resets = index > 0 and handover.get("momentum") == "reset"
+    plan = SimpleNamespace(handover=handover, workers=(worker,))
+    return SimpleNamespace(
+        index=index, plan=plan, codec=codec, trainer=trainer, sync=None, resets=resets, worker=lambda rank: worker
+    )
+
+
+def test_what_a_worker_takes_over():
+    feedback = SimpleNamespace()
+    state = WorkerState(params=None, moments=("old",), sender=Residual("error", "inner"))
+    state.enter(entering(1, feedback), 0)
+    assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
+    assert state.sender is None  # this codec keeps no residual
+    state.enter(entering(1, feedback, momentum="reset", residual="drop"), 0)
+    assert (state.moments, state.sender) == (("zero",), None)
+    state.moments = ("old",)
+    state.enter(entering(0, feedback, momentum="reset"), 0)
+    assert state.moments == ("old",)  # nothing came before the first stage
+
+
+def test_what_a_server_takes_over():
+    state = ServerState(None, ("old",), None, receivers={0: "state of a codec"}, memory="momentum")
+    state.enter(entering(1, None, momentum="keep"))
+    assert (state.moments, state.memory, state.receivers) == (("old",), "momentum", {})
+    state.enter(entering(1, None, momentum="reset"))
+    assert (state.moments, state.memory) == (("zero",), None)
+
+
+def test_what_a_buffer_holds_at_a_border_is_merged(monkeypatch):
+    """FedBuff as a first stage: three of a hundred may be left when its rule says so, and go in as a smaller merge."""
+    bsp = {"_target_": "ashl.sync.fedbuff.FedBuff", "buffer": 100, "local_steps": 1}
+    monkeypatch.setattr(
+        "ashl.schedule.post_local.bsp",
+        lambda choices, until: choices.stage("fedbuff", sync=bsp, local_steps=1, until={"seconds": 2.0}),
+    )
+    ran = simulated(*BASE, *LOCAL)
+    first = ran.of("stage")[0]
+    assert (first["name"], first["merges"], first["dropped_by"]) == ("fedbuff", 1, [0, 0, 0])
+    assert first["steps"] == sum(r["steps"] for r in ran.of("round") if r["stage"] == 0) > 3
+
+
+# --- QSR --------------------------------------------------------------------------------------------------------------
+
+
+def test_qsr_follows_the_rate():
+    """H = max(H_base, ⌊(α/η)²⌋) at the last average's rate, and never more than h_max."""
+    rule = conf_option("sync", "qsr", alpha=0.1, h_max=64)
+    rates = (1.0, 0.1, 0.05, 0.03, 0.0125, 0.001, 1e-300, 0.0)
+    assert [rule.grown(4, lr) for lr in rates] == [4, 4, 4, 11, 64, 64, 64, 4]
+    assert rule.grown(100, 1e-3) == 100
+
+
+def test_qsr_with_a_constant_rate_is_local_sgd():
+    qsr = simulated(*BASE, "sync=qsr", "sync.local_steps=3", "sync.alpha=0.05")
+    local = simulated(*BASE, "sync=local_sgd", "sync.local_steps=3")
+    assert (qsr.sha256, qsr.time_ns) == (local.sha256, local.time_ns)
+
+
+def test_the_tail_grows_with_equal_cycles():
+    """Workers with planned H = (H_1, …) all grow by the same factor, so that a barrier still finds them together."""
+    ran = scheduled("qsr_tail", *COSINE, "schedule.alpha=0.2", "planner=balanced", "schedule.h_max=32")
+    tail = [r for r in ran.of("round") if r["stage"] == 3]
+    by_rank = [[r["steps"] for r in tail if r["rank"] == rank and r["end_ns"] < ran.time_ns] for rank in range(3)]
+    slowest = by_rank[2]
+    assert slowest[0] == 2
+    assert slowest[1:] == sorted(slowest[1:])
+    assert slowest[-1] > 4
+    for other in by_rank[:2]:
+        assert all(abs(a / b - other[0] / 2) < 1 for a, b in zip(other, slowest, strict=True))
+
+
+def test_the_shares_and_the_ratios_are_planned_per_stage():
+    plan = scheduled("ashl_reversed", "schedule.profile_steps=0", "planner=paper").plan
+    shl, ahl = plan.stages
+    assert [w.local_steps for w in shl.workers][-1] == 2
+    assert [w.local_steps for w in ahl.workers][-1] == 8
+    assert {w.compression_ratio for w in ahl.workers} == {1.0}
+    assert min(w.compression_ratio for w in shl.workers) == pytest.approx(0.1)
+    assert shl.handover == {}
+    assert ahl.handover == {"momentum": "keep", "residual": "keep"}
+    assert torch.tensor([w.data_share for w in shl.workers]).sum().item() == pytest.approx(1)

@@ -1,0 +1,155 @@
+"""Profiles: declared costs, the JSON form, and what is refused."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from ashl.errors import UsageError
+from ashl.plan.profile import SCHEMA, Profile, WorkerProfile, declared
+from tests.conf_option import conf_option
+
+WORKER: dict[str, Any] = {
+    "step_s": 0.04,
+    "step_spread_s": 0.001,
+    "batch": 32,
+    "push_s": 0.03,
+    "pull_s": 0.02,
+    "latency_s": 0.01,
+    "push_bytes_s": 2e6,
+    "pull_bytes_s": None,
+    "compress_s": 0.0,
+}
+
+
+def profile(source: str = "measured", **changes: Any) -> Profile:
+    second = WorkerProfile(**{**WORKER, **changes})
+    return Profile(
+        schema=SCHEMA,
+        model="MLP",
+        num_params=10_000,
+        dense_bytes=40_000,
+        device="cpu",
+        source=source,
+        workers=(WorkerProfile(**WORKER), second),
+    )
+
+
+def with_entry(key: str, value: Any) -> str:
+    data = json.loads(profile().to_json())
+    data["workers"][1][key] = value
+    return json.dumps(data)
+
+
+def test_round_trip() -> None:
+    assert Profile.from_json(profile(push_s=1 / 3).to_json()) == profile(push_s=1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step_s", 0),
+        ("step_s", -0.1),
+        ("step_s", math.nan),
+        ("step_s", math.inf),
+        ("step_s", None),
+        ("step_s", "0.1"),
+        ("step_s", 1e-12),
+        ("step_spread_s", -1.0),
+        ("push_s", -1.0),
+        ("push_s", 0.0),  # measured: never zero
+        ("pull_s", 0.0),
+        ("latency_s", math.nan),
+        ("push_bytes_s", 0.0),
+        ("pull_bytes_s", math.inf),
+        ("compress_s", None),
+        ("batch", 0),
+        ("batch", 1.5),
+        ("batch", True),
+    ],
+)
+def test_a_cost_that_cannot_be_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^worker 1 of the profile: {key} is ") as caught:
+        Profile.from_json(with_entry(key, value))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_declared_cost_may_be_zero() -> None:
+    free = profile("declared", push_s=0.0, pull_s=0, push_bytes_s=None)
+    assert Profile.from_json(free.to_json()) == free
+
+
+def test_missing_unknown_and_broken() -> None:
+    data = json.loads(profile().to_json())
+    for broken, words in [
+        (
+            {**data, "workers": [{k: v for k, v in WORKER.items() if k != "push_s"}]},
+            "worker 0 of the profile lacks push_s",
+        ),
+        ({**data, "workers": [{**WORKER, "pushs": 1}]}, "worker 0 of the profile has 'pushs'"),
+        ({**data, "workers": [3]}, "worker 0 of the profile is no mapping"),
+        ({**data, "workers": []}, "no workers"),
+        ({**data, "workers": {}}, "are no list"),
+        ({k: v for k, v in data.items() if k != "num_params"}, "the profile lacks num_params"),
+        ({**data, "num_params": 0}, "num_params is 0"),
+        ({**data, "schema": 2}, "schema is 2"),
+        ({**data, "source": "guessed"}, "source is 'guessed'"),
+        ([], "no mapping"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Profile.from_json(json.dumps(broken))
+    with pytest.raises(ValueError, match="not JSON"):
+        Profile.from_json(profile().to_json()[:-5])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ({"num_workers": 3}, "2 workers and the cluster has 3"),
+        ({"model": "LeNet"}, "the model MLP and this one is LeNet"),
+        ({"num_params": 9}, "10000 parameters and the model has 9"),
+        ({"batch": 64}, "batches of 32 and dataset.batch_size is 64"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(what: dict[str, Any], words: str) -> None:
+    right: dict[str, Any] = {"num_workers": 2, "model": "MLP", "num_params": 10_000, "batch": 32}
+    profile().check(**right)
+    with pytest.raises(UsageError, match=words):
+        profile().check(**{**right, **what})
+
+
+def test_declared_exchange() -> None:
+    made = declared(conf_option("cluster", "ashl_paper", jitter=0.1), "LeNet", 1_000, 128)
+    assert [w.step_s for w in made.workers] == pytest.approx([0.04, 0.06, 0.08])
+    assert [w.step_spread_s for w in made.workers] == pytest.approx([0.004, 0.006, 0.008])
+    assert [w.push_s for w in made.workers] == [w.pull_s for w in made.workers] == pytest.approx([0.04, 0.06, 0.08])
+    assert [w.push_of(0.5) for w in made.workers] == pytest.approx([0.02, 0.03, 0.04])
+    assert (made.source, made.dense_bytes, made.workers[0].batch) == ("declared", 4_000, 128)
+    assert Profile.from_json(made.to_json()) == made
+
+
+def test_declared_links() -> None:
+    """Latency + bytes over the slower of the two ports: 1 MB at 4 Mbit/s takes 2 s, at 1 Mbit/s 8 s."""
+    ports = {"exchange_s": None, "bandwidth_mbit_s": 4.0, "latency_s": 0.25, "link": [1.0, 1.0, 4.0]}
+    made = declared(conf_option("cluster", "ashl_paper", **ports), "LeNet", 250_000, 128)
+    assert [w.push_s for w in made.workers] == pytest.approx([2.25, 2.25, 9.0])
+    assert [w.push_of(0.5) for w in made.workers] == pytest.approx([1.25, 1.25, 5.0])
+    behind = declared(conf_option("cluster", "ashl_paper", **ports, server_bandwidth_mbit_s=2), "LeNet", 250_000, 128)
+    assert [w.push_s for w in behind.workers] == pytest.approx([4.25, 4.25, 9.0])
+
+
+def test_free_links_cost_nothing_per_byte() -> None:
+    (first, *_) = declared(conf_option("cluster", "ashl_paper", exchange_s=0.0), "LeNet", 1_000, 128).workers
+    assert (first.push_s, first.push_bytes_s, first.push_of(0.1)) == (0.0, None, 0.0)
+
+
+@pytest.mark.parametrize("missing", ["step_s", "compress_s", "exchange_s"])
+def test_a_missing_cost_is_an_error(missing: str) -> None:
+    named = "bandwidth_mbit_s" if missing == "exchange_s" else missing
+    with pytest.raises(UsageError, match=f"cluster.{named}, which is not declared"):
+        declared(conf_option("cluster", "ashl_paper", **{missing: None}), "LeNet", 1_000, 128)
+
+
+def test_a_profile_needs_nothing_of_the_server() -> None:
+    assert declared(conf_option("cluster", "ashl_paper", server_step_s=None), "LeNet", 1_000, 128).workers
