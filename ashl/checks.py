@@ -101,7 +101,9 @@ def count_workers(cluster: Any, runtime: Any, topology: Any, world_size: int | N
     return given
 
 
-def check_targets(limits: Limits, gradients: bool) -> None:
-    """Where nothing is learned, nothing can be reached."""
+def check_targets(limits: Limits, gradients: bool, loss: str) -> None:
+    """Where nothing is learned, nothing can be reached, and a regression has no accuracy."""
+    if limits.target_accuracy is not None and loss == "squared":
+        raise UsageError("stop.target_accuracy: this data set's targets are values, not classes; take stop.target_loss")
     if not gradients and (limits.target_accuracy is not None or limits.target_loss is not None):
         raise UsageError("runtime.gradients=false learns nothing, so a target cannot be reached; drop stop.target_…")

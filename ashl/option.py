@@ -3,17 +3,26 @@
 Defaults live in the option's YAML file and nowhere else, so that a class never disagrees with its file.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 option = dataclass(frozen=True, kw_only=True, config=STRICT)
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Ratio = Annotated[float, Field(gt=0, le=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+
+def _no_truth_value(value: Any) -> Any:
+    """`true` is no number, although Python thinks so."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number, not true or false")
+    return value
+
+
+Number = BeforeValidator(_no_truth_value)
+Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
+Ratio = Annotated[float, Number, Field(gt=0, le=1)]
+Fraction = Annotated[float, Number, Field(ge=0, le=1)]
+Count = Annotated[int, Number, Field(ge=1, lt=2**63)]
+Natural = Annotated[int, Number, Field(ge=0, lt=2**63)]

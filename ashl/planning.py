@@ -19,6 +19,7 @@ from ashl.plan.given import read_plan, read_profile
 from ashl.plan.plan import SCHEMA, Plan
 from ashl.plan.profile import Profile
 from ashl.predict import predict
+from ashl.runtime.device import device_of
 from ashl.schedule.choices import Choices
 from ashl.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.trainer import HollowTrainer
@@ -48,7 +49,8 @@ def make_plan(
     data = parts["dataset"].load()
     limits = limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
-    check_targets(limits, parts["runtime"].gradients)
+    check_targets(limits, parts["runtime"].gradients, data.loss)
+    device_of(parts["runtime"])
     num_params = Learner(parts["model"], data, seed=settings.seed).num_params
     batch = parts["dataset"].batch_size
     given = given_profile(profile, settings, config, num_workers, num_params, batch)
@@ -72,7 +74,8 @@ def make_plan(
     )
     if settings.plan is not None:
         plan = given_plan(settings.plan, plan)
-    check_shards(plan, parts["dataset"], data)
+    if parts["runtime"].gradients:
+        check_shards(plan, parts["dataset"], data)
     return predicted(plan, parts["cluster"], len(data.train), batch)
 
 

@@ -65,7 +65,7 @@ class Speed:
         seconds = self.factors.at(worker, now_ns) * self.step_s * (work / self.batch)
         if self.cluster.jitter:
             seconds *= self._draw(worker)
-        return round(seconds * NS)
+        return max(1, round(seconds * NS))  # never nothing, or a clock could stand still
 
     def _draw(self, worker: int) -> float:
         k = self._drawn.get(worker, 0)

@@ -18,11 +18,17 @@ class Hollow(NamedTuple):
     """A tensor that is only a size: what travels when a run is timed without gradients."""
 
     nbytes: int
+    word: int = 0  # what rides on an all-reduce is there all the same
 
     def __add__(self, other: object) -> Hollow:  # type: ignore[override]
+        word = getattr(other, "word", 0)
+        return Hollow(self.nbytes, self.word + word) if word else self
+
+    def __sub__(self, other: object) -> Hollow:
         return self
 
-    __sub__ = __mul__ = __rmul__ = __radd__ = __add__  # type: ignore[assignment]
+    __radd__ = __add__  # type: ignore[assignment]
+    __mul__ = __rmul__ = __sub__  # type: ignore[assignment]
 
 
 class Message(NamedTuple):

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,6 +128,7 @@ def children(
         for place in places
     }
     try:
+        start_fork_server()
         for process in processes.values():
             process.start()
         yield processes
@@ -139,6 +141,17 @@ def children(
                 process.join()
         for leftover in run_dir.glob(".snapshot-*"):
             leftover.unlink(missing_ok=True)
+
+
+def start_fork_server() -> None:
+    """A Ctrl-C in the terminal reaches every process, and the fork server would die of it while it imports torch. It
+    inherits that the signal is blocked; here the signal waits until it is not."""
+    resource_tracker.ensure_running()  # it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def attend(plan: Plan, run_dir: Path, watch: Watch, store: dist.Store, processes: dict[int, BaseProcess]) -> dict:

@@ -130,7 +130,7 @@ def merge(stage: Stage, state: PeerState, total: Any) -> None:
 def pack(body: Any, weight: float, loss: float, word: int) -> Any:
     """c·body and two scalars that ride along, in one vector."""
     if isinstance(body, Hollow):
-        return body
+        return Hollow(body.nbytes, word)
     packed = torch.empty(body.numel() + RIDERS)
     torch.mul(body, weight, out=packed[:-RIDERS])
     packed[-2], packed[-1] = loss, word
@@ -140,6 +140,6 @@ def pack(body: Any, weight: float, loss: float, word: int) -> Any:
 def unpack(total: Any) -> tuple[Any, float, int]:
     """(update, mean loss, word)."""
     if isinstance(total, Hollow):
-        return total, 0.0, 0
+        return Hollow(total.nbytes), 0.0, total.word
     loss, word = total[-RIDERS:].tolist()
     return total[:-RIDERS], loss, int(word)

@@ -168,7 +168,7 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     steps, samples, loss, version, step_s, pull_s = message.meta
     staleness = clock.version - int(version)
     late = not (stage.sync.accepts(staleness) and stage.aggregate.accepts(staleness))
-    clock.observe(worker, staleness, loss)
+    clock.observe(worker, 0 if late else staleness, loss)  # staleness is told of what was applied
     clock.waiting[worker] = (staleness, late)
     if late or clock.diverged:
         clock.drop(worker, int(steps))

@@ -103,7 +103,7 @@ def test_a_killed_rank(rank: int, mode: str, train, workplace) -> None:
     assert code == 1
     summary = check_records(workplace / "run", "failed")
     assert summary["exit_reason"].startswith(f"{who} was killed by SIGKILL")
-    assert summary["steps"] > 0
+    assert summary["steps"] > 0 or who.startswith("the server"), "its counts are those of its last heartbeat"
 
 
 def test_a_stopped_worker_is_late(train, workplace) -> None:
@@ -196,7 +196,6 @@ def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, m
     check_records(workplace / "run", "failed")
 
 
-@pytest.mark.xfail(strict=True, reason="Ctrl-C kills the fork server while it still imports torch")
 def test_ctrl_c_at_the_very_start(workplace) -> None:
     """As in a terminal, where it reaches every process: at once when the fork server is there."""
     command = [sys.executable, "-m", "ashl.cli", "train", *LONG]

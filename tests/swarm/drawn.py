@@ -1,0 +1,149 @@
+"""Shared by the swarms: clusters drawn at random, a run on one that remembers everything, and the books of time."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ashl.aggregate.mean import Mean
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster, Event
+from ashl.cluster.speed import Speed
+from ashl.compression.none import Dense
+from ashl.plan.plan import Limits, StagePlan, WorkerPlan
+from ashl.predict import WITHOUT
+from ashl.program import program
+from ashl.runtime.sim import Sim
+from ashl.stage import Stage
+from ashl.trainer import HollowTrainer
+
+BATCH = 8
+WHAT = ("compute", "link")
+MOST_EVENTS = 50_000  # of one run: many times what the longest needs
+
+
+@dataclass
+class Seen:
+    """An observer that keeps everything."""
+
+    rounds: bool = True
+    stopping: str | None = None
+    scores: dict | None = None
+
+    def __post_init__(self) -> None:
+        self.records: list[dict] = []
+        self.commits: list[dict] = []  # the counts after each commit
+
+    def emit(self, record: dict) -> None:
+        self.records.append(record)
+
+    def snapshot(self, record: dict, params: Any) -> None:
+        self.commits.append(record)
+
+    def of(self, kind: str) -> list[dict]:
+        return [record for record in self.records if record["kind"] == kind]
+
+
+GUARDS = {"discount": None, "clip_norm": None, "max_delay": None}
+
+
+def drawn_cluster(rng: random.Random) -> Cluster:
+    """One to eight workers with any costs, behind declared exchange times or links with ports."""
+    n = rng.randint(1, 8)
+    equal = rng.random() < 0.25  # ties everywhere
+    declared = rng.random() < 0.5
+    nodes = not declared and rng.random() < 0.4
+    events = [
+        Event(time_s=rng.uniform(0, 2), worker=rng.randrange(n), **{rng.choice(WHAT): rng.uniform(0.3, 9)})
+        for _ in range(rng.choice([0, 0, 1, 4]))
+    ]
+    return Cluster(
+        compute=tuple(1.0 if equal else rng.uniform(0.5, 8) for _ in range(n)),
+        link=None if rng.random() < 0.3 else tuple(1.0 if equal else rng.uniform(0.5, 8) for _ in range(n)),
+        step_s=rng.choice([1e-9, 0.001, 0.02]),
+        exchange_s=rng.choice([0.0, 1e-9, 0.01, 0.3]) if declared else None,
+        bandwidth_mbit_s=None if declared else rng.choice([1.0, 100.0]),
+        latency_s=None if declared else rng.choice([0.0, 0.001, 0.05]),
+        server_bandwidth_mbit_s=None if declared else rng.choice([None, 1.0, 1000.0]),
+        compress_s=0.0,
+        server_step_s=rng.choice([0.0, 0.0, 0.003]),
+        node=tuple(rng.randrange(3) for _ in range(n)) if nodes else None,
+        inner_bandwidth_mbit_s=1000.0 if nodes else None,
+        jitter=rng.choice([0.0, 0.0, 0.2, 1.5]),
+        events=tuple(events),
+    )
+
+
+def drawn_limits(rng: random.Random) -> Limits:
+    """An end that comes, and soon, also where steps cost next to nothing."""
+    steps, seconds = rng.choice([None, 1, rng.randint(2, 150)]), rng.choice([None, 1e-9, rng.uniform(0, 2)])
+    if seconds is None or seconds > 1e-3:
+        steps = steps or rng.randint(2, 150)
+    return replace(WITHOUT, steps=steps, seconds=seconds, eval_every_commits=1)
+
+
+def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) -> Stage:
+    """A stage of this sync mode, its workers mostly alike."""
+    local_steps = sync.local_steps if isinstance(sync.local_steps, int) else 4
+    workers = [
+        WorkerPlan(
+            local_steps=local_steps if rng.random() < 0.7 or local_steps == 1 else rng.randint(1, 5),
+            batch=BATCH if rng.random() < 0.7 else rng.randint(1, 16),
+            data_share=rng.uniform(0.1, 1),
+            compression_ratio=1.0,
+            predicted_cycle_s=None,
+        )
+        for _ in range(n)
+    ]
+    specs = {key: {} for key in ("sync", "topology", "aggregate", "compression", "optimizer")}
+    return Stage(
+        index=0,
+        plan=StagePlan(name="swarm", until={}, workers=tuple(workers), **specs),
+        topology=topology,
+        sync=sync,
+        aggregate=Mean(scale=rng.choice([1.0, 2.5]), weights=rng.choice(["samples", "data_share"]), **GUARDS),
+        codec=Dense(),
+        trainer=HollowTrainer(rng.choice([1, 1000, 25_000]), 100),
+        limits=limits,
+        epoch_samples=100,
+    )
+
+
+def run(cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable | None = None) -> tuple[Sim, Seen]:
+    """Play the stages, or `main`, on all ranks. Fails where no end is in sight."""
+    seen, first = Seen(), stages[0]
+    num_ranks = cluster.num_workers + first.topology.has_server
+    sim = Sim(num_ranks, Speed(cluster, BATCH, seed), network(cluster, first.trainer.dense_bytes), seen)
+
+    def tick() -> None:
+        assert sim.events < MOST_EVENTS, f"no end in sight after {sim.now / 1e9} s on the clock"
+
+    sim.run(main or partial(program, stages=stages), tick)
+    return sim, seen
+
+
+def check_time(seen: Seen, n: int, end_ns: int) -> None:
+    """Every instant of every worker has one class, and the rounds of a worker follow each other without a gap.
+
+    Only the round before the last may have been recorded as longer than the run: the worker did not know yet.
+    """
+    for ledger in seen.of("ledger"):
+        assert sum(ledger["totals_ns"].values()) == end_ns
+        assert min(ledger["totals_ns"].values()) >= 0
+    cursor = dict.fromkeys(range(n), 0)
+    for record in seen.of("round"):
+        assert record["start_ns"] == min(cursor[record["rank"]], end_ns)
+        cursor[record["rank"]] = record["start_ns"]
+        for _, start, end in record["spans_ns"]:
+            assert start == cursor[record["rank"]] < end
+            cursor[record["rank"]] = end
+        assert record["end_ns"] == cursor[record["rank"]]
+    assert set(cursor.values()) == {end_ns}
+
+
+def check_mail(sim: Sim) -> None:
+    """Nothing was lost on the way: no message lies about, and nobody waits for one."""
+    assert not [mail.messages for mail in sim._mail if mail.messages]
+    assert not [mail.waiters for mail in sim._mail if mail.waiters]
+    assert not sim._collectives
