@@ -1,0 +1,33 @@
+"""A worker that turns three times slower in the middle of SHL: what the online planner recovers of it."""
+
+from tests.support import planned, simulated
+
+SLOWER_S, FROM_S, END_S = 10.0, 20.0, 60.0  # when it turns slower, and what is looked at
+BASE = (
+    "sync=shl",
+    "schedule=single",
+    "schedule.h_preset=[2]",
+    "runtime.gradients=false",
+    "cluster=homogeneous",
+    "cluster.exchange_s=0.02",
+)
+
+
+def late_rate(*overrides: str) -> tuple[float, int]:
+    """Steps/s of all workers once things have settled, and how often was planned anew."""
+    event = f"cluster.events=[{{time_s: {SLOWER_S}, worker: 0, compute: 3.0}}]"
+    ran = simulated(*BASE, event, f"stop.seconds={END_S}", *overrides)
+    steps = sum(r["steps"] for r in ran.of("round") if FROM_S < r["end_ns"] / 1e9 <= END_S and not r["dropped"])
+    assert ran.end["max_lead"] <= 3
+    return steps / (END_S - FROM_S), len(ran.of("replan"))
+
+
+def test_online_planning_recovers_what_a_static_plan_loses() -> None:
+    fresh = planned(*BASE, "planner=balanced", "cluster.compute=[3,1,1,1]").stages[0].predicted_steps_per_s
+    static, none = late_rate("planner=paper")
+    online, plans = late_rate("planner=online", "planner.h_max=8")
+    assert fresh is not None
+    assert none == 0
+    assert static < 0.6 * fresh, "else the case proves nothing"
+    assert online >= 0.8 * fresh
+    assert 1 <= plans <= 4, "it settles"
