@@ -37,7 +37,7 @@ CHUNK = 50
 def drawn_sync(rng: random.Random, topology: object, n: int) -> object:
     """Any sync mode that knows the topology."""
     h = rng.randint(1, 5)
-    modes = [
+    modes: list[object] = [
         BSP(exchange=rng.choice(["gradient", "difference"])),
         LocalSGD(local_steps=h),
     ]
