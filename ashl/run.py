@@ -198,8 +198,15 @@ def folder(config: Mapping[str, Any], plan: Plan) -> Path:
         return Path(config["run"]["dir"])
     day, moment = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
     base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"
-    taken = (base.with_name(f"{base.name}-{k}") for k in range(2, 1000))
-    return base if not base.exists() else next(path for path in taken if not path.exists())
+    for path in (base, *(base.with_name(f"{base.name}-{k}") for k in range(2, 1000))):
+        try:
+            path.mkdir(parents=True)  # made at once, so that two runs of the same second never share it
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise AshlError(f"cannot make the run folder {path} ({error.strerror}); choose another run.dir") from error
+        return path
+    raise AshlError(f"{base} and a thousand more like it exist; choose another run.dir")
 
 
 def write_inputs(recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan) -> None:

@@ -51,14 +51,15 @@ class Pace:
         time.sleep((due - now) / 1e9)
         return due
 
-    def departure(self, dst: int, nbytes: int, now_ns: int) -> tuple[int, int]:
-        """When the header and when the body of a message leave."""
+    def departure(self, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+        """When the header and when the body of a message leave, and until when this rank is busy sending."""
         if self.network is None or not nbytes:
-            return now_ns, now_ns
+            return now_ns, now_ns, now_ns
         if isinstance(self.network, Exchange):
-            return now_ns, now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
-        _, head, _ = self.network.depart(self.rank, dst, nbytes, now_ns)
-        return head, head
+            end = now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
+            return now_ns, end, end
+        _, head, tail = self.network.depart(self.rank, dst, nbytes, now_ns)
+        return head, head, tail
 
     def arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
         """When a message whose bytes are here counts as delivered."""

@@ -210,14 +210,13 @@ class TorchKernel:
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.body is None else effect.body.nbytes
         now = self._paced_now()
-        times = self.pace.departure(effect.dst, nbytes, now)
+        header_ns, body_ns, busy_ns = self.pace.departure(effect.dst, nbytes, now)
         if nbytes:
             self.node.ledger.traffic(now, nbytes, 0)
-            self._push_end = max(self._push_end, times[1])
+            self._push_end = max(self._push_end, busy_ns)
         assert self._links is not None
-        self._links.post(
-            effect.dst, effect.tag, effect.body, effect.meta, times, self._sent if nbytes else lambda _: None
-        )
+        sent = self._sent if nbytes else lambda _: None
+        self._links.post(effect.dst, effect.tag, effect.body, effect.meta, (header_ns, body_ns), sent)
 
     def _paced_now(self) -> int:
         """Where the last span should have ended, as long as the machine keeps up; else the clock."""

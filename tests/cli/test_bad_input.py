@@ -178,7 +178,6 @@ def test_a_second_run_into_the_same_folder(said, workplace) -> None:
     assert {file.name: file.read_bytes() for file in (workplace / "run").iterdir()} == before
 
 
-@pytest.mark.xfail(strict=True, reason="looked for first and made later")
 def test_two_runs_of_the_same_second(workplace, monkeypatch) -> None:
     monkeypatch.setattr(run.time, "strftime", lambda how: "now")
     config = compose(["runtime=sim"])

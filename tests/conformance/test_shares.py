@@ -25,7 +25,7 @@ LINKS = {
     "links",
     [
         "exchange",
-        pytest.param("ports", marks=pytest.mark.xfail(strict=True, reason="what a port still sends is called waiting")),
+        "ports",
     ],
 )
 def test_a_paced_run_spends_its_time_as_the_simulator_does(links: str, tmp_path) -> None:

@@ -27,7 +27,7 @@ from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
 from tests.swarm.drawn import BATCH, Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, run
 
-SEEDS = 1000
+SEEDS = 500
 CHUNK = 50  # seeds of one test: enough tests to name the seed that fails, few enough to be quick
 
 

@@ -30,7 +30,7 @@ from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
 from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, run
 
-SEEDS = 300
+SEEDS = 200
 CHUNK = 50
 
 
