@@ -121,7 +121,7 @@ def how_it_ended(watch: Watch, failure: Exception | None) -> tuple[str, str]:
     if watch.final is None:  # the ranks did not leave in order: nobody waited for them any longer
         return "interrupted", watch.stopping or "interrupted"
     reason = watch.stages[-1]["reason"]
-    if reason == "diverged":
+    if watch.final["diverged"]:
         return "diverged", watch.final["diverged"]
     return ("interrupted" if reason == "interrupted" else "finished"), reason
 

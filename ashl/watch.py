@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,12 +84,19 @@ class Watch:
             self.sha256 = hashlib.sha256(params.numpy().tobytes()).hexdigest()
             last = self.evaluations[-1] if self.evaluations else None
             if last and last["version"] == record["merges"]:
+                self.doubt(record, last)
                 return  # the model has not changed since the last evaluation
         scores = self.scores = self.job.learner.evaluate(params)
+        self.doubt(record, scores)
         time_s = record["time_ns"] / 1e9
         self.evaluations.append({**scores, "time_s": time_s, "version": record["merges"]})
         self.judge(scores, time_s)
         self.recorder.metric(self.metrics(record, scores, time_s))
+
+    def doubt(self, record: dict, scores: dict) -> None:
+        """A run that ends with a model of NaN has diverged, whether or not a worker lived to see it."""
+        if record.get("final") and not record["diverged"] and not math.isfinite(scores["train_loss"]):
+            record["diverged"] = f"the model's loss is {scores['train_loss']} after step {record['steps']}"
 
     def judge(self, scores: dict, time_s: float) -> None:
         """A target counts when it held for so many evaluations in a row; its time is that of the last of them."""

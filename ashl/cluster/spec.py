@@ -52,6 +52,7 @@ class Cluster:
             if values is not None and len(values) != n:
                 raise UsageError(
                     f"cluster.{name} has {len(values)} entries and cluster.compute has {n}; give one entry per worker"
+                    + (", or cluster.link=null where all links are equal" if name == "link" else "")
                 )
         if self.inner_bandwidth_mbit_s is not None and self.node is None:
             raise UsageError("cluster.inner_bandwidth_mbit_s needs cluster.node: which machine is each worker on?")

@@ -132,6 +132,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     word, reason, ahead = GO, None, None
     while True:
         message = ahead or await node.recv(stage.tag("push"), before_s=stage.deadline_s)
+        node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
             word, reason = STOP, "seconds"
             break

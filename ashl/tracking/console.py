@@ -129,6 +129,9 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     yield "waiting", f"{percent(summary.get('wait_share'))} of the workers' time{lead}"
+    slower = (summary.get("pace") or {}).get("slower_by") or 0.0
+    if slower > 0.02:
+        yield "pace", f"steps took {percent(slower)} longer than declared: this machine is too slow for this cluster"
     yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
 
 
