@@ -15,7 +15,7 @@ from ashl.data.dataset import Data
 from ashl.data.partition import shards
 from ashl.learner import Learner
 from ashl.optimizer.schedule import with_horizon
-from ashl.plan.plan import Plan, Spec, StagePlan
+from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
 from ashl.plan.profile import Profile, WorkerProfile, declared
 from ashl.schedule.choices import with_assignments
@@ -32,11 +32,11 @@ class Job:
     stages: tuple[Stage, ...]
 
 
-def declared_profile(cluster: Any, model: Spec, num_params: int, batch: int) -> Profile | None:
+def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> Profile | None:
     """What the configuration declares of the workers; None where it has to be measured."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
-    return declared(cluster, model["_target_"].rsplit(".", 1)[-1], num_params, batch)
+    return declared(cluster, model, num_params, batch)
 
 
 def payload_of(codec: Any, num_params: int) -> Callable[[float | None], float]:
@@ -49,7 +49,7 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
     stages = []
     planner = construct(plan.planner, "planner", plan.allow_targets)
     cluster = construct(plan.cluster, "cluster", plan.allow_targets)
-    known = declared_profile(cluster, plan.model, plan.num_params, plan.stages[0].workers[0].batch)
+    known = declared_profile(cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
     for index, (stage, trainer) in enumerate(zip(plan.stages, trainers, strict=True)):
         parts = {
             group: construct(getattr(stage, group), group, plan.allow_targets)
@@ -69,6 +69,8 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
                 following=index + 1 < len(plan.stages),
                 planner=planner,
                 profile=known,
+                seed=plan.seed,
+                nodes=getattr(cluster, "node", None),
                 payload=payload_of(parts["compression"], plan.num_params),
                 replan=partial(replanned, plan, index + 1, planner, parts["compression"]),
             )
@@ -82,7 +84,7 @@ def replanned(
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
     profile = Profile(
         schema=PROFILE_SCHEMA,
-        model=plan.model["_target_"].rsplit(".", 1)[-1],
+        model=plan.choices["model"],
         num_params=plan.num_params,
         dense_bytes=4 * plan.num_params,
         device="cpu",
@@ -94,10 +96,10 @@ def replanned(
     return profile, [s if s.h_preset is None else with_assignments(s, planner, profile, payload) for s in stages]
 
 
-def assemble(plan: Plan, device: str) -> Job:
-    """Everything that a process needs to run or to evaluate a plan."""
+def assemble(plan: Plan, device: str, data: Data | None = None) -> Job:
+    """Everything that a process needs to run or to evaluate a plan; `data` where it is loaded already."""
     dataset = construct(plan.dataset, "dataset", plan.allow_targets)
-    data = dataset.load()
+    data = data or dataset.load()
     learner = Learner(construct(plan.model, "model", plan.allow_targets), data, seed=plan.seed, device=device)
     runtime = construct(plan.runtime, "runtime", plan.allow_targets)
     if not runtime.gradients:

@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ashl.cluster.spec import RealCluster
 from ashl.compression.feedback import with_feedback
 from ashl.construct import construct
-from ashl.errors import UsageError
-from ashl.plan.plan import Limits, StagePlan
+from ashl.errors import UnusedKeyError, UsageError
+from ashl.plan.plan import Limits, StagePlan, WorkerPlan
+from ashl.stage import extra_ranks
 
+INSTEAD = {"gossip": "sync=d_psgd", "partial_all_reduce": "sync=ripples_smart"}  # a mode that knows the topology
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "plateau"}  # rules by which a stage ends
 
 
-def refuse_sync(config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
     """A schedule that says which sync mode each stage has leaves nothing for `sync=` to say."""
     given = [override for override in overrides if override.lstrip("+").startswith(("sync=", "sync."))]
     if given:
-        name = config["schedule"]["_target_"].rsplit(".", 2)[-2]
-        raise UsageError(
-            f"schedule={name} names the sync mode of each of its stages, so {given[0]} has no say; drop it, or "
-            "take schedule=single"
+        raise UnusedKeyError(
+            f"schedule={schedule} names the sync mode of each of its stages, so {given[0]} has no say; drop it, or "
+            "take schedule=single",
+            given[0].lstrip("+").partition("=")[0],
         )
 
 
-def check_combination(parts: dict[str, Any]) -> None:
-    """Refuse what makes no sense, saying why and what to take instead."""
+def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None:
+    """Refuse what makes no sense, saying why and what to take instead. `choices` has the options' names."""
     sync, topology, runtime, cluster = (parts[key] for key in ("sync", "topology", "runtime", "cluster"))
-    topology_name = type(topology).__module__.rsplit(".", 1)[-1]
-    sync_name = type(sync).__module__.rsplit(".", 1)[-1] if sync is not None else ""
-    if sync is not None and topology_name not in sync.topologies:
+    topology_name, sync_name = choices["topology"], choices["sync"]
+    if sync is not None and mechanism(topology) not in sync.topologies:
         why = {
             "all_reduce": "a sum over all workers cannot start before the last one has come, so nobody can be ahead",
-        }.get(topology_name, f"{sync_name} has no rule for it")
+            "gossip": "its workers share no model that they could wait for",
+        }.get(mechanism(topology), f"{sync_name} has no rule for it")
+        other = INSTEAD.get(mechanism(topology), "sync=bsp or sync=local_sgd")
         raise UsageError(
             f"sync={sync_name} makes no sense with topology={topology_name}: {why}; take "
-            f"topology={' or '.join(sync.topologies)}, or sync=bsp or sync=local_sgd"
+            f"topology={' or '.join(sync.topologies)}, or {other}"
+        )
+    if getattr(sync, "resizes", False) and not follows_samples(parts["aggregate"]):
+        raise UsageError(
+            f"aggregate={choices['aggregate']} makes no sense with sync={sync_name}: its workers' batches differ, and "
+            "only weights by samples make one mean gradient of them; take aggregate=samples"
         )
     codec = with_feedback(parts["compression"])
-    if not topology.has_server and not codec.flags.lossless:
-        name = type(parts["compression"]).__module__.rsplit(".", 1)[-1]
+    if getattr(topology, "replicas", False):
+        if sync is not None:
+            check_replicas(parts, choices, codec.flags.lossless)
+    elif not topology.has_server and not codec.flags.lossless:
         raise UsageError(
-            f"compression={name} makes no sense with topology={topology_name}: what a sum meets on its way must add "
-            "up, and compressed vectors do not; take compression=none, or topology=parameter_server"
+            f"compression={choices['compression']} makes no sense with topology={topology_name}: what a sum meets on "
+            "its way must add up, and compressed vectors do not; take compression=none, or topology=parameter_server"
+            + (", or one sync mode for the whole run, as in sync=bsp" if sync is None else "")
         )
     if topology.has_server and topology.pull_ratio is not None and codec.flags.lossless:
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
@@ -65,9 +77,26 @@ def check_combination(parts: dict[str, Any]) -> None:
         )
 
 
+def check_replicas(parts: Mapping[str, Any], choices: Mapping[str, str], lossless: bool) -> None:
+    """Where every worker has a model of its own, models travel, and their weights are those of the meeting."""
+    if not lossless and not getattr(parts["sync"], "compresses", False):
+        raise UsageError(
+            f"compression={choices['compression']} makes no sense with sync={choices['sync']}: whole models travel, "
+            "and most of a compressed model would be zero; take compression=none, or sync=choco: it sends differences"
+        )
+    aggregate = parts["aggregate"]
+    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key, None) is not None]
+    if choices["aggregate"] != "mean" or guards or aggregate.scale != 1:
+        what = f".{(guards or ['scale'])[0]}" if choices["aggregate"] == "mean" else f"={choices['aggregate']}"
+        raise UsageError(
+            f"topology={choices['topology']} has no place for aggregate{what}: workers average their models, and "
+            "nobody adds up updates; leave aggregate as it is"
+        )
+
+
 def check_stages(stages: Sequence[StagePlan], topology: Any, gradients: bool, allow: Sequence[str]) -> None:
     """Refuse a schedule whose stages the topology cannot run, or that needs a loss where nothing is learned."""
-    name = type(topology).__module__.rsplit(".", 1)[-1]
+    name = mechanism(topology)
     for stage in stages:
         sync = construct(stage.sync, "sync", allow)
         if not gradients and set(stage.until) & NEED_LOSS:
@@ -78,13 +107,35 @@ def check_stages(stages: Sequence[StagePlan], topology: Any, gradients: bool, al
         if name not in sync.topologies:
             raise UsageError(
                 f"stage {stage.name} of the schedule has no rule for topology={name}; take "
-                f"topology={' or '.join(sync.topologies)}, or one sync mode for the whole run, as in sync=bsp"
+                f"topology={' or '.join(sync.topologies)}, or one sync mode for the whole run, as in "
+                f"{INSTEAD.get(name, 'sync=bsp')}"
             )
 
 
-def count_workers(cluster: Any, runtime: Any, topology: Any, world_size: int | None) -> int:
+def follows_samples(aggregate: Any) -> bool:
+    """Whether a worker with three times the samples has three times the weight."""
+    one = WorkerPlan(local_steps=1, batch=1, data_share=0.5, compression_ratio=1.0, predicted_cycle_s=None)
+    few, many = aggregate.weigh([one, replace(one, batch=3)])
+    return many == 3 * few
+
+
+def mechanism(topology: Any) -> str:
+    """The name by which sync modes know a topology, whatever the option is called that chose it."""
+    return type(topology).__module__.rsplit(".", 1)[-1]
+
+
+def check_workers(sync: Any, topology: Any, num_workers: int, seed: int) -> None:
+    """Refuse rules that so many workers cannot keep."""
+    if hasattr(sync, "quorum"):
+        sync.quorum(num_workers)
+    if hasattr(topology, "check"):
+        topology.check(sync, num_workers, seed)
+
+
+def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
     """How many workers there are. Raises UsageError where the job's size says otherwise."""
-    given, extra = cluster.num_workers, int(topology.has_server)
+    cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
+    given, extra = cluster.num_workers, extra_ranks(topology, parts["sync"])
     if runtime.name != "torchrun":
         if given is None:
             raise UsageError("cluster=real needs the number of processes: give cluster.num_workers=2, say")
@@ -94,8 +145,9 @@ def count_workers(cluster: Any, runtime: Any, topology: Any, world_size: int | N
     if given is None and world_size - extra >= 1:
         return world_size - extra
     if given is None or given + extra != world_size:
+        beside = " and a server" if topology.has_server else " and a coordinator"
         raise UsageError(
-            f"the job has {world_size} processes, but {given or 1} workers{' and a server' if extra else ''} need "
+            f"the job has {world_size} processes, but {given or 1} workers{beside if extra else ''} need "
             f"{(given or 1) + extra}; change --nproc-per-node or the cluster"
         )
     return given

@@ -13,6 +13,14 @@ class UsageError(AshlError):
     exit_code = 2
 
 
+class UnusedKeyError(UsageError):
+    """A key that other options have, and the chosen one has not: an error in one run, left out in a sweep over them."""
+
+    def __init__(self, text: str, key: str) -> None:
+        super().__init__(text)
+        self.key = key
+
+
 class DataMissingError(AshlError):
     """A data set is not where it was looked for."""
 

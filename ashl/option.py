@@ -22,6 +22,7 @@ def _no_truth_value(value: Any) -> Any:
 Number = BeforeValidator(_no_truth_value)
 Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
+Duration = Annotated[NonNegative, Field(le=1e9)]  # seconds, up to 30 years: what a clock of nanoseconds can bear
 Ratio = Annotated[float, Number, Field(gt=0, le=1)]
 Fraction = Annotated[float, Number, Field(ge=0, le=1)]
 Count = Annotated[int, Number, Field(ge=1, lt=2**63)]

@@ -7,9 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from ashl.build import declared_profile, payload_of, rules
-from ashl.checks import check_combination, check_stages, check_targets, count_workers, refuse_sync
+from ashl.checks import (
+    check_combination,
+    check_stages,
+    check_targets,
+    check_workers,
+    count_workers,
+    refuse_sync,
+)
 from ashl.cluster.spec import Cluster
-from ashl.construct import construct
+from ashl.construct import construct, own_faults
 from ashl.data.dataset import Data
 from ashl.data.partition import shards
 from ashl.errors import UsageError
@@ -22,6 +29,7 @@ from ashl.predict import predict
 from ashl.runtime.device import device_of
 from ashl.schedule.choices import Choices
 from ashl.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
+from ashl.stage import extra_ranks
 from ashl.trainer import HollowTrainer
 
 
@@ -31,21 +39,42 @@ def make_plan(
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
 ) -> Plan:
-    """Check every choice and every combination, and resolve them into a plan.
+    """The plan alone, see `plan_and_data`."""
+    return plan_and_data(config, world_size, overrides, profile)[0]
+
+
+def plan_and_data(
+    config: Mapping[str, Any],
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+    profile: Profile | None = None,
+) -> tuple[Plan, Data]:
+    """Check every choice and every combination, and resolve them into a plan; with it comes the data set, which a check
+    has loaded.
 
     `world_size` is the number of processes of the job that this one is part of, where there is one; `overrides` is what
     the user wrote; `profile` what was just measured. Precedence: plan=FILE, what was measured, profile=FILE, cluster.*.
     Raises UsageError and DataMissingError; afterwards nothing is left to refuse.
     """
     settings = settings_of(config)
+    with own_faults(settings.allow_targets):
+        return _plan_and_data(config, settings, world_size, overrides, profile)
+
+
+def _plan_and_data(
+    config: Mapping[str, Any],
+    settings: Settings,
+    world_size: int | None,
+    overrides: Sequence[str],
+    profile: Profile | None,
+) -> tuple[Plan, Data]:
     parts = {group: construct(config[group], group, settings.allow_targets) for group in GROUPS}
     if parts["schedule"].names_sync:
-        refuse_sync(config, overrides)
+        refuse_sync(config["choices"]["schedule"], overrides)
         parts["sync"] = None
-    check_combination(parts)
-    num_workers = count_workers(parts["cluster"], parts["runtime"], parts["topology"], world_size)
-    if parts["sync"] is not None:
-        parts["sync"].quorum(num_workers)
+    check_combination(parts, config["choices"])
+    num_workers = count_workers(parts, world_size)
+    check_workers(parts["sync"], parts["topology"], num_workers, settings.seed)
     data = parts["dataset"].load()
     limits = limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
@@ -58,11 +87,12 @@ def make_plan(
     check_stages(stages, parts["topology"], parts["runtime"].gradients, settings.allow_targets)
     plan = Plan(
         schema=SCHEMA,
-        name=settings.name or name_of(config, parts),
+        name=settings.name or name_of(config["choices"], parts),
         seed=settings.seed,
         num_workers=num_workers,
-        num_ranks=num_workers + parts["topology"].has_server,
+        num_ranks=num_workers + extra_ranks(parts["topology"], parts["sync"]),
         num_params=num_params,
+        choices={g: option for g, option in config["choices"].items() if parts.get(g, option) is not None},
         model=dict(config["model"]),
         dataset=dict(config["dataset"]),
         cluster=dict(config["cluster"]),
@@ -76,7 +106,7 @@ def make_plan(
         plan = given_plan(settings.plan, plan)
     if parts["runtime"].gradients:
         check_shards(plan, parts["dataset"], data)
-    return predicted(plan, parts["cluster"], len(data.train), batch)
+    return predicted(plan, parts["cluster"], len(data.train), batch), data
 
 
 def choices_of(
@@ -85,22 +115,23 @@ def choices_of(
     """What the schedule is given to make stages of."""
     batch = parts["dataset"].batch_size
     return Choices(
+        names=config["choices"],
         specs={group: dict(config[group]) for group in STAGE_GROUPS},
         local_steps=parts["sync"].local_steps if parts["sync"] is not None else 1,
         batch=batch,
         num_workers=num_workers,
         planner=parts["planner"],
-        profile=given or declared_profile(parts["cluster"], config["model"], num_params, batch),
+        profile=given or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
         payload=payload_of(parts["compression"], num_params),
         ratio=getattr(parts["compression"], "ratio", None),
         given=given is not None,
     )
 
 
-def name_of(config: Mapping[str, Any], parts: dict[str, Any]) -> str:
+def name_of(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
     """What was chosen, in short."""
     what = "sync" if parts["sync"] is not None else "schedule"
-    return "-".join(config[group]["_target_"].rsplit(".", 2)[-2] for group in (what, "model", "dataset"))
+    return "-".join(choices[group] for group in (what, "model", "dataset"))
 
 
 def check_shards(plan: Plan, dataset: Any, data: Data) -> None:
@@ -116,7 +147,17 @@ def predicted(plan: Plan, cluster: Any, epoch_samples: int, batch: int) -> Plan:
         return plan
     hollow = HollowTrainer(plan.num_params, epoch_samples)
     stages = rules(plan, [hollow] * len(plan.stages))
-    return replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
+    plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
+    return replace(plan, predicted_s=duration_s(plan, epoch_samples))
+
+
+def duration_s(plan: Plan, epoch_samples: int) -> float | None:
+    """What the run should take by its limits. Of stages that follow one another nobody knows beforehand when they
+    change, so it is as long as the slowest of them would take for all."""
+    rates = [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s is not None]
+    steps = plan.num_steps(epoch_samples)
+    bounds = [plan.limits.seconds, None if steps is None or not rates else steps / min(rates)]
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def given_profile(
@@ -130,7 +171,8 @@ def given_profile(
     """The profile that was just measured, or that the user gave. Raises UsageError where it is of something else."""
     profile = measured or (read_profile(settings.profile) if settings.profile else None)
     if profile is not None:
-        profile.check(num_workers, config["model"]["_target_"].rsplit(".", 1)[-1], num_params, batch)
+        model, before = config["choices"]["model"], config["model"]["_target_"].rpartition(".")[2]
+        profile.check(num_workers, before if profile.model == before else model, num_params, batch)  # its class once
     return profile
 
 
@@ -139,7 +181,7 @@ def given_plan(path: str, own: Plan) -> Plan:
     plan = read_plan(path)
     clashes = (
         ("workers", plan.num_workers, own.num_workers),
-        ("model", plan.model["_target_"], own.model["_target_"]),
+        ("model", plan.choices.get("model", own.choices["model"]), own.choices["model"]),
         ("parameters", plan.num_params, own.num_params),
     )
     for what, theirs, ours in clashes:

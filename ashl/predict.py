@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed
-from ashl.plan.plan import Limits, StagePlan
+from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.program import program
 from ashl.runtime.sim import Sim
-from ashl.stage import Stage
+from ashl.stage import Stage, extra_ranks
 
 CYCLES = 64  # of every worker: enough for the slack of a bounded lead to be used up
 ROUNDS = 20_000  # of all workers together: enough for thousands of them, and quick
@@ -60,26 +61,39 @@ def timed(stage: Stage, cluster: Cluster, steps: int, batch: int, num_ranks: int
     return seen
 
 
+def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
+    """Steps between two merges: one where gradients are exchanged, as many as fill the interval where the sync mode has
+    one, else the plan's H."""
+    interval_ns = getattr(stage.sync, "interval_s", 0.0) * NS
+    if stage.sync.exchange == "gradient":
+        return 1
+    return math.ceil(interval_ns / step_ns) if interval_ns else worker.local_steps
+
+
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     """The stage's plan with each worker's cycle, and steps/s and wait share in the long run, filled in."""
     plan, n = stage.plan, stage.num_workers
     if hasattr(stage.sync, "role"):  # a stage that only measures takes no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=())
-    num_ranks = n + stage.topology.has_server
-    per_cycle = sum(1 if stage.sync.exchange == "gradient" else w.local_steps for w in plan.workers)
+    num_ranks = n + extra_ranks(stage.topology, stage.sync)
+    speed = Speed(steady, batch, seed=0)
+    step_ns = [speed.cost_ns(rank, "compute", worker.batch, 0) or 1 for rank, worker in enumerate(plan.workers)]
+    local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(plan.workers, step_ns, strict=True)]
+    per_cycle = sum(local_steps)
     cycles = max(4, min(CYCLES, ROUNDS // n))
     half = timed(stage, steady, cycles * per_cycle, batch, num_ranks)
     whole = timed(stage, steady, 2 * cycles * per_cycle, batch, num_ranks)
     span_ns = whole.end_ns - half.end_ns
-    speed = Speed(steady, batch, seed=0)
     net = network(steady, stage.trainer.dense_bytes)
     workers = []
     for rank, worker in enumerate(plan.workers):
-        step_ns = speed.cost_ns(rank, "compute", worker.batch, 0)
-        assert step_ns is not None
-        exchange_ns = net.exchange_ns(rank, n, stage.trainer.dense_bytes, stage.topology.has_server)
-        workers.append(replace(worker, predicted_cycle_s=(worker.local_steps * step_ns + exchange_ns) / NS))
+        if hasattr(stage.topology, "exchange_ns"):
+            exchange_ns = stage.topology.exchange_ns(stage, net, rank)
+        else:
+            exchange_ns = net.exchange_ns(rank, n, stage.trainer.dense_bytes, stage.topology.has_server)
+        cycle_ns = local_steps[rank] * step_ns[rank] + exchange_ns
+        workers.append(replace(worker, predicted_cycle_s=cycle_ns / NS))
     return replace(
         plan,
         workers=tuple(workers),

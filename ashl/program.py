@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -11,21 +12,23 @@ from ashl.runtime.node import Node
 from ashl.stage import STOP, Stage
 
 
-async def program(node: Node, stages: Sequence[Stage]) -> None:
-    """Play this rank's role in every stage, until one ends the run."""
+async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None) -> None:
+    """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there."""
     first = stages[0]
-    state = first.topology.begin(first, node.rank)
+    begin, state = saved or (0, first.topology.begin(first, node.rank))
     if node.rank == first.home:
         node.counter = state.clock
-    for index in range(len(stages)):
+    if state.assigned is not None:
+        stages = reassigned(stages, *state.assigned)
+    for index in range(begin, len(stages)):
         stage = stages[index]
         if await role(stage, node.rank)(node, stage, state) == STOP:
             break
-        if state.assigned is not None:
-            stages, state.assigned = reassigned(stages, index + 1, state.assigned), None
-    if node.rank == first.home:
-        clock = state.clock
-        node.snapshot(state.params, final=True, time_ns=clock.end_ns, **clock.report())
+        if state.assigned is not None and state.assigned[0] == index + 1:
+            stages = reassigned(stages, *state.assigned)
+    counts = {"time_ns": state.clock.end_ns, **state.clock.report()} if node.rank == first.home else {}
+    if counts or first.replicas:
+        node.snapshot(state.params, final=True, **counts)
 
 
 def role(stage: Stage, rank: int) -> Callable[..., Coroutine]:

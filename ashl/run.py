@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import signal
 import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,16 @@ import torch
 import yaml
 from rich.console import Console
 
-from ashl.build import Job, assemble, declared_profile
-from ashl.cluster.network import network
-from ashl.cluster.speed import Speed
-from ashl.construct import construct
-from ashl.errors import AshlError
+from ashl.build import assemble, declared_profile
+from ashl.construct import construct, own_faults
+from ashl.digest import config_hash
+from ashl.errors import AshlError, UsageError
 from ashl.plan.given import read_profile
 from ashl.plan.plan import Plan
-from ashl.planning import make_plan
-from ashl.program import program
-from ashl.runtime import launch
+from ashl.planning import make_plan, plan_and_data
+from ashl.runtime import checkpoint, launch
 from ashl.runtime.device import device_of
-from ashl.runtime.sim import Sim
+from ashl.simulate import PausedError, simulate
 from ashl.summary import summarise
 from ashl.tracking import mlflow
 from ashl.tracking.console import Progress, outcome
@@ -38,40 +33,55 @@ from ashl.tracking.recorder import Recorder
 from ashl.watch import Watch
 
 RUNS = Path("runs")
+PAUSED = "paused"  # why a run ended that stands still at a checkpoint
 MLFLOW_S = 30.0  # how long the end of a run waits for its copy in MLflow
 
 
-def train(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) -> int:
-    """Plan, run, record; returns the exit code of a run that ended as it should.
+def train(
+    config: dict[str, Any],
+    overrides: list[str],
+    *,
+    quiet: bool = False,
+    resume: Path | None = None,
+    pause_s: float | None = None,
+) -> int:
+    """Plan, run, record; returns the exit code of a run that ended as it should. `resume` is the folder of a run to go
+    on with from its checkpoint; with `pause_s` the run ends at one, without a summary (see `ashl.simulate`).
 
     Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
     KeyboardInterrupt when it was interrupted; the records are complete by then.
     """
     tracking = construct(config["tracking"], "tracking", config["allow_targets"])
     config, job = joined(config)
-    plan = make_plan(config, job.world_size if job else None, overrides)
+    plan, data = plan_and_data(config, job.world_size if job else None, overrides)
     if job and job.rank != plan.home:
         return launch.take_part(plan, job)
-    run_dir = folder(config, plan)
-    recorder = Recorder(run_dir, tracking.events)
-    write_inputs(recorder, config, overrides, plan)
+    saved = None if resume is None else taken_up(resume, config)
+    run_dir = resume or folder(config, plan)
+    recorder = Recorder(run_dir, tracking.events, saved and saved["sizes"])
+    write_inputs(recorder, config, overrides, None if saved else plan)
     console = Console(highlight=False)
     runtime = construct(plan.runtime, "runtime")
     torch.set_num_threads(runtime.threads)
     progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
-    watch = Watch(plan, assemble(plan, device_of(runtime)), recorder, progress, rounds=tracking.events != "none")
+    whole = assemble(plan, device_of(runtime), data)
+    watch = Watch(plan, whole, recorder, progress, rounds=tracking.events != "none")
     writer = start_mlflow(tracking, run_dir, plan, config, overrides)
     failure: Exception | None = None
     with interrupts(watch):
         try:
-            pace = drive(plan, run_dir, watch, job)
+            with own_faults(plan.allow_targets, AshlError):
+                pace = drive(plan, run_dir, watch, job, saved=saved, **checkpoints(config, pause_s))
+        except PausedError as paused:
+            pace, watch.stopping = None, PAUSED
+            watch.stand(paused.models, paused.time_s)
         except Exception as error:  # whatever it was, the records are finished first
             failure, pace = error, None
         finally:
             progress.close()
         status, reason = how_it_ended(watch, failure)
         summary = summarise(watch, runtime.name, status, reason, pace)
-        finish(recorder, summary, failure)
+        finish(watch, summary, failure)
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not quiet:
         outcome(console, summary, run_dir, link)
@@ -81,7 +91,7 @@ def train(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) 
         raise failure
     if status == "diverged":
         raise AshlError(f"the run diverged: {reason}; lower optimizer.lr, say. Its records are in {run_dir}")
-    if status == "interrupted":
+    if status == "interrupted" and reason != PAUSED:
         raise KeyboardInterrupt
     return 0
 
@@ -91,24 +101,49 @@ def joined(config: dict[str, Any]) -> tuple[dict[str, Any], launch.Membership | 
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
     job = launch.membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
     if job and kind == "LocalRuntime":
-        config = {**config, "runtime": {**config["runtime"], "_target_": "ashl.runtime.option.TorchrunRuntime"}}
+        config = {
+            **config,
+            "choices": {**config["choices"], "runtime": "torchrun"},
+            "runtime": {**config["runtime"], "_target_": "ashl.runtime.option.TorchrunRuntime"},
+        }
     return config, job
 
 
-def drive(plan: Plan, run_dir: Path, watch: Watch, job: launch.Membership | None) -> dict | None:
+def drive(plan: Plan, run_dir: Path, watch: Watch, job: launch.Membership | None, **saving: Any) -> dict | None:
     """Run the plan where it wants to be run; returns how a paced run kept its pace."""
     if plan.runtime["_target_"].endswith("SimRuntime"):
-        simulate(plan, watch.job, watch)
+        simulate(plan, watch.job, watch, **saving)
         return None
     if job:
         return launch.join(plan, run_dir, watch, job)
     return launch.launch(plan, run_dir, watch)
 
 
-def finish(recorder: Recorder, summary: dict, failure: Exception | None) -> None:
+def checkpoints(config: dict[str, Any], pause_s: float | None) -> dict[str, Any]:
+    """What `simulate` is told of checkpoints."""
+    return {"identity": identity(config), "every_s": config["run"]["checkpoint_s"], "pause_s": pause_s}
+
+
+def identity(config: dict[str, Any]) -> str:
+    """What a run is, apart from when it stops."""
+    return config_hash({**config, "stop": None})
+
+
+def taken_up(run_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of this run. Raises UsageError where there is none, or where it is of another run."""
+    saved = checkpoint.read(run_dir)
+    if saved["run"] != identity(config):
+        raise UsageError(f"the checkpoint in {run_dir} is of another run; only stop.* may change when a run goes on")
+    return saved
+
+
+def finish(watch: Watch, summary: dict, failure: Exception | None) -> None:
     """Close the records. When the run has failed already (a full disk, say), that is what the user hears of."""
     try:
-        recorder.close(summary)
+        try:
+            watch.conclude(summary)
+        finally:
+            watch.recorder.close(summary)
     except AshlError:
         if failure is None:
             raise
@@ -118,6 +153,8 @@ def how_it_ended(watch: Watch, failure: Exception | None) -> tuple[str, str]:
     """(status, reason)."""
     if failure is not None:
         return "failed", str(failure)
+    if watch.stopping == PAUSED:
+        return "interrupted", PAUSED
     if watch.final is None:  # the ranks did not leave in order: nobody waited for them any longer
         return "interrupted", watch.stopping or "interrupted"
     reason = watch.stages[-1]["reason"]
@@ -129,9 +166,9 @@ def how_it_ended(watch: Watch, failure: Exception | None) -> tuple[str, str]:
 def dry_run(config: dict[str, Any], overrides: list[str]) -> None:
     """Compose, check, plan and estimate; run nothing."""
     config, job = joined(config)
-    plan = make_plan(config, job.world_size if job else None, overrides)
+    plan, data = plan_and_data(config, job.world_size if job else None, overrides)
     construct(config["tracking"], "tracking", config["allow_targets"])
-    forecast(Console(highlight=False), plan)
+    forecast(Console(highlight=False), plan, len(data.train))
 
 
 def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) -> int:
@@ -143,25 +180,26 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
     if config["runtime"]["_target_"].endswith("SimRuntime"):
         plan = make_plan(config, None, overrides)
         cluster = construct(plan.cluster, "cluster", plan.allow_targets)
-        found = declared_profile(cluster, plan.model, plan.num_params, plan.stages[0].workers[0].batch)
+        found = declared_profile(cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
         assert found is not None
         run_dir = folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
         recorder.document("profile.json", found.to_json())
+        recorder.leave()
     else:
         measuring = {**config, "schedule": {"_target_": "ashl.schedule.profile.ProfileOnly", "profile_steps": 20}}
         run_dir = folder({**measuring, "name": "profile"}, make_plan(measuring, world_size(config)))
-        measuring = {**measuring, "run": {"dir": str(run_dir)}, "name": "profile"}
+        measuring = {**measuring, "run": {**config["run"], "dir": str(run_dir)}, "name": "profile"}
         code = train(measuring, [], quiet=True)
         if not run_dir.joinpath("profile.json").exists():  # another rank of the job is the one that writes
             return code
         found = read_profile(str(run_dir / "profile.json"))
-    plan = make_plan(config, world_size(config), overrides, found)
+    plan, data = plan_and_data(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json())
     if not quiet:
         console = Console(highlight=False)
         show_profile(console, found)
-        forecast(console, plan, found)
+        forecast(console, plan, len(data.train), found)
         console.print(f"run folder  {run_dir}", soft_wrap=True)
         console.print(
             f"use it with `ashl train profile={run_dir / 'profile.json'}` or plan={run_dir / 'plan.json'}",
@@ -175,27 +213,10 @@ def world_size(config: dict[str, Any]) -> int | None:
     return job.world_size if job else None
 
 
-def simulate(plan: Plan, job: Job, watch: Watch) -> Sim:
-    """The plan in exact virtual time, in this process."""
-    cluster = construct(plan.cluster, "cluster", plan.allow_targets)
-    stage = job.stages[0]
-    speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
-    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), watch)
-    watch.read_beats = lambda: [node.beat() for node in sim.nodes]
-    sim.run(partial(program, stages=job.stages), watch.tick)
-    return sim
-
-
-def config_hash(config: Mapping[str, Any]) -> str:
-    """Of what decides the result: not of where it is written to."""
-    chosen = {key: value for key, value in config.items() if key not in ("run", "name", "tracking")}
-    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
-
-
 def folder(config: Mapping[str, Any], plan: Plan) -> Path:
     """Where this run writes: `run.dir`, or a new folder under runs/."""
     if config["run"]["dir"]:
-        return Path(config["run"]["dir"])
+        return Path(config["run"]["dir"]).expanduser()
     day, moment = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
     base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"
     for path in (base, *(base.with_name(f"{base.name}-{k}") for k in range(2, 1000))):
@@ -209,10 +230,11 @@ def folder(config: Mapping[str, Any], plan: Plan) -> Path:
     raise AshlError(f"{base} and a thousand more like it exist; choose another run.dir")
 
 
-def write_inputs(recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan) -> None:
+def write_inputs(recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan | None) -> None:
     recorder.document("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     recorder.document("overrides.yaml", yaml.safe_dump(overrides))
-    recorder.document("plan.json", plan.to_json())
+    if plan is not None:  # else it is there already, perhaps planned anew during the run
+        recorder.document("plan.json", plan.to_json())
 
 
 def start_mlflow(
@@ -221,13 +243,14 @@ def start_mlflow(
     if tracking.sink == "none":
         return None
     command = " ".join(["ashl train", *overrides])
+    params = {key: value for key, value in config.items() if key != "sync" or "sync" in plan.choices}
     tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config), "mlflow.note.content": f"`{command}`"}
     return mlflow.start(
         run_dir,
         store=RUNS,
         experiment=tracking.experiment,
         run_name=f"{plan.name}-s{plan.seed}",
-        params=config,
+        params={**params, "choices": plan.choices},
         tags=tags,
     )
 

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from ashl.construct import construct, explain
 from ashl.errors import UsageError
-from ashl.option import Count, Natural, NonNegative, Positive, option
+from ashl.option import Count, Duration, Natural, NonNegative, Positive, option
 from ashl.plan.plan import Limits
 
 STAGE_GROUPS = ("sync", "topology", "aggregate", "compression", "optimizer")
@@ -22,7 +22,7 @@ class Stop:
 
     epochs: Positive | None
     steps: Count | None
-    seconds: Positive | None
+    seconds: Annotated[Duration, Field(gt=0)] | None
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None
     target_loss: NonNegative | None
     target_hold: Count
@@ -32,13 +32,16 @@ class Stop:
 class Evaluation:
     """When a snapshot is evaluated; both null = once per epoch of the training set."""
 
-    every_s: Positive | None
+    every_s: Annotated[Duration, Field(gt=0)] | None
     every_commits: Count | None
 
 
 @option
 class Run:
+    """Where a run writes, and how often it leaves a checkpoint."""
+
     dir: str | None
+    checkpoint_s: Positive | None
 
 
 @option
@@ -58,9 +61,14 @@ class Settings:
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """The checked values outside of the groups. Raises UsageError, also on keys that nothing reads."""
     parts: dict[str, Any] = {}
-    extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - {"tracking"}  # type: ignore[attr-defined]
+    extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - {"choices", "sweep", "tracking"}  # type: ignore[attr-defined]
     if extra:
         raise UsageError(f"nothing reads {sorted(extra)[0]!r}; `ashl train --cfg` shows all keys")
+    if isinstance(config["name"], str) and set(config["name"]) & {"/", "\\", "\0"}:
+        raise UsageError(
+            f"name={config['name']} is part of a folder's name, so it cannot hold / or \\; say with run.dir where the "
+            "run folder goes"
+        )
     for key, cls in (("run", Run), ("stop", Stop), ("eval", Evaluation)):
         parts[key] = construct({"_target_": f"ashl.settings.{cls.__name__}", **config[key]}, key)
     try:

@@ -52,6 +52,8 @@ class Clock:
     samples: int = 0
     total_commits: int = 0
     max_lead: int = 0
+    groups: list[int] | None = None  # how many each worker has averaged in, where workers meet in groups
+    conflicts: int | None = None  # groups that had to wait for another one
     loss: float = math.nan  # running mean of the workers' minibatch losses
     diverged: str | None = None
     evals: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # (seconds, commits, samples) at the last one
@@ -94,14 +96,16 @@ class Clock:
         self.steps += steps
         self.samples += samples
 
-    def observe(self, worker: int, staleness: int, loss: float) -> None:
-        """A push has come: how old the model was that it was computed on, and the loss it saw."""
+    def observe(self, worker: int, staleness: int, loss: float, mean: bool = False) -> None:
+        """A push has come: how old the model was that it was computed on, and the loss it saw; `mean` where that is the
+        mean of all workers, of which nobody knows whose it was that became infinite."""
         self.latest = worker
         self.stale_sum[worker] += staleness
         self.stale_max[worker] = max(self.stale_max[worker], staleness)
         self.loss = loss if math.isnan(self.loss) else self.loss + (loss - self.loss) / (2 * self.num_workers)
         if not math.isfinite(loss):
-            self.diverged = f"the loss of worker {worker} became {loss} near step {self.steps + 1}"
+            whose = "the workers' mean loss" if mean else f"the loss of worker {worker}"
+            self.diverged = f"{whose} became {loss} near step {self.steps + 1}"
         elif self.loss < 0.99 * self.best[0]:
             self.best = (self.loss, self.total_commits)
 
@@ -140,9 +144,16 @@ class Clock:
             "stale_sum": list(self.stale_sum),
             "stale_max": list(self.stale_max),
             "max_lead": self.max_lead,
+            "groups": self.groups and list(self.groups),
+            "conflicts": self.conflicts,
             "loss": self.loss,
             "diverged": self.diverged,
         }
+
+
+def extra_ranks(topology: Any, sync: Any) -> int:
+    """1 where a parameter server, or a coordinator (`ashl.topology.coordinator`), takes part as rank n; else 0."""
+    return int(topology.has_server or any(getattr(part, "coordinated", False) for part in (topology, sync)))
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,8 @@ class Stage:
     following: bool = False  # whether another stage comes after this one
     planner: Any = None
     profile: Profile | None = None  # what the configuration declares of the workers
+    seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
+    nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
     replan: Callable[[tuple[WorkerProfile, ...]], tuple[Profile, list[StagePlan]]] | None = (
         None  # from what was measured
@@ -177,7 +190,12 @@ class Stage:
     @property
     def home(self) -> int:
         """The rank that judges, counts and hands out snapshots."""
-        return self.server if self.topology.has_server else 0
+        return self.server if extra_ranks(self.topology, self.sync) else 0
+
+    @property
+    def replicas(self) -> bool:
+        """Whether every worker has a model of its own, so that their mean is what is evaluated."""
+        return getattr(self.topology, "replicas", False)
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
@@ -246,8 +264,10 @@ class Stage:
 
     def over(self, clock: Clock) -> str | None:
         """Why the run ends, judged from counts alone, so that every rank that counts alike decides alike."""
-        if clock.diverged:
-            return "diverged"
+        return "diverged" if clock.diverged else self.spent(clock)
+
+    def spent(self, clock: Clock) -> str | None:
+        """The same where one rank alone knows of the workers' losses: it has to tell the others first."""
         if self.limits.steps is not None and clock.steps >= self.limits.steps:
             return "steps"
         if self.limits.epochs is not None and clock.samples >= self.limits.epochs * self.epoch_samples:

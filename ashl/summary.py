@@ -50,11 +50,12 @@ def summarise(watch: Watch, runtime: str, status: str, reason: str, pace: dict |
                 "bytes_down": ledger["bytes_down"],
                 "staleness_mean": counts["stale_sum"][rank] / pushes if pushes else None,
                 "staleness_max": counts.get("stale_max", [0] * n)[rank],
+                "groups": counts["groups"][rank] if counts.get("groups") else None,
             }
         )
     time_s = time_ns / 1e9
     steps, samples = counts.get("steps", 0), counts.get("samples", 0)
-    server = plan.num_ranks > n
+    server = watch.job.stages[0].topology.has_server
     last = watch.evaluations[-1] if watch.evaluations else {}
     return {
         "schema": SCHEMA,
@@ -78,7 +79,8 @@ def summarise(watch: Watch, runtime: str, status: str, reason: str, pace: dict |
         "workers": workers,
         "wait_share": sum(w["wait_s"] for w in workers) / (n * time_s) if time_s else None,
         "max_lead": counts.get("max_lead") if server else None,
-        "final": {key: finite(last.get(key)) for key in SCORES},
+        "conflicts": counts.get("conflicts"),
+        "final": {key: finite(last.get(key)) for key in (*SCORES, "consensus_distance")},
         "best": best_of(watch.evaluations),
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from ashl.build import Job
+from ashl.consensus import Parts, mean_of
 from ashl.plan.plan import Plan, assigned
 from ashl.planner.assignment import assignment_of
 from ashl.runtime.ledger import KINDS
 from ashl.tracking.console import Progress
 from ashl.tracking.recorder import Recorder
 
-DRAW_S = 0.25  # between two draws of the progress
+KEPT = ("stopping", "scores", "borders", "evaluations", "stages", "reached_s", "_parts", "_held")  # by a checkpoint
 
 
 class Watch:
@@ -42,13 +43,24 @@ class Watch:
         self.final: dict | None = None
         self.sha256: str | None = None
         self.reached_s: float | None = None
+        self._parts = Parts(plan.num_workers) if job.stages[0].replicas else None
         self._held = 0
         self._started = time.monotonic()
-        self._drawn = 0.0
 
     @property
     def host_s(self) -> float:
         return time.monotonic() - self._started
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"plan": self.plan.to_json(), "host_s": self.host_s} | {name: getattr(self, name) for name in KEPT}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Take up what a checkpoint has kept; the limits of the run are those of now."""
+        self.plan = replace(Plan.from_json(state["plan"]), limits=self.plan.limits)
+        self._started -= state["host_s"]
+        for name in KEPT:
+            setattr(self, name, state[name])
 
     def emit(self, record: dict) -> None:
         """A record from a rank."""
@@ -74,7 +86,12 @@ class Watch:
             self.recorder.round(in_seconds(record))
 
     def snapshot(self, record: dict, params: Any) -> None:
-        """Evaluate a model: metrics, best so far, target."""
+        """Evaluate a model: metrics, best so far, target. Where every worker has its own, wait until all have come."""
+        if self._parts is not None:
+            whole = self._parts.add(record, params)
+            if whole is None:
+                return
+            record, params = whole
         final = bool(record.get("final"))
         if final:
             self.final = record
@@ -83,15 +100,30 @@ class Watch:
         if final:
             self.sha256 = hashlib.sha256(params.numpy().tobytes()).hexdigest()
             last = self.evaluations[-1] if self.evaluations else None
-            if last and last["version"] == record["merges"]:
+            if last and last["version"] == record["merges"] and distance_of(last) == distance_of(record):
                 self.doubt(record, last)
-                return  # the model has not changed since the last evaluation
-        scores = self.scores = self.job.learner.evaluate(params)
+                return  # the model has not changed since the last evaluation; `conclude` writes its line
+        scores = self.scores = self.job.learner.evaluate(params) | distance_of(record)
         self.doubt(record, scores)
         time_s = record["time_ns"] / 1e9
         self.evaluations.append({**scores, "time_s": time_s, "version": record["merges"]})
         self.judge(scores, time_s)
-        self.recorder.metric(self.metrics(record, scores, time_s))
+        if not final:
+            rows = [{**beat, "wait_s": beat["totals_ns"]["wait"] / 1e9} for beat in self.current_beats()]
+            self.recorder.metric(self.metrics(record, scores, time_s, rows))
+
+    def stand(self, models: list[Any], time_s: float) -> None:
+        """Evaluate a run that stands still; only its summary says so."""
+        workers = self.plan.num_workers
+        params = models[self.plan.home] if self._parts is None else mean_of(models[:workers])[0]
+        self.evaluations.append({**self.job.learner.evaluate(params), "time_s": time_s, "version": None})
+
+    def conclude(self, summary: dict) -> None:
+        """The last line of metrics.jsonl, written once the ranks have accounted for what lies past the end: it agrees
+        with the summary to the byte."""
+        if self.final is not None and self.evaluations and summary["time_s"]:
+            last = self.evaluations[-1]
+            self.recorder.metric(self.metrics(self.final, last, summary["time_s"], summary["workers"]))
 
     def doubt(self, record: dict, scores: dict) -> None:
         """A run that ends with a model of NaN has diverged, whether or not a worker lived to see it."""
@@ -114,11 +146,10 @@ class Watch:
             self.reached_s = time_s
             self.stopping = self.stopping or asked[0]
 
-    def metrics(self, record: dict, scores: dict, time_s: float) -> dict:
-        """One line of metrics.jsonl, under the names that MLflow shows."""
-        beats = self.current_beats()
-        waits = [beat["totals_ns"]["wait"] / 1e9 / time_s if time_s else 0.0 for beat in beats]
-        up, down = sum(b["bytes_up"] for b in beats), sum(b["bytes_down"] for b in beats)
+    def metrics(self, record: dict, scores: dict, time_s: float, workers: list[dict]) -> dict:
+        """One line of metrics.jsonl, under the names that MLflow shows. Of each worker: rank, wait_s and bytes."""
+        waited = sum(worker["wait_s"] for worker in workers)
+        up, down = sum(w["bytes_up"] for w in workers), sum(w["bytes_down"] for w in workers)
         pushes = sum(record["commits"])
         return {
             "time_s": time_s,
@@ -132,13 +163,14 @@ class Watch:
             "test/loss": scores["test_loss"],
             "train/loss": scores["train_loss"],
             "train/batch_loss": record["loss"],
+            **{key.replace("_", "/"): value for key, value in distance_of(record).items()},
             "perf/samples_per_s": record["samples"] / time_s if time_s else None,
-            "perf/wait_share": sum(waits) / len(waits) if waits else None,
+            "perf/wait_share": waited / (len(workers) * time_s) if workers and time_s else None,
             "staleness/mean": sum(record["stale_sum"]) / pushes if pushes else None,
             "comm/mb_up": up / 1e6,
             "comm/mb_down": down / 1e6,
             "time/s": time_s,
-            **{f"wait/w{beat['rank']}": wait for beat, wait in zip(beats, waits, strict=True)},
+            **{f"wait/w{worker['rank']}": worker["wait_s"] / time_s if time_s else 0.0 for worker in workers},
         }
 
     def current_beats(self) -> list[dict]:
@@ -148,10 +180,9 @@ class Watch:
         return [beat for rank, beat in sorted(self.beats.items()) if rank < self.plan.num_workers]
 
     def tick(self) -> None:
-        """Draw the progress, a few times a second at most."""
+        """Draw the progress where it is due."""
         host_s = self.host_s
-        if host_s - self._drawn >= DRAW_S:
-            self._drawn = host_s
+        if self.progress.due(host_s):
             self.progress.update(self.view(host_s))
 
     def counts(self) -> dict | None:
@@ -230,6 +261,11 @@ def in_seconds(record: dict) -> dict:
         record |= {f"{kind}_s": total / 1e9 for kind, total in totals.items()}
         record["spans"] = [[kind, start / 1e9, end / 1e9] for kind, start, end in spans]
     return record
+
+
+def distance_of(record: dict) -> dict[str, float]:
+    """How far the workers' models are apart, where each has its own."""
+    return {key: record[key] for key in ("consensus_distance",) if key in record}
 
 
 def at_least(value: float | None, bound: float | None) -> bool:

@@ -12,9 +12,12 @@ from ashl import __version__
 from ashl.errors import AshlError, UsageError
 
 from .catalog import meant
+from .compare import compare
 from .doctor import doctor
+from .export import export
 from .list import show_options
 from .profile import profile
+from .sweep import sweep
 from .train import train
 from .ui import ui
 
@@ -23,7 +26,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = {"train": train, "profile": profile, "list": show_options, "ui": ui, "doctor": doctor}
+COMMANDS = {
+    "train": train,
+    "profile": profile,
+    "sweep": sweep,
+    "compare": compare,
+    "export": export,
+    "list": show_options,
+    "ui": ui,
+    "doctor": doctor,
+}
 for name, command in COMMANDS.items():
     app.command(name)(command)
 

@@ -6,29 +6,31 @@ is not there does not exist, whether it was mistyped on the command line, forced
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ashl.errors import UsageError
+from ashl.errors import UnusedKeyError, UsageError
 
 from .catalog import CONF, Catalog, catalog, lacking, nearest, parameters
 
 PRESETS = ("experiment", "debug")  # groups that set other groups' values and leave nothing of their own
 
 # Hydra 1.3 warns without version_base, Hydra 1.4 warns with it.
-_VERSION_BASE = {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
+VERSION_BASE = {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> dict:
-    """The whole configuration as a plain dict: every group's chosen option, `_target_` kept, interpolations resolved.
+    """The whole configuration as a plain dict: every group's chosen option, `_target_` kept, interpolations resolved,
+    and first of all `choices`, the name of each group's option (of a preset where one was chosen).
 
     `config_dir` holds options of the user's own, found beside the shipped ones. A leading `+` or `++` means nothing
     here. Who names a sync mode and no schedule wants that mode for the whole run: `schedule=single`. Raises UsageError,
@@ -50,17 +52,18 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
         _refuse_hidden(choices, config_dir)
         presets = [group for group in PRESETS if group in choices]
         if values or presets:
-            unchanged, _ = _compose([f"{g}={o}" for g, o in choices.items() if g not in PRESETS], config_dir)
-            unknown = next(_unknown(_plain(config), _plain(unchanged)), None)
+            options = tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS)
+            unchanged = _plain(_shipped(options) if config_dir is None else _compose(options, config_dir)[0])
+            unknown = next(_unknown(_plain(config), unchanged), None)
             if unknown:
                 typed = any(unknown.startswith(key) for key in [*values.values(), *presets])
                 source = "" if typed else "".join(f"{group}={choices[group]}: " for group in presets)
-                raise UsageError(source + _explained(unknown, _plain(unchanged), choices, known))
+                raise _explained(unknown, unchanged, choices, known, source)
         plain = _plain(config, resolve=True)
     for group, option in choices.items():
         if group not in PRESETS and not isinstance(plain.get(group), dict):
             raise UsageError(f"{known[group][option]} must hold keys and values, as in `_target_: mypackage.MyClass`.")
-    return plain
+    return {"choices": {group: choices[group] for group in known if group in choices}, **plain}
 
 
 @contextmanager
@@ -75,19 +78,25 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
         raise UsageError(f"A file in {folder} is not UTF-8: {error}.") from error
     except MissingConfigException as error:  # named by a preset: what the command line names was looked up before
         group, _, option = str(error.missing_cfg_file or "").partition("/")
-        raise (lacking(group, option, known[group]) if group in known else UsageError(_sentence(error))) from error
+        raise (lacking(group, option, known[group]) if group in known else UsageError(sentence(error))) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(_sentence(error)) from error
+        raise UsageError(sentence(error)) from error
 
 
-def _compose(overrides: list[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
+@lru_cache(maxsize=256)
+def _shipped(options: tuple[str, ...]) -> DictConfig:
+    """The options as they are shipped: composed once for all settings of a sweep that differ in values only."""
+    return _compose(options, None)[0]
+
+
+def _compose(overrides: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
     """One composition by Hydra, and the option that each group ended with."""
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'") if config_dir else ""
     search = [f"hydra.searchpath=['file://{path}']"] if config_dir else []
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(CONF), **_VERSION_BASE):
-            config = hydra.compose("config", overrides + search, return_hydra_config=True)
+        with hydra.initialize_config_dir(str(CONF), **VERSION_BASE):
+            config = hydra.compose("config", [*overrides, *search], return_hydra_config=True)
     finally:
         GlobalHydra.instance().clear()
     choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option}
@@ -103,22 +112,50 @@ def _plain(config: DictConfig, *, resolve: bool = False) -> dict:
 
 def _change(text: str, known: Catalog) -> Override:
     """One override, parsed; UsageError for what is not a single change of one key."""
-    change = _parsed(text, known)
+    change = parsed(text, known)
     key, _, value = text.lstrip("+~").partition("=")
     if change.is_delete():
         raise UsageError(f"{text}: a key cannot be taken away; set it to null, as in {key}=null.")
     if key.split(".")[0] == "hydra" or "/" in key or "@" in key:
         fix = "; options of your own are found with --config-dir" if "searchpath" in key else ""
+        fix = "; it goes with `ashl sweep --launcher NAME`" if key.startswith("hydra.launcher.") else fix
         raise UsageError(f"{text}: Hydra's own settings and packages are not used here{fix}.")
     if change.is_sweep_override():
-        brackets = f", or write a list as '{key}=[{value}]'" if "(" not in value else ""
+        brackets = f", or write a list as '{key}=[{value}]'" if "(" not in value and key not in known else ""
         raise UsageError(f"{text} gives several values where train takes one; use `ashl sweep {text}`{brackets}.")
     if key in known and str(change.value()) not in known[key] and not (value == "null" and key in PRESETS):
         raise lacking(key, value, known[key])
     return change
 
 
-def _parsed(text: str, known: Catalog) -> Override:
+def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
+    """The single changes that one override of a sweep stands for: `a,b`, `choice()`, `range()` and `glob()` in Hydra's
+    grammar. Raises UsageError for what does not exist, cannot be read, or cannot be counted."""
+    known = catalog(config_dir)
+    change = parsed(text, known)
+    if change.is_delete() or not change.is_sweep_override():
+        _change(text, known)
+        return [text]
+    key = text.partition("=")[0]
+    if not change.is_discrete_sweep():
+        raise UsageError(
+            f"{text} has no end of values; list some, as in {key}=0.1,0.2, or search with --sweeper optuna."
+        )
+    if isinstance(found := change.value(), Glob):
+        if key not in known:
+            raise UsageError(f"{text}: glob() chooses among a group's options, and {key} is no group; list its values.")
+        values = found.filter(list(known[key]))
+    else:
+        values = list(change.sweep_string_iterator())
+    if not values:
+        raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
+    singles = [f"{key}={value}" for value in values]
+    for single in singles:
+        _change(single, known)
+    return singles
+
+
+def parsed(text: str, known: Catalog) -> Override:
     key, equals, value = text.partition("=")
     if not key or (not equals and not text.startswith("~")):
         group = next((group for group, options in known.items() if text in options), None)
@@ -128,7 +165,7 @@ def _parsed(text: str, known: Catalog) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         quoted = f"""{key}="'{value}'\""""
-        reason = _sentence(error).rstrip(".")
+        reason = sentence(error).rstrip(".")
         raise UsageError(
             f"{text} cannot be read ({reason}); quote a value with special characters: {quoted}."
         ) from error
@@ -142,18 +179,22 @@ def _refuse_hidden(choices: Mapping[str, str], config_dir: Path | None) -> None:
             raise UsageError(f"{own} has the name of an option of ashl's own; rename it, as in my_{option}.yaml.")
 
 
-def _explained(key: str, reference: Mapping, choices: Mapping[str, str], known: Catalog) -> str:
-    """The sentence about a key that is not in `reference`: who has it, or what was probably meant."""
+def _explained(
+    key: str, reference: Mapping, choices: Mapping[str, str], known: Catalog, source: str = ""
+) -> UsageError:
+    """What to say of a key that is not in `reference`: who has it, or what was probably meant."""
     group, _, rest = key.partition(".")
     if group in PRESETS:
-        return f"{group}/{choices[group]}.yaml must begin with the line `# @package _global_`."
+        return UsageError(f"{source}{group}/{choices[group]}.yaml must begin with the line `# @package _global_`.")
     having = [o for o, file in known.get(group, {}).items() if rest in {p.key for p in parameters(file)}]
     if having:
-        return f"{group}={choices.get(group)} has no key {rest}; these have one: {', '.join(having)}."
-    keys = list(_keys(reference))
+        text = f"{source}{group}={choices.get(group)} has no key {rest}; these have one: {', '.join(having)}."
+        return UnusedKeyError(text, key)
+    keys = [k for k in _keys(reference) if not k.endswith("_target_")]
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     near = nearest(key, same) or next(iter(same), "") or nearest(key, keys)
-    return f"There is no key {key}; " + (f"did you mean {near}?" if near else "`ashl list` shows what there is.")
+    fix = f"did you mean {near}?" if near else "`ashl list` shows what there is."
+    return UsageError(f"{source}There is no key {key}; {fix}")
 
 
 def _unknown(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[str]:
@@ -175,7 +216,7 @@ def _keys(config: Mapping, prefix: str = "") -> Iterator[str]:
         yield from _keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else ()
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """What a Hydra or OmegaConf message says, on one line and without its technical tail."""
     text = str(error).split("\n")[0].strip()
     key = getattr(error, "full_key", None)

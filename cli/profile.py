@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
-from .train import ConfigDir, Debug, Overrides
+from .train import Cfg, ConfigDir, Debug, DryRun, Overrides, as_yaml
 
 
 def profile(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
+    cfg: Cfg = False,
+    dry_run: DryRun = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -20,6 +22,12 @@ def profile(
     from .compose import compose
 
     config = compose(overrides or [], config_dir)
+    if cfg:
+        typer.echo(as_yaml(config), nl=False)
+        return 0
     from ashl import run
 
+    if dry_run:
+        run.dry_run(config, overrides or [])
+        return 0
     return run.profile(config, overrides or [], quiet=quiet)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ashl.errors import UsageError
+
 from .complete import complete
 
 Overrides = Annotated[
@@ -14,14 +16,20 @@ Overrides = Annotated[
 ConfigDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A folder with options of your own, as sync/mine.yaml.")
 ]
+Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def train(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration and stop.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")] = False,
+    cfg: Cfg = False,
+    dry_run: DryRun = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Go on with this run from its checkpoint; only stop.* may change."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -31,19 +39,40 @@ def train(
     """
     from .compose import compose
 
-    config = compose(overrides or [], config_dir)
+    config = compose(overrides or [], config_dir) if resume is None else resumed(resume, overrides or [], config_dir)
     if cfg:
-        typer.echo(_yaml(config), nl=False)
+        typer.echo(as_yaml(config), nl=False)
         return 0
     from ashl import run
 
     if dry_run:
         run.dry_run(config, overrides or [])
         return 0
-    return run.train(config, overrides or [], quiet=quiet)
+    return run.train(config, overrides or [], quiet=quiet, resume=resume)
 
 
-def _yaml(config: dict) -> str:
+def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dict:
+    """The configuration of an earlier run, with another stop rule where one is given."""
+    import yaml
+
+    from .compose import compose
+
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--resume {run_dir}: there is no run whose config.yaml can be read.") from error
+    if not config["runtime"]["_target_"].endswith("SimRuntime"):
+        raise UsageError(f"--resume {run_dir}: only runs in virtual time leave checkpoints so far; run it anew.")
+    asked = compose(overrides, config_dir)
+    for key in (text.lstrip("+").partition("=")[0] for text in overrides):
+        group, _, name = key.partition(".")
+        if group != "stop" or name not in config["stop"]:
+            raise UsageError(f"{key}: only stop.* may change when a run goes on; start a new one.")
+        config["stop"][name] = asked["stop"][name]
+    return {**config, "run": {**config["run"], "dir": str(run_dir)}}
+
+
+def as_yaml(config: dict) -> str:
     """The configuration as YAML, its lists in one line each."""
     import yaml
 

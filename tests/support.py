@@ -11,6 +11,7 @@ from ashl.build import assemble
 from ashl.cli.compose import compose
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
+from ashl.consensus import Parts
 from ashl.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning import make_plan
@@ -28,12 +29,21 @@ class Ran:
     scores: dict[str, float | None] | None = None
     records: list[dict] = field(default_factory=list)
     snapshots: list[tuple[dict, Any]] = field(default_factory=list)
+    models: dict[int, Any] = field(default_factory=dict)  # each worker's at the end, where it has its own
     events: int = 0
+    parts: Parts | None = None  # where every worker has a model of its own
 
     def emit(self, record: dict) -> None:
         self.records.append(record)
 
     def snapshot(self, record: dict, params: Any) -> None:
+        if self.parts is not None:
+            if record.get("final") and params is not None:
+                self.models[record["rank"]] = params
+            whole = self.parts.add(record, params)
+            if whole is None:
+                return
+            record, params = whole
         self.snapshots.append((record, params))
 
     def of(self, kind: str) -> list[dict]:
@@ -76,8 +86,8 @@ def simulated(*overrides: str) -> Ran:
     plan = planned(*overrides)
     job = assemble(plan, "cpu")
     cluster = construct(plan.cluster, "cluster")
-    ran = Ran(plan)
     stage = job.stages[0]
+    ran = Ran(plan, parts=Parts(plan.num_workers) if stage.replicas else None)
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
     sim.run(partial(program, stages=job.stages), tick=lambda: None)

@@ -101,7 +101,7 @@ def test_dirichlet_is_the_more_skewed_the_smaller_alpha():
 
 
 def test_a_batch_larger_than_its_shard_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"Worker 0's shard holds 360 .* batch of 400; .*batch_size=360"):
+    with pytest.raises(UsageError, match=r"Worker 1's shard holds 359 .* batch of 400; .*batch_size=359"):
         deal("iid", 4, batch=400)
     with pytest.raises(UsageError, match=r"Worker"):  # after so many draws there is no fair one
         deal("dirichlet", 4, alpha=0.01, batch=350)

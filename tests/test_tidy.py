@@ -16,17 +16,19 @@ MAX_FILE, MAX_FUNCTION = 400, 70
 
 # From the bottom up: a module imports from its own level and from those below it.
 LEVELS = (
-    {"errors", "option"},
-    {"plan", "planner", "data", "optimizer", "cluster", "tracking"},
+    {"errors", "option", "digest"},
+    {"plan", "planner", "data", "optimizer", "cluster", "tracking", "report"},
     {"model", "learner", "runtime"},
-    {"stage", "trainer"},
+    {"stage", "trainer", "consensus"},
     {"sync", "aggregate", "topology", "compression", "schedule"},
     {"construct"},
     {"program", "predict", "settings", "checks"},
     {"build"},
     {"planning"},
     {"watch", "summary", "runtime.launch", "runtime.rank"},
+    {"simulate"},
     {"run"},
+    {"study"},
     {"cli"},
 )
 HEIGHTS = {unit: height for height, level in enumerate(LEVELS) for unit in level}
@@ -37,8 +39,8 @@ PRESETS = ("experiment", "debug")
 
 # What is imported, and the only places that may.
 HOMES = {
-    "hydra": ("cli/compose.py",),
-    "mlflow": ("ashl/tracking/mlflow.py",),
+    "hydra": ("cli/compose.py", "cli/plugins.py"),
+    "mlflow": ("ashl/tracking/mlflow.py", "ashl/tracking/mlflow_study.py"),
     "torchvision": ("ashl/data/vision.py",),
     "torch.distributed": ("ashl/runtime/", "cli/doctor.py"),
     "typer": ("cli/",),
@@ -47,8 +49,8 @@ HOMES = {
     "random": (),
     "asyncio": (),
     "logging": (),
-    "ashl.tracking": ("ashl/tracking/", "ashl/run.py", "ashl/watch.py", "cli/ui.py"),
-    "ashl.runtime.sim": ("ashl/runtime/", "ashl/run.py", "ashl/predict.py"),
+    "ashl.tracking": ("ashl/tracking/", "ashl/report/", "ashl/study/", "ashl/run.py", "ashl/watch.py", "cli/ui.py"),
+    "ashl.runtime.sim": ("ashl/runtime/", "ashl/simulate.py", "ashl/predict.py"),
     "ashl.runtime.torch": ("ashl/runtime/", "ashl/run.py"),
 }
 SEEN_BY_ALGORITHMS = ("ashl.runtime.node", "ashl.runtime.effects", "ashl.runtime.sums")

@@ -59,6 +59,11 @@ def test_a_taken_port_is_said_in_one_sentence(tmp_path):
             ui.serve(tmp_path, port)
 
 
+def test_a_host_that_is_not_there_is_said_in_one_sentence(tmp_path):
+    with pytest.raises(AshlError, match=r"Cannot listen on nowhere\.invalid:.* leave --host out"):
+        ui.serve(tmp_path, free_port(), "nowhere.invalid")
+
+
 def test_a_store_that_is_no_store_is_said_in_one_sentence(tmp_path):
     (tmp_path / "mlflow.db").write_text("this is not a database, and it is long enough to be looked at" * 100)
     with pytest.raises(AshlError, match=r"MLflow's page did not start \(.*file is not a database\)"):
@@ -108,7 +113,7 @@ def test_the_view_shows_what_it_should():
     assert lines[1]["selectedMetricKeys"] == [f"wait/w{rank}" for rank in range(16)]
     bars = [chart["metricKey"] for chart in page["compareRunCharts"] if chart["type"] == "BAR"]
     assert bars == ["final/test_accuracy", "final/time_to_target_s", "final/wait_share", "final/samples_per_s"]
-    assert page["selectedColumns"][0] == "params.`sync`"
+    assert page["selectedColumns"][:2] == ["params.`schedule`", "params.`sync`"]
     assert "metrics.`final/time_to_target_s`" in page["selectedColumns"]
     shown = [section["name"] for section in page["compareRunSections"] if section["display"]]
     assert shown == ["Over time", "Outcome", "Settings that differ"]

@@ -40,6 +40,10 @@ class Exchange:
         self._cache[src, dst, nbytes] = cost
         return cost
 
+    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
+        """One uncontended transfer."""
+        return self.cost_ns(src, dst, nbytes, 0)
+
     def exchange_ns(self, rank: int, num_workers: int, nbytes: int, server: bool) -> int:
         """One uncontended exchange of a worker: push and pull through a server, or an all-reduce of all workers."""
         if not server:
@@ -102,9 +106,12 @@ class Ports:
         """One uncontended exchange of a worker: push and pull through a server, or an all-reduce of all workers."""
         if not server:
             return self.all_reduce_ns(tuple(range(num_workers)), nbytes, 0)
-        ends = (rank, num_workers)
-        slowest = max(self.service_ns(end, nbytes, 0, inner=False) for end in ends)
-        return 2 * (self.latency_ns(*ends, 0) + slowest)
+        return 2 * self.transfer_ns(rank, num_workers, nbytes)
+
+    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
+        """One uncontended transfer."""
+        inner = self.inner(src, dst)
+        return self.latency_ns(src, dst, 0) + max(self.service_ns(end, nbytes, 0, inner) for end in (src, dst))
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         """A ring: 2(g − 1) rounds, each of bytes / g over the slowest link."""

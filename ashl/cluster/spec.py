@@ -7,14 +7,17 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from ashl.errors import UsageError
-from ashl.option import Count, Natural, NonNegative, Positive, option
+from ashl.option import Count, Duration, Natural, NonNegative, Positive, option
+
+TICK_S = 1e-9  # of the clock
+Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 
 
 @option
 class Event:
     """From `time_s` on, a worker computes or communicates at another slowdown factor."""
 
-    time_s: NonNegative
+    time_s: Duration
     worker: Natural
     compute: Positive | None = None
     link: Positive | None = None
@@ -32,22 +35,32 @@ class Cluster:
 
     paced: ClassVar[bool] = True
 
-    compute: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    compute: tuple[Positive, ...]
     link: tuple[Positive, ...] | None
-    step_s: Positive | None
-    exchange_s: NonNegative | None
-    bandwidth_mbit_s: Positive | None
-    latency_s: NonNegative | None
-    server_bandwidth_mbit_s: Positive | None
-    compress_s: NonNegative | None
-    server_step_s: NonNegative | None
+    step_s: Annotated[Duration, Field(gt=0)] | None
+    exchange_s: Duration | None
+    bandwidth_mbit_s: Rate | None
+    latency_s: Duration | None
+    server_bandwidth_mbit_s: Rate | None
+    compress_s: Duration | None
+    server_step_s: Duration | None
     node: tuple[Natural, ...] | None
-    inner_bandwidth_mbit_s: Positive | None
-    jitter: NonNegative
+    inner_bandwidth_mbit_s: Rate | None
+    jitter: Annotated[NonNegative, Field(le=10)]
     events: tuple[Event, ...]
 
     def __post_init__(self) -> None:
         n = len(self.compute)
+        if not n:
+            raise UsageError(
+                "cluster.compute=[] is an empty cluster; give the slowdown factor of each worker, as in "
+                "cluster.compute=[1,2]"
+            )
+        if self.step_s is not None and self.step_s * min(self.compute) < TICK_S:
+            raise UsageError(
+                f"cluster.step_s={self.step_s:g} makes steps of {self.step_s * min(self.compute):g} s, and the clock "
+                "counts nanoseconds; give a longer one"
+            )
         for name, values in (("link", self.link), ("node", self.node)):
             if values is not None and len(values) != n:
                 raise UsageError(

@@ -60,6 +60,14 @@ class Speed:
         seconds = self.cluster.server_step_s if kind == "apply" else self.cluster.compress_s
         return None if seconds is None else round(seconds * work * NS)
 
+    def drawn(self, worker: int) -> int:
+        """How many draws of jitter this worker has used."""
+        return self._drawn.get(worker, 0)
+
+    def draw_from(self, worker: int, drawn: int) -> None:
+        """Go on after so many draws."""
+        self._drawn[worker] = drawn
+
     def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
         assert self.step_s is not None
         seconds = self.factors.at(worker, now_ns) * self.step_s * (work / self.batch)
@@ -70,7 +78,7 @@ class Speed:
     def _draw(self, worker: int) -> float:
         k = self._drawn.get(worker, 0)
         self._drawn[worker] = k + 1
-        if k % BLOCK == 0:
+        if k % BLOCK == 0 or worker not in self._blocks:
             bits = np.random.Philox(key=[self.seed, worker], counter=[0, 0, 0, k // BLOCK])
             sigma2 = math.log1p(self.cluster.jitter**2)
             self._blocks[worker] = np.random.Generator(bits).lognormal(-sigma2 / 2, math.sqrt(sigma2), BLOCK)

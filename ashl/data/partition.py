@@ -40,13 +40,25 @@ def shards(
         sizes = apportion(total, shares if partition == "plan" else [1.0] * num_workers)
         order = permutation(total, seed, Purpose.PARTITION)
         parts = [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
-    for worker, (part, size) in enumerate(zip(parts, batch, strict=True)):
-        if size > len(part):
-            raise UsageError(
-                f"Worker {worker}'s shard holds {len(part)} samples, fewer than its batch of {size}; take "
-                f"dataset.batch_size={max(len(part), 1)} or less, fewer workers, or a more even dataset.partition."
-            )
+    check_sizes([len(part) for part in parts], batch, total)
     return parts
+
+
+def check_sizes(sizes: Sequence[int], batch: Sequence[int], total: int) -> None:
+    """UsageError where a shard does not fill a batch, about the smallest."""
+    if all(size >= wanted for size, wanted in zip(sizes, batch, strict=True)):
+        return
+    least = min(sizes)
+    worker = sizes.index(least)
+    if not least:
+        raise UsageError(
+            f"Worker {worker}'s shard is empty: {total} samples do not go round {len(sizes)} workers like this; take "
+            "fewer workers, or dataset.partition=iid."
+        )
+    raise UsageError(
+        f"Worker {worker}'s shard holds {least} samples, fewer than its batch of {batch[worker]}; take "
+        f"dataset.batch_size={least} or less, fewer workers, or a more even dataset.partition."
+    )
 
 
 def apportion(total: int, shares: Sequence[float]) -> np.ndarray:

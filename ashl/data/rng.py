@@ -20,6 +20,10 @@ class Purpose(IntEnum):
     INIT = 6  # the first parameters
     MODEL = 7  # dropout and whatever else a model draws in training
     SUBSET = 8  # the training samples that evaluation looks at
+    GRAPH = 9  # the edges of a random graph
+    PAIRS = 10  # who meets whom in a round
+    PEER = 11  # whom a worker asks next
+    GROUPS = 12  # who averages with whom in partial all-reduce
 
 
 def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:

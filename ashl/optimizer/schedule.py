@@ -24,7 +24,7 @@ class Scheduled:
     line from a tenth (Goyal et al., 2017) and the decay begins where it ends; `step` counts from the start.
     """
 
-    lr: Positive
+    lr: Annotated[Positive, Field(le=1e38)]  # of what float32 can hold
     weight_decay: NonNegative
     schedule: Literal["constant", "cosine", "linear", "step"]
     warmup_epochs: NonNegative

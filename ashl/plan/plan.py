@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -77,6 +78,7 @@ class Plan:
     num_workers: int
     num_ranks: int  # the workers, and the server where there is one
     num_params: int
+    choices: dict[str, str] = field(default_factory=dict)  # each group's option by name; no sync where stages name it
     model: Spec
     dataset: Spec
     cluster: Spec
@@ -84,12 +86,19 @@ class Plan:
     planner: Spec
     limits: Limits
     stages: tuple[StagePlan, ...]
+    predicted_s: float | None = None  # the whole run on its own clock, if no target ends it before
     allow_targets: tuple[str, ...] = ()
 
     @property
     def home(self) -> int:
         """The rank that judges, counts and hands out snapshots: the server, or worker 0 where there is none."""
         return self.num_workers if self.num_ranks > self.num_workers else 0
+
+    def num_steps(self, epoch_samples: int) -> int | None:
+        """The count of steps at which the run ends, if neither time nor a target ends it before; None = by no count."""
+        batch = sum(worker.batch for worker in self.stages[-1].workers) / self.num_workers
+        by_epochs = None if self.limits.epochs is None else math.ceil(self.limits.epochs * epoch_samples / batch)
+        return min((count for count in (self.limits.steps, by_epochs) if count is not None), default=None)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

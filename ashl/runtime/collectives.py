@@ -1,8 +1,8 @@
 """Collectives of real processes: the backend's own, and one that sums in rank order, bit for bit.
 
 `exact` is a reduce-scatter by direct exchange (each member sums its chunk in rank order) and an all-gather: it moves
-2(g − 1)/g of the vector each way, as a ring does. Two members gather both vectors, which is as many bytes in one hop
-instead of two.
+2(g − 1)/g of the vector each way, as a ring does. The sum of two is the same in either order, so that two members may
+use the backend's own; while hops take longer than bytes, they gather both vectors in one hop instead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ashl.runtime.sums import sum_in_rank_order
 
+HOPS_COUNT = 2**15  # elements: up to here a hop takes longer than the bytes in it
+
 
 def all_reduce(tensor: Tensor, group: tuple[int, ...], op: str, pg: dist.ProcessGroup | None, exact: bool) -> Tensor:
     """A new tensor with the sum or maximum over the group."""
@@ -20,13 +22,16 @@ def all_reduce(tensor: Tensor, group: tuple[int, ...], op: str, pg: dist.Process
     if g == 1:
         return tensor
     if exact and op == "sum":
-        return _sum_of_two(tensor, pg) if g == 2 else _exact_sum(tensor, g, pg)
+        if g > 2:
+            return _exact_sum(tensor, g, pg)
+        if tensor.numel() <= HOPS_COUNT:
+            return _gathered_sum(tensor, pg)
     total = tensor.clone()
     dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=pg)
     return total
 
 
-def _sum_of_two(tensor: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
+def _gathered_sum(tensor: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
     both = tensor.new_empty(2 * tensor.numel())
     dist.all_gather_into_tensor(both, tensor, group=pg)
     first, second = both.chunk(2)

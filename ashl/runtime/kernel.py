@@ -58,27 +58,40 @@ def step(task: Task, value: Any) -> Any:
 class Mailbox:
     """Messages that have come for one node and the receives that wait for them."""
 
-    __slots__ = ("dropped", "lost", "messages", "waiters")
+    __slots__ = ("arrived", "dropped", "lost", "messages", "waiters")
 
     def __init__(self) -> None:
-        self.messages: dict[Tag, deque[Message]] = {}
+        self.messages: dict[Tag, deque[tuple[int, Message]]] = {}  # each with its number in order of arrival
+        self.arrived = 0
         self.waiters: list[Task] = []
         self.dropped: set[Tag] = set()
         self.lost: dict[int, PeerLostError] = {}
 
     def take(self, recv: Recv) -> Message | PeerLostError | None:
-        """A message that is already here, if there is one; else the loss of the peer it would have to come from."""
+        """The first message that is already here, if there is one; else the loss of the peer it would come from."""
+        first: tuple[int, Tag, int] | None = None
         for tag in recv.tags:
             if queue := self.messages.get(tag):
-                for i, message in enumerate(queue):
+                for i, (number, message) in enumerate(queue):
                     if recv.src in (ANY, message.src):
-                        del queue[i]
-                        if not queue:
-                            del self.messages[tag]
-                        return message
+                        if first is None or number < first[0]:
+                            first = (number, tag, i)
+                        break
+        if first is not None:
+            _, tag, i = first
+            queue = self.messages[tag]
+            message = queue[i][1]
+            del queue[i]
+            if not queue:
+                del self.messages[tag]
+            return message
         if self.lost:
             return next((loss for rank, loss in self.lost.items() if recv.src in (ANY, rank)), None)
         return None
+
+    def kept(self) -> list[Message]:
+        """All that has come and was not taken, in order of arrival."""
+        return [message for _, message in sorted(pair for queue in self.messages.values() for pair in queue)]
 
     def put(self, message: Message) -> Task | None:
         """Deliver; returns the task that was waiting for it, or keeps the message."""
@@ -88,7 +101,8 @@ class Mailbox:
                 del self.waiters[i]
                 return task
         if message.tag not in self.dropped:
-            self.messages.setdefault(message.tag, deque()).append(message)
+            self.arrived += 1
+            self.messages.setdefault(message.tag, deque()).append((self.arrived, message))
         return None
 
     def lose(self, loss: PeerLostError) -> list[Task]:

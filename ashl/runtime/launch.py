@@ -183,7 +183,7 @@ def attend(plan: Plan, run_dir: Path, watch: Watch, store: dist.Store, processes
         time.sleep(POLL_S)
     for process in processes.values():
         process.join(PATIENCE_S)
-    return kept_pace(pace)
+    return kept_pace(pace, plan.num_workers)
 
 
 def received(store: dist.Store) -> Iterator[dict]:
@@ -206,6 +206,8 @@ def take_in(record: dict, run_dir: Path, watch: Watch, left: set[int], errors: l
             errors.append(record)
         case "pace":
             pace.append(record)
+        case "snapshot" if "file" not in record:
+            watch.snapshot(record, None)  # of a coordinator: counts, and no model
         case "snapshot":
             path = run_dir / Path(record.pop("file")).name
             params = np.fromfile(path, dtype=np.float32)
@@ -242,7 +244,10 @@ def log_of(run_dir: Path, rank: int) -> Path:
 
 
 def role(plan: Plan, rank: int) -> str:
-    return f"worker {rank}" if rank < plan.num_workers else f"the server (rank {rank})"
+    if rank < plan.num_workers:
+        return f"worker {rank}"
+    server = plan.stages[0].topology["_target_"].startswith("ashl.topology.parameter_server.")
+    return f"the {'server' if server else 'coordinator'} (rank {rank})"
 
 
 def check_late(plan: Plan, watch: Watch, heard: dict[int, float], left: set[int], now: float, timeout_s: float) -> None:
@@ -260,17 +265,34 @@ def check_late(plan: Plan, watch: Watch, heard: dict[int, float], left: set[int]
         raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")
 
 
-def kept_pace(reports: list[dict]) -> dict:
-    """Where the machine was too slow to keep the declared pace."""
-    rows = [report for report in reports if report["steps"]]
-    if not rows:
-        return {}
+def kept_pace(reports: list[dict], num_workers: int) -> dict:
+    """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a server took in for
+    it, which share of its steps and transfers was late and how much longer than declared they took; and the worst."""
+    steps: dict[int, list[dict]] = {rank: [] for rank in range(num_workers)}
+    transfers: dict[int, list[dict]] = {rank: [] for rank in range(num_workers)}
+    for report in reports:
+        rank = report["rank"]
+        if rank < num_workers:
+            steps[rank].append(report["steps"])
+        for counts in report["transfers"]:
+            transfers[rank if rank < num_workers else counts["src"]].append(counts)
     workers = [
         {
-            "rank": row["rank"],
-            "late_steps_share": row["late_steps"] / row["steps"],
-            "slower_by": row["late_s"] / row["declared_s"] if row["declared_s"] else 0.0,
+            "rank": rank,
+            "late_steps_share": share(steps[rank], "late", "count"),
+            "late_transfers_share": share(transfers[rank], "late", "count"),
+            "steps_slower_by": share(steps[rank], "late_s", "declared_s"),
+            "transfers_slower_by": share(transfers[rank], "late_s", "declared_s"),
+            "slower_by": share(steps[rank] + transfers[rank], "late_s", "declared_s"),
         }
-        for row in sorted(rows, key=lambda row: row["rank"])
+        for rank in range(num_workers)
     ]
-    return {"workers": workers, "slower_by": max(worker["slower_by"] for worker in workers)}
+    if not any(counts["count"] for rank in range(num_workers) for counts in steps[rank] + transfers[rank]):
+        return {}
+    worst = ("steps_slower_by", "transfers_slower_by", "slower_by")
+    return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
+
+
+def share(counts: list[dict], part: str, whole: str) -> float:
+    total = sum(row[whole] for row in counts)
+    return sum(row[part] for row in counts) / total if total else 0.0

@@ -49,6 +49,8 @@ class Kernel(Protocol):
 
     def spawn(self, node: Node, coro: Coroutine) -> Any: ...
 
+    def mark(self, node: Node, stage: int, state: Any) -> None: ...
+
 
 class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
@@ -93,6 +95,10 @@ class Node:
     def spawn(self, coro: Coroutine) -> Any:
         """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for."""
         return self.kernel.spawn(self, coro)
+
+    def mark(self, stage: int, state: Any) -> None:
+        """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage."""
+        self.kernel.mark(self, stage, state)
 
     @property
     def now_ns(self) -> int:

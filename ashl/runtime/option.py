@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from ashl.option import Count, Positive, option
 
+Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is told, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -15,7 +18,7 @@ class SimRuntime:
 
     name: ClassVar[str] = "sim"
     gradients: bool
-    threads: Count
+    threads: Threads
     device: Device
 
 
@@ -27,7 +30,7 @@ class LocalRuntime:
     gradients: ClassVar[bool] = True
     backend: Literal["gloo", "nccl"]
     sums: Literal["exact", "native"]
-    threads: Count
+    threads: Threads
     device: Device
     timeout_s: Positive
 
@@ -40,6 +43,6 @@ class TorchrunRuntime:
     gradients: ClassVar[bool] = True
     backend: Literal["gloo", "nccl"]
     sums: Literal["exact", "native"]
-    threads: Count
+    threads: Threads
     device: Device
     timeout_s: Positive

@@ -8,6 +8,7 @@ overshoots by a tenth of a millisecond does not add up over a run.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,27 @@ from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Factors, Speed
 
-SLACK = 1.02  # a step this much longer than declared is late
+SLACK = 1.02  # a step or transfer this much longer than declared is late
+
+
+class Punctuality:
+    """How often something took longer than declared, and by how much. One thread tells of it."""
+
+    __slots__ = ("count", "declared_ns", "late", "late_ns")
+
+    def __init__(self) -> None:
+        self.count = self.late = self.late_ns = self.declared_ns = 0
+
+    def told(self, declared_ns: int, taken_ns: int) -> None:
+        self.count += 1
+        self.declared_ns += declared_ns
+        if taken_ns > SLACK * declared_ns:
+            self.late += 1
+            self.late_ns += taken_ns - declared_ns
+
+    def report(self) -> dict[str, float]:
+        seconds = {"late_s": self.late_ns / 1e9, "declared_s": self.declared_ns / 1e9}
+        return {"count": self.count, "late": self.late, **seconds}
 
 
 class Pace:
@@ -23,7 +44,8 @@ class Pace:
 
     def __init__(self, cluster: Any, rank: int, batch: int, seed: int, dense_bytes: int, clock_ns: Callable[[], int]):
         self.rank, self.clock = rank, clock_ns
-        self.steps = self.late_steps = self.late_ns = self.declared_ns = 0
+        self.steps = Punctuality()
+        self.transfers: defaultdict[int, Punctuality] = defaultdict(Punctuality)  # by the rank that they came from
         self.speed = self.network = None
         self.compute = self.link = None
         if isinstance(cluster, Cluster):
@@ -40,11 +62,7 @@ class Pace:
             factor = self.compute.at(self.rank, start_ns) if self.compute and kind == "compute" else 1.0
             cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
         elif kind == "compute":
-            self.steps += 1
-            self.declared_ns += cost
-            if now - start_ns > SLACK * cost:
-                self.late_steps += 1
-                self.late_ns += now - start_ns - cost
+            self.steps.told(cost, now - start_ns)
         due = start_ns + cost
         if now >= due:
             return now
@@ -66,8 +84,13 @@ class Pace:
         if isinstance(self.network, Ports):
             inner = self.network.inner(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner)
-            return self.network.arrive(src, self.rank, nbytes, header_ns, tail)
-        if self.network is None and self.link is not None:
+            due = self.network.arrive(src, self.rank, nbytes, header_ns, tail)
+            self.transfers[src].told(due - header_ns, now_ns - header_ns)
+            return due
+        if self.network is not None:  # its sender has paced it
+            self.transfers[src].told(self.network.cost_ns(src, self.rank, nbytes, header_ns), now_ns - header_ns)
+            return now_ns
+        if self.link is not None:
             factor = max(self.link.at(src, now_ns), self.link.at(self.rank, now_ns))
             return round(header_ns + factor * (now_ns - header_ns))
         return now_ns
@@ -76,11 +99,7 @@ class Pace:
         """What an all-reduce costs from the arrival of its last member; None = as long as it takes."""
         return None if self.network is None else self.network.all_reduce_ns(group, nbytes, now_ns)
 
-    def report(self) -> dict[str, float]:
-        """How well the machine kept the pace."""
-        return {
-            "steps": self.steps,
-            "late_steps": self.late_steps,
-            "late_s": self.late_ns / 1e9,
-            "declared_s": self.declared_ns / 1e9,
-        }
+    def report(self) -> dict[str, Any]:
+        """How well the machine kept the declared pace: of steps, and of the transfers that came here, by sender."""
+        transfers = [{"src": src, **counts.report()} for src, counts in self.transfers.items()]
+        return {"steps": self.steps.report(), "transfers": transfers}

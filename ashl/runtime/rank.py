@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -121,9 +122,10 @@ def part(place: Place, plan: Plan, store: dist.Store, remote: Remote) -> None:
         place.rank,
         remote,
         lambda clock: Pace(cluster, place.rank, batch, plan.seed, dense, clock),
-        peers=stage.topology.links(place.rank, plan.num_workers),
+        peers=tuple(sorted({peer for stage in job.stages for peer in stage.topology.links(stage, place.rank)})),
         max_bytes=2 * dense + 1_000_000,
         exact=runtime.sums == "exact",
+        groups=process_groups(job.stages),
     )
     if place.rank < plan.num_workers:
         warm_up(stage, place.rank)
@@ -135,6 +137,13 @@ def part(place: Place, plan: Plan, store: dist.Store, remote: Remote) -> None:
     while not store.check(everyone):
         time.sleep(0.01)
     kernel.goodbye(GOODBYE_S)
+
+
+def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], Any]:
+    """One for each group that the plan lists. All ranks make all of them, in the same order."""
+    topologies = [(stage, stage.topology) for stage in stages if hasattr(stage.topology, "listed")]
+    listed = {group for stage, topology in topologies for group in topology.listed(stage)}
+    return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}
 
 
 def warm_up(stage: Stage, rank: int) -> None:

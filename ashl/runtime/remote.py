@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
-PENDING = 4  # snapshots that wait to be evaluated; beyond that, one that is not the last is skipped
+PENDING = 4  # snapshots of a rank that wait to be evaluated; beyond that, one that is not the last is skipped
 RECORDS, STOPPING, SCORES = "records", "stopping", "scores"
 
 
@@ -80,7 +80,8 @@ class Remote:
 
     def _write(self, record: dict, params: Any) -> bool:
         """Put a snapshot where the watch finds it; False when it has not kept up and this one can be spared."""
-        if not record.get("final") and len(list(self._dir.glob(".snapshot-*"))) >= PENDING:
+        waiting = list(self._dir.glob(f".snapshot-{record['rank']}-*"))
+        if not record.get("final") and len(waiting) >= PENDING:
             self.skipped += 1
             return False
         self._count += 1

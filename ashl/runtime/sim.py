@@ -14,7 +14,9 @@ from typing import Any
 from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
+from ashl.memory import collecting_seldom
 from ashl.runtime import effects as fx
+from ashl.runtime.checkpoint import Saving, resume
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import sum_in_rank_order
@@ -36,6 +38,7 @@ class Sim:
         self._tasks: set[Task] = set()
         self._collectives: dict[tuple, dict[int, tuple[Task, Any]]] = {}
         self._mains: list[Task] = []
+        self.saving: Saving | None = None  # while a checkpoint is being made
 
     def clock_ns(self) -> int:
         return self.now
@@ -46,12 +49,45 @@ class Sim:
         self._at(self.now, task, None)
         return task
 
-    def run(self, main: Callable[[Node], Coroutine], tick: Callable[[], None]) -> list[Any]:
-        """Run `main(node)` on every rank until all have ended; returns their results in rank order.
+    def mark(self, node: Node, stage: int, state: Any) -> None:
+        if self.saving is not None:
+            self.saving.mark(node, stage, state)
+
+    def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
+        """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their
+        loops; `keep` is given it, and says when the next one is due."""
+        self._at(time_ns, self._save, keep)
+
+    def _save(self, keep: Callable[[dict[str, Any]], int | None]) -> None:
+        if any(task.done for task in self._mains):
+            return  # the run is ending
+        saving = Saving(self)
+        if saving.until_consistent() and (due := keep(saving.document())) is not None:
+            self.save_at(max(due, self.now), keep)
+
+    def run(self, main: Callable[..., Coroutine], tick: Callable[[], None], saved: dict | None = None) -> list[Any]:
+        """Run `main(node)` on every rank until all have ended; returns their results in rank order. With a checkpoint,
+        go on from there: `main(node, saved=(stage, state))`.
 
         `tick` is called every few thousand events, to draw progress. Raises AshlError on a deadlock, naming who waits.
         """
-        self._mains = [self.spawn(node, main(node), main=True) for node in self.nodes]
+        if saved is None:
+            self._mains = [self.spawn(node, main(node), main=True) for node in self.nodes]
+        else:
+            resume(self, saved, main)
+        with collecting_seldom():
+            self._drain(tick)
+        stuck = [task for task in self._mains if not task.done]
+        if stuck:
+            raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
+        for task in self._tasks:
+            task.coro.close()
+        for node in self.nodes:
+            node.account()
+        return [task.result for task in self._mains]
+
+    def _drain(self, tick: Callable[[], None]) -> None:
+        """Let happen what is on the heap, until nothing is left."""
         heap = self._heap
         while heap:
             self.now, _, target, value = heappop(heap)
@@ -63,14 +99,6 @@ class Sim:
                 target(value)
             if not self.events & 255:
                 tick()
-        stuck = [task for task in self._mains if not task.done]
-        if stuck:
-            raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
-        for task in self._tasks:
-            task.coro.close()
-        for node in self.nodes:
-            node.account()
-        return [task.result for task in self._mains]
 
     def _at(self, time_ns: int, target: Any, value: Any) -> None:
         self._seq += 1
@@ -220,9 +248,8 @@ class Sim:
         tensors = [arrived[rank][1] for rank in effect.group]
         g = len(tensors)
         if isinstance(effect, fx.AllReduce):
-            nbytes = (
-                tensors[0].nbytes - 4 * effect.riders if not isinstance(tensors[0], fx.Hollow) else tensors[0].nbytes
-            )
+            hollow = isinstance(tensors[0], fx.Hollow)
+            nbytes = tensors[0].nbytes - (0 if hollow else effect.riders * tensors[0].element_size())
             result = sum_in_rank_order(tensors, effect.op)
             cost = self.network.all_reduce_ns(effect.group, nbytes, self.now)
             moved = 2 * (g - 1) * nbytes // g  # each way, by each member of a ring

@@ -14,7 +14,7 @@ import queue
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ashl.runtime import collectives
+from ashl.runtime import collectives, partial
 from ashl.runtime import effects as fx
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.node import Node, Observer
@@ -44,11 +44,13 @@ class TorchKernel:
         peers: tuple[int, ...],
         max_bytes: int,
         exact: bool,
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ) -> None:
+        """`groups` are those that the plan lists; a sum over any other part of the ranks does without."""
         self.observer = observer
         self.node = Node(self, rank)
         self._zero = 0
-        self._exact = exact
+        self._exact, self._groups = exact, groups
         self.pace = make_pace(self.clock_ns)
         self._peers, self._max_bytes = peers, max_bytes
         self._mail = Mailbox()
@@ -66,6 +68,9 @@ class TorchKernel:
 
     def clock_ns(self) -> int:
         return time.monotonic_ns() - self._zero
+
+    def mark(self, node: Node, stage: int, state: Any) -> None:
+        """Checkpoints of real processes are not built yet."""
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:
         task = Task(node, coro, main)
@@ -258,32 +263,41 @@ class TorchKernel:
     def _collective(self, effect: fx.AllReduce | fx.AllGather, main: bool) -> Any:
         """Blocks this process, as collectives do. Paced, it lasts as declared from the arrival of the last member."""
         ledger, group, tensor = self.node.ledger, effect.group, effect.tensor
-        g = len(group)
-        assert g == dist.get_world_size(), "collectives of real processes are over all ranks so far"
+        g, world = len(group), dist.get_world_size()
+        pg = self._groups.get(group)
+        loose = g < world and pg is None  # nobody has made a process group for it
         riders = effect.riders if isinstance(effect, fx.AllReduce) else 0
         nbytes = tensor.nbytes - riders * tensor.element_size()
         cost = self.pace.collective_ns(group, nbytes, ledger.cursor)
         begin = self.clock_ns()
         if cost is not None and g > 1:
-            dist.barrier()
+            partial.meet(group, self.node.rank) if loose else dist.barrier(pg)
             begin = self.clock_ns()
             if main:
                 ledger.mark("wait", begin)
         if isinstance(effect, fx.AllReduce):
-            value: Any = collectives.all_reduce(tensor, group, effect.op, None, self._exact)
+            value: Any
+            if loose and g > 1:
+                assert effect.op == "sum"
+                value = partial.all_reduce(tensor, group, self.node.rank)
+            else:
+                value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact)
             moved = 2 * (g - 1) * nbytes // g
         else:
-            value = collectives.all_gather(tensor, group, None)
+            assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
+            value = collectives.all_gather(tensor, group, pg)
             moved = sum(t.nbytes for t in value) * (g - 1) // g
         ledger.traffic(begin, moved, moved)
         end = self.clock_ns()
-        if cost is not None and end < begin + cost:
-            time.sleep((begin + cost - end) / 1e9)
-            end = begin + cost
+        if cost is not None:
+            self.pace.transfers[self.node.rank].told(cost, end - begin)
+            if end < begin + cost:
+                time.sleep((begin + cost - end) / 1e9)
+                end = begin + cost
         if main:
             ledger.mark("push", (begin + end) // 2)
             ledger.mark("pull", end)
-            if cost is None and g > 1:
+            if cost is None and g == world > 1:
                 self._starts.append((begin, end))
                 if len(self._starts) == BATCHED:
                     self._resolve_starts()

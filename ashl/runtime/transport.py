@@ -94,10 +94,11 @@ class Links:
                 if header.kind == wire.BYE:
                     return
                 body = None
-                if header.nbytes:
+                if header.dtype is not None:
                     flat = torch.empty(header.nbytes, dtype=torch.uint8)
-                    dist.recv(flat, peer, tag=BODY)
                     body = flat.view(header.dtype)
+                if header.nbytes:
+                    dist.recv(flat, peer, tag=BODY)
                     self._wait_until(self._due(peer, header.nbytes, start, self._clock()))
                 self._inbox.put(Message(peer, header.tag, body, header.meta, start))
         except (RuntimeError, wire.WireError) as error:

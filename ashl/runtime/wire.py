@@ -4,7 +4,7 @@
     1, 2   the tag's name, up to 16 ASCII bytes
     3, 4   the tag's stage and iteration
     5      what the header is: a message or a goodbye
-    6, 7   bytes of the body, code of its element type
+    6, 7   bytes of the body, code of its element type; an empty body is not the same as none
     8      how many numbers of meta follow
     9-23   meta, as the bits of float64
 
@@ -26,6 +26,7 @@ META = 15
 MAGIC = 0x4153484C0001
 MESSAGE, BYE = 0, 1
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+NO_BODY = len(DTYPES)
 
 
 class WireError(Exception):
@@ -36,7 +37,7 @@ class Header(NamedTuple):
     kind: int
     tag: Tag
     nbytes: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: there is no body
     meta: tuple[float, ...]
 
 
@@ -46,7 +47,7 @@ def encode(kind: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) 
     text = name.encode("ascii")
     if len(text) > 16 or len(meta) > META:
         raise ValueError(f"tag {name!r} with {len(meta)} numbers does not fit a header")
-    nbytes, dtype = (0, 0) if body is None else (body.nbytes, DTYPES.index(body.dtype))
+    nbytes, dtype = (0, NO_BODY) if body is None else (body.nbytes, DTYPES.index(body.dtype))
     words = [MAGIC, *struct.unpack("<2q", text.ljust(16, b"\0")), stage, iteration, kind, nbytes, dtype, len(meta)]
     words += struct.unpack(f"<{len(meta)}q", struct.pack(f"<{len(meta)}d", *meta))
     return torch.tensor(words + [0] * (WORDS - len(words)), dtype=torch.int64)
@@ -56,12 +57,13 @@ def decode(header: Tensor, max_bytes: int) -> Header:
     """Raises WireError on anything out of bounds."""
     words = header.tolist()
     magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, count = words[:9]
-    if magic != MAGIC or kind not in (MESSAGE, BYE) or not 0 <= count <= META or not 0 <= dtype < len(DTYPES):
+    if magic != MAGIC or kind not in (MESSAGE, BYE) or not 0 <= count <= META or not 0 <= dtype <= NO_BODY:
         raise WireError("a header of another version or program")
-    if not 0 <= nbytes <= max_bytes or nbytes % DTYPES[dtype].itemsize:
+    element = None if dtype == NO_BODY else DTYPES[dtype]
+    if not 0 <= nbytes <= max_bytes or (nbytes % element.itemsize if element else nbytes):
         raise WireError(f"a body of {nbytes} bytes, where at most {max_bytes} were expected")
     text = struct.pack("<2q", name_a, name_b).rstrip(b"\0")
     if not text.isascii() or not 0 <= stage < 2**31 or not 0 <= iteration < 2**62:
         raise WireError("a tag that is none")
     meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *words[9 : 9 + count]))
-    return Header(kind, (text.decode("ascii"), stage, iteration), nbytes, DTYPES[dtype], meta)
+    return Header(kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta)

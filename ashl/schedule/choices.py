@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ashl.plan.profile import Profile
 class Choices:
     """The specs that a stage takes over unless its schedule says otherwise, and the means to plan its workers."""
 
+    names: Mapping[str, str]  # of the chosen options, by group
     specs: dict[str, Spec]
     local_steps: int | str  # of the chosen sync mode; "plan" = as the planner says
     batch: int

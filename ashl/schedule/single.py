@@ -21,7 +21,6 @@ class Single:
     r_preset: tuple[Ratio] | None
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        name = choices.specs["sync"]["_target_"].rsplit(".", 2)[-2]
         h_preset = None if self.h_preset is None else self.h_preset[0]
         r_preset = None if self.r_preset is None else self.r_preset[0]
-        return [choices.stage(name, h_preset=h_preset, r_preset=r_preset)]
+        return [choices.stage(choices.names["sync"], h_preset=h_preset, r_preset=r_preset)]

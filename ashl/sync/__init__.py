@@ -18,5 +18,6 @@ A rule that steers more than that keeps its state in `clock.control` and has of 
 `anneal(clock)`                       what the server's learning rate is multiplied with
 `drains`                              that the server takes in all that has come before it answers anyone
 
-and a mode whose loops are its own, like profiling, has `role(stage, rank)`.
+and a mode whose loops are its own, like profiling, has `role(stage, rank)`. What a mode of partial all-reduce has
+instead of these says `ashl.sync.groups`, and a mode of gossip `ashl.topology.gossip`.
 """

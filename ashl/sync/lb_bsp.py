@@ -43,6 +43,7 @@ class LBBSP:
     exchange: ClassVar[str] = "gradient"
     topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: ClassVar[int] = 1
+    resizes: ClassVar[bool] = True  # batches change, so weights have to follow the samples
     alpha: Annotated[float, Field(gt=0, le=1)]
 
     def quorum(self, num_workers: int) -> int:

@@ -65,7 +65,7 @@ async def worker(node: Node, stage: Stage, state: Any) -> int:
     await node.send(stage.server, stage.tag("ask"), None, meta)
     plan = await node.recv(stage.tag("plan"))
     word, end_ns = int(plan.meta[0]), int(plan.meta[1])
-    state.assigned = plan.body
+    state.assigned = None if plan.body is None else (stage.index + 1, plan.body)
     if word == NEXT:
         node.emit("border", stage=stage.index, totals_ns=node.ledger.until(end_ns))
     else:
@@ -134,7 +134,8 @@ async def server(node: Node, stage: Stage, state: Any) -> int:
         [[w.local_steps, w.data_share, w.compression_ratio, w.predicted_cycle_s or 0.0] for w in s.workers]
         for s in stages
     ]
-    state.assigned = torch.tensor(rows, dtype=torch.float64).flatten() if rows else None
+    assigned = torch.tensor(rows, dtype=torch.float64).flatten() if rows else None
+    state.assigned = None if assigned is None else (stage.index + 1, assigned)
     node.emit("profile", profile=profile.to_json())
     node.emit("plan", stages=[[list(row) for row in stage_rows] for stage_rows in rows], first=stage.index + 1)
     state.clock.end_ns = node.now_ns
@@ -149,7 +150,7 @@ async def server(node: Node, stage: Stage, state: Any) -> int:
         **state.clock.report(),
     )
     for rank in stage.workers:
-        await node.send(rank, stage.tag("plan"), state.assigned, (word, state.clock.end_ns))
+        await node.send(rank, stage.tag("plan"), assigned, (word, state.clock.end_ns))
     if word == STOP:
         node.ledger.close(state.clock.end_ns)
     return word

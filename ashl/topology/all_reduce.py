@@ -31,7 +31,7 @@ class AllReduce:
 
     has_server: ClassVar[bool] = False
 
-    def links(self, rank: int, num_workers: int) -> tuple[int, ...]:
+    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only: no point-to-point links."""
         return ()
 
@@ -51,10 +51,12 @@ class PeerState(WorkerState):
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     memory: Any = None  # of the aggregation rule
 
-    def enter(self, stage: Stage, rank: int) -> None:
+    def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
+        if self.entered != stage.index:
+            self.clock.begin(now_s)
+            if stage.resets:
+                self.memory = None
         super().enter(stage, rank)
-        if stage.resets:
-            self.memory = None
 
 
 async def worker(node: Node, stage: Stage, state: PeerState) -> int:
@@ -62,20 +64,20 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
 
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
-    state.enter(stage, node.rank)
+    state.enter(stage, node.rank, node.now)
     clock, group = state.clock, stage.workers
-    clock.begin(node.now)
     weight = stage.weights(group)[node.rank]
     workers = [stage.worker(rank) for rank in group]
     counts = [1 if stage.sync.exchange == "gradient" else w.local_steps for w in workers]
     while True:
+        node.mark(stage.index, state)
         work = await local_work(node, stage, state)
         body = stage.aggregate.clip(work.body)
         packed = pack(body, weight, work.loss / len(group), WORDS.index(state.word) if node.rank == 0 else 0)
         total = await node.all_reduce(packed, group, riders=RIDERS)
         update, mean_loss, word = unpack(total)
         for rank in group:
-            clock.observe(rank, 0, mean_loss)
+            clock.observe(rank, 0, mean_loss, mean=True)
         if not clock.diverged:
             merge(stage, state, update)
             for rank, steps in zip(group, counts, strict=True):

@@ -30,11 +30,16 @@ class WorkerState:
     local_steps: int = 1  # H, until a reply says otherwise
     batch: int = 1
     ratio: float = 1.0  # kept share of the update
-    assigned: Any = None  # what profiling has planned for the stages to come
+    assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
+    entered: int | None = None  # the stage that it is in
+    pull_s: float = 0.0  # what the last pull took
     interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
 
     def enter(self, stage: Stage, rank: int) -> None:
         """A stage begins: its H and ratio, and what is handed over from the stage before."""
+        if self.entered == stage.index:
+            return  # it goes on from a checkpoint
+        self.entered = stage.index
         worker = stage.worker(rank)
         self.local_steps, self.ratio, self.batch = worker.local_steps, worker.compression_ratio, worker.batch
         self.interval_s = getattr(stage.sync, "interval_s", 0.0)
@@ -58,27 +63,28 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     """gradient: g = ∇f(w; batch). difference: w_H − w after H steps of the worker's optimizer, whose state persists.
     accumulated: Σ lr·∇f(w; batch) over H batches, on the model as it was pulled.
 
-    The learning rate is that of the samples applied as of the last pull.
+    The learning rate is that of the samples applied as of the last pull. `state.params` may become another model
+    meanwhile, by a peer: what is computed stays relative to the one at the start.
     """
-    trainer, start, kind = stage.trainer, node.now, stage.sync.exchange
+    trainer, start, kind, params = stage.trainer, node.now, stage.sync.exchange, state.params
     if kind == "gradient":
         step, span = draw(state)
-        work = partial(trainer.gradient, state.params, node.rank, step, span)
+        work = partial(trainer.gradient, params, node.rank, step, span)
         loss, grad = await node.compute(work, work=state.batch)
         return Work(grad, loss, 1, state.batch, node.now - start)
-    local, lr, total, steps = state.params, trainer.rate(state.samples), 0.0, 0
+    local, lr, total, steps = params, trainer.rate(state.samples), 0.0, 0
     start_ns, interval_ns, grads = node.now_ns, round(state.interval_s * 1e9), None
     while node.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
         step, span = draw(state)
         if kind == "accumulated":
-            work = partial(accumulate, stage, grads, state.params, node.rank, step, lr, span)
+            work = partial(accumulate, stage, grads, params, node.rank, step, lr, span)
             loss, grads = await node.compute(work, work=state.batch)
         else:
             work = partial(trainer.local_step, local, state.moments, node.rank, step, lr, span)
             loss, state.moments, local = await node.compute(work, work=state.batch)
         steps += 1
         total += loss
-    body = local - state.params if grads is None else grads
+    body = local - params if grads is None else grads
     return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps)
 
 

@@ -34,9 +34,9 @@ class ParameterServer:
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
-    def links(self, rank: int, num_workers: int) -> tuple[int, ...]:
+    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The ranks that this one exchanges messages with."""
-        return tuple(range(num_workers)) if rank == num_workers else (num_workers,)
+        return stage.workers if rank == stage.server else (stage.server,)
 
     def begin(self, stage: Stage, rank: int) -> WorkerState | ServerState:
         """A rank's state before the first stage: the initial model, alike everywhere."""
@@ -61,12 +61,20 @@ class ServerState:
     memory: Any = None  # of the aggregation rule
     held: dict[int, Any] = field(default_factory=dict)  # the model that each worker holds, where pulls are compressed
     profile: Profile | None = None  # as measured by a profiling stage
-    assigned: Any = None  # what profiling has planned for the stages to come
+    assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
+    entered: int | None = None  # the stage that it is in
     averages: Any = None  # what an online planner has seen
+    word: int = GO  # NEXT while the work that is under way is waited for
+    reason: str | None = None
+    ahead: Message | None = None  # a push that has come already
     workers: tuple[WorkerPlan, ...] = ()  # what each worker does now: the plan's, until it is planned anew
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: Stage, now_s: float) -> None:
         """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
+        if self.entered == stage.index:
+            return  # it goes on from a checkpoint
+        self.entered, self.word, self.reason, self.ahead = stage.index, GO, None, None
+        self.clock.begin(now_s)
         self.workers, self.receivers = stage.plan.workers, {}
         if stage.resets:
             self.moments, self.memory = stage.trainer.moments(), None
@@ -90,14 +98,15 @@ class Reply(NamedTuple):
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word."""
     state.enter(stage, node.rank)
-    word, pull_s = GO, 0.0
+    word = GO
     while word == GO:
+        node.mark(stage.index, state)
         work = await local_work(node, stage, state)
         body = work.body
         if not stage.codec.flags.lossless:
             encode = partial(stage.codec.encode, state.sender, work.body, state.ratio)
             state.sender, body = await node.compute(encode, work=1, kind="compress")
-        meta = (work.steps, work.samples, work.loss, state.version, work.step_s, pull_s)
+        meta = (work.steps, work.samples, work.loss, state.version, work.step_s, state.pull_s)
         await node.send(stage.server, stage.tag("push"), body, meta)
         message = await node.recv(stage.tag("pull"))
         reply = Reply(*message.meta)
@@ -106,7 +115,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
             state.sender = stage.codec.undo(state.sender, body)
         if message.body is not None:
             state.params = downlink.advance(stage.bare_codec, state.params, message.body)
-        pull_s = 0.0 if message.body is None else node.now - message.start_ns / 1e9
+        state.pull_s = 0.0 if message.body is None else node.now - message.start_ns / 1e9
         state.version, state.samples = int(reply.version), int(reply.samples)
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
         state.batch = int(reply.batch) or state.batch
@@ -127,40 +136,39 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
     """
     clock = state.clock
-    clock.begin(node.now)
-    state.enter(stage)
-    word, reason, ahead = GO, None, None
+    state.enter(stage, node.now)
     while True:
-        message = ahead or await node.recv(stage.tag("push"), before_s=stage.deadline_s)
+        node.mark(stage.index, state)
+        message = state.ahead or await node.recv(stage.tag("push"), before_s=stage.deadline_s)
+        state.ahead = None
         node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
-            word, reason = STOP, "seconds"
+            state.word, state.reason = STOP, "seconds"
             break
         if await receive(node, stage, state, message) and stage.due(clock, node.now):
             node.snapshot(state.params, **clock.report())
         if over := stage.over(clock) or node.stopping:
-            word, reason = STOP, over
+            state.word, state.reason = STOP, over
             break
-        if word == GO and (rule := stage.reached(clock, node.now, node.scores)):
-            word, reason = NEXT if stage.following else STOP, rule
-            if word == STOP:
+        if state.word == GO and (rule := stage.reached(clock, node.now, node.scores)):
+            state.word, state.reason = NEXT if stage.following else STOP, rule
+            if state.word == STOP:
                 break
-        if word == NEXT:
-            ahead = None
+        if state.word == NEXT:
             if len(clock.waiting) == stage.num_workers:
                 if state.buffer:
                     await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
                 break
             continue
         if hasattr(stage.sync, "drains"):
-            ahead = await node.recv(stage.tag("push"), before_s=node.now)
-        if ahead is None:
+            state.ahead = await node.recv(stage.tag("push"), before_s=node.now)
+        if state.ahead is None:
             for rank in sorted(stage.sync.admit(clock)):
                 await reply(node, stage, state, rank)
-    await dismiss(node, stage, state, word)
-    end = {"end_ns": clock.end_ns, "reason": reason}
+    await dismiss(node, stage, state, state.word)
+    end = {"end_ns": clock.end_ns, "reason": state.reason}
     node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
-    return word
+    return state.word
 
 
 async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:

@@ -18,6 +18,7 @@ from ashl.tracking.store import ADDRESS
 FRAME_S = 0.25  # between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # between two lines in a pipe
 MAX_ROWS = 16
+SLOWER = 0.02  # from here on the outcome tells that the machine did not keep the declared pace
 STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
 SHARES = ("compute", "compress", "push", "pull", "wait", "down")  # what a worker's time is made of, as in summary.json
 
@@ -40,14 +41,22 @@ class Progress:
             self._live = Live(console=console, auto_refresh=False, transient=True)
             self._live.start()
 
+    def due(self, host_s: float) -> bool:
+        """Whether an update at this time would be shown, so that nobody makes a snapshot in vain."""
+        return not self._quiet and host_s >= self._due_s
+
     def update(self, snapshot: dict) -> None:
-        """Show `snapshot`, unless the last one is still fresh.
+        """Show `snapshot`, unless the last one is still fresh. A line waits until there is something
+        to tell, and the outcome speaks for itself.
 
         Keys: time_s, host_s, steps, commits, loss, accuracy, samples_per_s, wait_share, progress (0 to 1), eta_host_s,
         stage, and workers, a list of rank, step, samples_per_s, wait_share, staleness, loss. What is None is left out
         or shown as a dash.
         """
-        if self._quiet or snapshot["host_s"] < self._due_s:
+        if not self.due(snapshot["host_s"]):
+            return
+        if not self._live and (snapshot.get("commits") == 0 or snapshot.get("progress") == 1.0):
+            self._due_s = snapshot["host_s"] + FRAME_S
             return
         self._due_s = snapshot["host_s"] + (FRAME_S if self._live else LINE_S)
         if self._live:
@@ -129,9 +138,11 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     yield "waiting", f"{percent(summary.get('wait_share'))} of the workers' time{lead}"
-    slower = (summary.get("pace") or {}).get("slower_by") or 0.0
-    if slower > 0.02:
-        yield "pace", f"steps took {percent(slower)} longer than declared: this machine is too slow for this cluster"
+    pace = summary.get("pace") or {}
+    if pace.get("slower_by", 0.0) > SLOWER:
+        parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers")]
+        told = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
+        yield "pace", f"{told} longer than declared: this machine is too slow for this cluster"
     yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
 
 
@@ -187,7 +198,7 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     if value < 60:
-        return f"{value:.3g} s" if value < 10 else f"{value:.1f} s"
+        return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 

@@ -5,7 +5,9 @@ from rich.table import Table
 
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import Profile
-from ashl.tracking.console import number, percent, seconds
+from ashl.tracking.console import MAX_ROWS, number, percent, seconds
+
+PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps nothing
 
 
 def show_profile(console: Console, profile: Profile) -> None:
@@ -14,30 +16,49 @@ def show_profile(console: Console, profile: Profile) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("worker", "step ms", "± ms", "push ms", "pull ms", "latency ms", "up MB/s", "down MB/s", "encode ms"):
         table.add_column(title, justify="right", no_wrap=True)
-    for rank, worker in enumerate(profile.workers):
+    for rank, worker in enumerate(profile.workers[:MAX_ROWS]):
         costs = (worker.step_s, worker.step_spread_s, worker.push_s, worker.pull_s, worker.latency_s)
         rates = ("-" if rate is None else f"{rate / 1e6:.3g}" for rate in (worker.push_bytes_s, worker.pull_bytes_s))
         table.add_row(str(rank), *(f"{1e3 * cost:.3g}" for cost in costs), *rates, f"{1e3 * worker.compress_s:.3g}")
     console.print(table)
+    if profile.num_workers > MAX_ROWS:
+        console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
 
 
-def forecast(console: Console, plan: Plan, profile: Profile | None = None) -> None:
-    """Print each stage with its workers, the predicted rates, and the predicted time where the run ends by steps.
+def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None) -> None:
+    """Print each stage with its workers, the predicted rates, and how long the run should take at most.
 
     With a profile, the cycle at the same H for all is beside the planned one.
     """
     console.print(f"[bold]{plan.name}[/] {plan.num_workers} workers, {plan.num_params:,} parameters, seed {plan.seed}")
     for stage in plan.stages:
-        console.print(stage_table(stage, profile))
-        rate = stage.predicted_steps_per_s
-        if rate is None:
-            known = "it only measures" if stage.name == "profile" else "the cluster declares no costs"
-            console.print(f"steps/s and waiting are not predicted: {known}")
+        if stage.sync["_target_"] == PROFILING:
+            console.print(f"stage {stage.name}: measures steps and exchanges, and learns nothing")
             continue
-        waiting = percent(stage.predicted_wait_share)
-        console.print(f"predicted {number(rate)} steps/s, workers wait {waiting} of their time")
-        if plan.limits.steps and len(plan.stages) == 1:
-            console.print(f"predicted {seconds(plan.limits.steps / rate)} for {plan.limits.steps:,} steps")
+        console.print(stage_table(stage, profile))
+        if len(stage.workers) > MAX_ROWS:
+            console.print(f"and {len(stage.workers) - MAX_ROWS:,} more workers")
+        if stage.predicted_steps_per_s is None:
+            console.print("steps/s and waiting are not predicted: the cluster declares no costs")
+            continue
+        rate, waiting = number(stage.predicted_steps_per_s), percent(stage.predicted_wait_share)
+        console.print(f"predicted {rate} steps/s, workers wait {waiting} of their time")
+    console.print(duration(plan, epoch_samples))
+
+
+def duration(plan: Plan, epoch_samples: int) -> str:
+    """How many steps the run has, and how long they take at the rates of its stages; a target may end it before."""
+    limits, steps = plan.limits, plan.num_steps(epoch_samples)
+    rates = [stage.predicted_steps_per_s for stage in plan.stages if stage.predicted_steps_per_s]
+    ends = "" if limits.seconds is None else f"stops after {seconds(limits.seconds)}"
+    if steps is None:
+        return ends
+    ends = f"; {ends} at the latest" if ends else ""
+    if not rates:
+        return f"{steps:,} steps{ends}"
+    times = dict.fromkeys(seconds(steps / rate) for rate in (max(rates), min(rates)))
+    after = ", after profiling" if plan.stages[0].sync["_target_"] == PROFILING else ""
+    return f"predicted {' to '.join(times)} for {steps:,} steps{after}{ends}"
 
 
 def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
@@ -48,7 +69,7 @@ def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
     if before:
         columns.append(f"cycle at H {stage.h_preset}")
     table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for rank, worker in enumerate(stage.workers):
+    for rank, worker in enumerate(stage.workers[:MAX_ROWS]):
         shares = percent(worker.data_share), percent(worker.compression_ratio, 0)
         row = [str(rank), str(worker.local_steps), str(worker.batch), *shares, seconds(worker.predicted_cycle_s)]
         if before:

@@ -8,14 +8,18 @@ from pathlib import Path
 
 
 class Lines:
-    """A JSONL file under construction. Opening it raises FileExistsError where there is one already.
+    """A JSONL file under construction. Opening it raises FileExistsError where there is one already; with `size`, it
+    goes on after so many bytes of the one that is there.
 
     A line is one system call and is taken back if it did not fit, so that a reader (or a kill) meets whole lines only.
     """
 
-    def __init__(self, path: Path):
-        self._size = 0
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+    def __init__(self, path: Path, size: int | None = None):
+        self.size = size or 0
+        self._file = open(path, "xb" if size is None else "r+b", buffering=0)  # noqa: SIM115 (closed by close)
+        if size is not None:
+            self._file.truncate(size)
+            self._file.seek(size)
 
     def append(self, record: dict) -> None:
         """Add one line. Raises OSError, and leaves the file as it was."""
@@ -25,9 +29,9 @@ class Lines:
             while rest:  # a disk that fills up takes the first bytes and refuses the next call
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            self._file.truncate(self._size)
+            self._file.truncate(self.size)
             raise
-        self._size += len(line)
+        self.size += len(line)
 
     def close(self) -> None:
         self._file.close()

@@ -49,9 +49,16 @@ class Writer:
 
 
 def start(
-    run_dir: Path, *, store: Path, experiment: str, run_name: str, params: Mapping, tags: Mapping[str, str]
+    run_dir: Path,
+    *,
+    store: Path,
+    experiment: str,
+    run_name: str,
+    params: Mapping,
+    tags: Mapping[str, str],
+    module: str = "ashl.tracking.mlflow",
 ) -> Writer:
-    """Begin to copy the run in `run_dir` to MLflow; returns at once and never raises.
+    """Begin to copy the run in `run_dir` to MLflow; returns at once and never raises. `module` is the writer's.
 
     `store` is the folder of `mlflow.db` and `artifacts/`; MLFLOW_TRACKING_URI takes precedence. `params` is the
     configuration, nested or flat. `tags` may hold MLflow's own, such as `mlflow.note.content` and `mlflow.parentRunId`.
@@ -68,7 +75,7 @@ def start(
     try:
         with open(run_dir / LOG, "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ashl.tracking.mlflow", str(run_dir.absolute())],
+                [sys.executable, "-P", "-m", module, str(run_dir.absolute())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -77,12 +84,18 @@ def start(
                 start_new_session=True,  # Ctrl-C is for the run; the writer has yet to log how it ended
             )
     except OSError as error:
-        return Writer(run_dir, uri, None, _warning(run_dir, f"its writer did not start: {error}"))
-    assert process.stdin is not None
-    with suppress(OSError):  # a writer that died at once is noticed by finish
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-    return Writer(run_dir, uri, process)
+        return Writer(run_dir, uri, None, warning_of(run_dir, f"its writer did not start: {error}"))
+    writer = Writer(run_dir, uri, process)
+    tell(writer, job)
+    return writer
+
+
+def tell(writer: Writer, line: Mapping) -> None:
+    """A line for the writer; one that died is noticed by `finish`."""
+    if writer.process is not None and writer.process.stdin is not None:
+        with suppress(OSError):
+            writer.process.stdin.write(json.dumps(line) + "\n")
+            writer.process.stdin.flush()
 
 
 def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | None]:
@@ -99,10 +112,10 @@ def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | N
         writer.process.kill()
         writer.process.communicate()
         reason = f"{stores.public(writer.uri)} was locked, slow or out of reach for {timeout_s:g} s"
-        link, warning = None, _warning(writer.run_dir, reason)
+        link, warning = None, warning_of(writer.run_dir, reason)
     except ValueError:
         reason = f"its writer ended with code {writer.process.returncode}, see {writer.run_dir / LOG}"
-        link, warning = None, _warning(writer.run_dir, reason)
+        link, warning = None, warning_of(writer.run_dir, reason)
     with suppress(OSError):
         if (log := writer.run_dir / LOG).stat().st_size == 0:
             log.unlink()
@@ -110,14 +123,17 @@ def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | N
 
 
 def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
-    """The configuration as MLflow shows it: dotted names; a `_target_` becomes the name of the option.
+    """The configuration as MLflow shows it: dotted names; a group has the name of its option, as `choices` has it, or
+    else as its `_target_` tells.
 
-    >>> flat({"seed": 0, "sync": {"_target_": "ashl.sync.ssp.SSP", "staleness": 3}})
-    {'seed': '0', 'sync': 'ssp', 'sync.staleness': '3'}
+    >>> flat({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "ashl.sync.ssp.SSP", "staleness": 3}})
+    {'seed': '0', 'sync': 'mine', 'sync.staleness': '3'}
     """
     params = {}
     for key, value in config.items():
         name = f"{prefix}.{key}" if prefix else str(key)
+        if name == "choices":
+            continue
         if isinstance(value, Mapping):
             params |= flat(value, name)
         elif name.endswith("._target_"):  # ashl's options are named as their modules, other libraries' as themselves
@@ -125,7 +141,7 @@ def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
             params[name.removesuffix("._target_")] = parts[-2] if parts[0] == "ashl" else parts[-1]
         else:
             params[name] = (value if isinstance(value, str) else json.dumps(value, default=str))[:MAX_TEXT]
-    return params
+    return params if prefix else params | config.get("choices", {})
 
 
 def main() -> None:
@@ -137,10 +153,10 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     with open(run_dir / LOG, "ab") as log, answer:
         fcntl.flock(log, fcntl.LOCK_EX)
-        json.dump(_follow(_Copy(run_dir, job)), answer)
+        json.dump(_follow(Copy(run_dir, job)), answer)
 
 
-def _follow(copy: "_Copy") -> tuple[str | None, str | None]:
+def _follow(copy: "Copy") -> tuple[str | None, str | None]:
     """Copy until the input is closed, trying again after each failure; returns the deep link and a warning."""
     ended = False
     while True:
@@ -152,13 +168,13 @@ def _follow(copy: "_Copy") -> tuple[str | None, str | None]:
             reason = str(error).replace(copy.job["uri"].rstrip("/"), stores.public(copy.job["uri"]).rstrip("/"))
             print(f"{type(error).__name__}: {reason}", file=sys.stderr)
             if ended:
-                return None, _warning(copy.run_dir, copy.loss() or reason)
+                return None, warning_of(copy.run_dir, copy.loss() or reason)
         ended = bool(select.select([sys.stdin], [], [], PERIOD_S)[0])
         if ended:
             signal.alarm(LAST_WORDS_S)
 
 
-class _Copy:
+class Copy:
     """The MLflow side of one run. What failed may be called again."""
 
     client: "MlflowClient"
@@ -195,10 +211,10 @@ class _Copy:
             for path in filter(Path.exists, (self.run_dir / name for name in ARTIFACTS)):
                 self.client.log_artifact(run_id, str(path))
         except Exception as error:
-            warning = _warning(self.run_dir, f"artifacts: {error}")
+            warning = warning_of(self.run_dir, f"artifacts: {error}")
         self.client.set_terminated(run_id, STATUS.get(summary["status"], "FAILED"))
         if loss := self.loss():
-            return None, _warning(self.run_dir, loss)
+            return None, warning_of(self.run_dir, loss)
         uri = self.job["uri"]
         address = stores.public(uri) if stores.database(uri) is None else stores.ADDRESS
         return stores.link(address, str(self.experiment)), warning
@@ -211,15 +227,15 @@ class _Copy:
         return f"{database} was deleted or replaced during the run"
 
     def _open(self) -> None:
-        from mlflow import MlflowClient
+        self.client, experiment = connect(self.job)
+        self.begin(experiment)
+        _reap(self.client, experiment, self.run.run_id)
 
-        with stores.schema_lock(self.job["uri"]):
-            self.client = MlflowClient(self.job["uri"])
-            experiment = _experiment(self.client, self.job["experiment"], self.job["artifacts"])
+    def begin(self, experiment: str) -> None:
+        """Make the run."""
         tags = {"mlflow.source.name": "ashl", "ashl.host": socket.gethostname(), "ashl.run_dir": str(self.run_dir)}
         self.run = self.client.create_run(experiment, tags=tags | self.job["tags"], run_name=self.job["run_name"]).info
         self.experiment = experiment
-        _reap(self.client, experiment, self.run.run_id)
 
     def _log_params(self) -> None:
         from mlflow.entities import Param
@@ -235,6 +251,15 @@ class _Copy:
         batch = [Metric(name, value, began + round(1000 * host_s), step) for name, value, step, host_s in entries]
         for first in range(0, len(batch), MAX_METRICS):
             self.client.log_batch(self.run.run_id, metrics=batch[first : first + MAX_METRICS])
+
+
+def connect(job: Mapping) -> tuple["MlflowClient", str]:
+    """The store that a job names, and the id of its experiment; both are made where needed."""
+    from mlflow import MlflowClient
+
+    with stores.schema_lock(job["uri"]):
+        client = MlflowClient(job["uri"])
+        return client, _experiment(client, job["experiment"], job["artifacts"])
 
 
 def points(record: dict) -> Iterator[tuple[str, float, int, float]]:
@@ -307,7 +332,7 @@ def _summary(run_dir: Path) -> dict:
         return {"status": "failed", "exit_reason": "the run's process ended without a summary"}
 
 
-def _warning(run_dir: Path, reason: str) -> str:
+def warning_of(run_dir: Path, reason: str) -> str:
     return f"MLflow did not take all of this run ({stores.gist(reason)}); its records are whole in {run_dir}."
 
 

@@ -1,6 +1,6 @@
 """The record files of a run folder: events, metrics, trace and summary. One process writes them."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,32 +18,45 @@ class Recorder:
 
     `events` is `all`, `sampled` (see `is_sampled`) or `none`. Records are plain dicts; NaN and infinities become null,
     numpy scalars and arrays become numbers and lists. Raises UsageError when the folder already holds a run and
-    AshlError when it cannot be written to (read-only, disk full); what was written before stays readable.
+    AshlError when it cannot be written to (read-only, disk full); what was written before stays readable. `sizes` are
+    those of an earlier recorder in the same folder: what it wrote after that moment is forgotten, and written anew.
     """
 
-    def __init__(self, run_dir: Path, events: str):
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, events: str, sizes: Mapping[str, int] | None = None):
+        self.run_dir = run_dir
         self._sampled = events == "sampled"
+        sizes = sizes or {}
         with _writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._metrics = jsonl.Lines(run_dir / METRICS)
-            self._events = None if events == "none" else jsonl.Lines(run_dir / EVENTS)
+            if sizes:
+                (run_dir / SUMMARY).unlink(missing_ok=True)
+            self._metrics = jsonl.Lines(run_dir / METRICS, sizes.get(METRICS))
+            self._events = None if events == "none" else jsonl.Lines(run_dir / EVENTS, sizes.get(EVENTS))
+
+    def sizes(self) -> dict[str, int]:
+        """How much is written, by file."""
+        return {METRICS: self._metrics.size} | ({EVENTS: self._events.size} if self._events else {})
 
     def round(self, record: dict) -> None:
         """Record one round (`kind` = "round") or another event ("dropped", "switch", ...) of one rank."""
         if self._events is not None and (not self._sampled or is_sampled(record)):
-            with _writing(self._run_dir):
+            with _writing(self.run_dir):
                 self._events.append(record)
 
     def metric(self, record: dict) -> None:
         """Record one measurement of the run: `time_s`, `host_s`, `step` and so on, and metrics named as `test/acc`."""
-        with _writing(self._run_dir):
+        with _writing(self.run_dir):
             self._metrics.append(record)
 
     def document(self, name: str, text: str) -> None:
         """Write a file beside the records, or write it anew."""
-        with _writing(self._run_dir):
-            (self._run_dir / name).write_text(text, encoding="utf-8")
+        with _writing(self.run_dir):
+            (self.run_dir / name).write_text(text, encoding="utf-8")
+
+    def leave(self) -> None:
+        """Close the files where nothing was run."""
+        for lines in filter(None, (self._metrics, self._events)):
+            lines.close()
 
     def close(self, summary: dict) -> None:
         """Write the trace and then the summary: who sees `summary.json` finds everything else complete."""
@@ -51,11 +64,12 @@ class Recorder:
         try:
             if self._events is not None:
                 self._events.close()
-                with _writing(self._run_dir):
-                    timeline.write(self._run_dir / EVENTS, self._run_dir / TRACE, summary.get("num_workers"))
+                with _writing(self.run_dir):
+                    end_s = None if summary.get("status") == "failed" else summary.get("time_s")
+                    timeline.write(self.run_dir / EVENTS, self.run_dir / TRACE, summary.get("num_workers"), end_s)
         finally:  # the summary is worth more than the trace
-            with _writing(self._run_dir):
-                jsonl.write_json(self._run_dir / SUMMARY, summary)
+            with _writing(self.run_dir):
+                jsonl.write_json(self.run_dir / SUMMARY, summary)
 
 
 def is_sampled(record: dict) -> bool:

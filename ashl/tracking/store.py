@@ -6,6 +6,7 @@ beside it. MLFLOW_TRACKING_URI takes precedence.
 
 import fcntl
 import os
+import re
 import sqlite3
 from collections.abc import Generator
 from contextlib import closing, contextmanager
@@ -48,9 +49,14 @@ def public(uri: str) -> str:
 
 
 def gist(text: str) -> str:
-    """The line of an error message that says what happened; SQLAlchemy has some before it and some after it."""
+    """What happened, in the first sentence of the line that says so; SQLAlchemy has lines before it and after it, and
+    an address that does not answer comes with all that was tried."""
+    address = re.search(r"https?://[^/\s]+", text)
+    if address and "Max retries exceeded" in text:
+        return f"{address[0]} does not answer"
     lines = text.strip().splitlines()
-    return next((line for line in reversed(lines) if "Error" in line), lines[0] if lines else "")[:300]
+    line = next((line for line in reversed(lines) if "Error" in line), lines[0] if lines else "")
+    return line.split(". ")[0].rstrip(".")[:300]
 
 
 @contextmanager

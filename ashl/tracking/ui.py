@@ -1,5 +1,6 @@
 """MLflow's page on the store of the runs, as a process that cannot outlive ours."""
 
+import errno
 import os
 import select
 import signal
@@ -59,7 +60,9 @@ def serve(store: Path, port: int = 5000, host: str = "127.0.0.1") -> Server:
             probe.bind((host, port))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise AshlError(f"Cannot listen on {host}:{port} ({reason}); choose another port.") from error
+            local = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            fix = "leave --host out to listen on this machine" if local else "choose another port with --port"
+            raise AshlError(f"Cannot listen on {host}:{port} ({reason}); {fix}.") from error
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "ashl.tracking.ui", uri, host, str(port)],
         stdin=subprocess.PIPE,

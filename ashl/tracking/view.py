@@ -8,6 +8,7 @@ and does not add a chart of its own for a metric that has one of ours.
 import base64
 import json
 import zlib
+from collections.abc import Sequence
 
 KEY = "ashloverview"
 TAG = f"mlflow.sharedViewState.{KEY}"
@@ -17,6 +18,7 @@ MAX_WORKERS = 16  # lines that a chart can bear
 MAX_RUNS = 20  # runs that are drawn at first
 
 COLUMNS = (
+    "params.`schedule`",
     "params.`sync`",
     "params.`topology`",
     "params.`compression`",
@@ -30,8 +32,10 @@ COLUMNS = (
 REST = ("test", "comm", "wait", "final", "time")  # sections that MLflow makes of the other metrics: folded, below ours
 
 
-def tag(num_workers: int = MAX_WORKERS) -> str:
-    """Value of the experiment tag `TAG`: the view for runs of so many workers."""
+def tag(num_workers: int = MAX_WORKERS, axes: Sequence[str] = ()) -> str:
+    """Value of the experiment tag `TAG`: the view for runs of so many workers, or for a sweep over these keys."""
+    swept = [f"params.`{key}`" for key in axes]
+    columns = (*swept, *(column for column in COLUMNS if column not in swept))
     sections = {
         "Over time": [
             _line("test/acc"),
@@ -52,11 +56,12 @@ def tag(num_workers: int = MAX_WORKERS) -> str:
         ],
     }
     state = {
-        "orderByKey": "attributes.start_time",
+        # by a metric, MLflow shows a sweep's runs beside each other; else it folds them away under the sweep
+        "orderByKey": "metrics.`final/test_accuracy`" if swept else "attributes.start_time",
         "orderByAsc": False,
-        "selectedColumns": COLUMNS,
-        "columnOrder": COLUMNS,
-        "columnWidths": {column: 165 if column.startswith("metrics") else 130 for column in COLUMNS},
+        "selectedColumns": columns,
+        "columnOrder": columns,
+        "columnWidths": {column: 165 if column.startswith("metrics") else 130 for column in columns},
         "runsHiddenMode": f"FIRST_{MAX_RUNS}_RUNS",
         "isAccordionReordered": True,  # else MLflow sorts the sections by name
         "compareRunSections": [

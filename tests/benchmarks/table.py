@@ -10,10 +10,14 @@ from rich.table import Table
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """What each gave at each turn; every other turn goes backwards (ABBA), so that none is always first."""
+    """What each gave at each turn; each turn begins with another one, and every other turn goes backwards, so that none
+    is always first, or always in the middle."""
     results: dict[str, list[float]] = {name: [] for name in contestants}
+    names = sorted(contestants)
     for turn in range(turns):
-        for name in sorted(contestants, reverse=bool(turn % 2)):
+        first = turn // 2 % len(names)
+        order = names[first:] + names[:first]
+        for name in reversed(order) if turn % 2 else order:
             results[name].append(contestants[name]())
     return results
 

@@ -39,9 +39,9 @@ def said(workplace, capsys):
         ("cluster.compute=[1,0]", "cluster.compute.1=0 is not possible: should be greater than 0"),
         ("cluster.compute=[-1,1]", "cluster.compute.0=-1 is not possible: should be greater than 0"),
         ("cluster.compute=[nan,1]", "is not possible"),
-        ("cluster.compute=[]", "cluster.compute=[] is not possible"),
-        ("cluster.compute=fast", "cluster.compute=fast is not possible"),
-        ("cluster.compute=[a,b]", "cluster.compute.0=a is not possible: should be a valid number"),
+        ("cluster.compute=[]", "cluster.compute=[] is an empty cluster; give the slowdown factor of each worker"),
+        ("cluster.compute=fast", "=fast is not possible: should be a list, as in cluster.compute=[fast]"),
+        ("cluster.compute=[a,b]", "cluster.compute.0=a is not possible: should be a number"),
         ("cluster.link=[1,2]", "cluster.link has 2 entries and cluster.compute has 4"),
         ("cluster.node=[0,1]", "cluster.node has 2 entries and cluster.compute has 4"),
         ("cluster.jitter=-0.1", "cluster.jitter=-0.1 is not possible"),
@@ -59,21 +59,34 @@ def said(workplace, capsys):
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),
         ("sync=backup sync.backups=4", "leaves nobody to wait for among 4 workers; take at most 3"),
         ("sync.local_steps=plan", "needs a schedule that plans H per worker; give a number"),
+        ("sync=lb_bsp aggregate=uniform", "aggregate=uniform makes no sense with sync=lb_bsp: its workers' batches"),
+        ("sync=lb_bsp aggregate=data_share", "take aggregate=samples"),
+        ("topology=partial_all_reduce sync=bsp", "take topology=parameter_server or all_reduce, or sync=ripples_smart"),
+        ("topology=partial_all_reduce sync=ripples_smart sync.group_size=5", "more than the 4 workers that there are"),
+        ("topology=partial_all_reduce sync=ripples_random sync.group_size=1", "should be greater than or equal to 2"),
+        ("topology=partial_all_reduce sync=ripples_smart sync.threshold=0", "should be greater than or equal to 1"),
+        ("topology=partial_all_reduce sync=ripples_static compression=topk", "take compression=none, or sync=choco"),
+        ("topology=partial_all_reduce sync=ripples_static aggregate=fednova", "has no place for aggregate=fednova"),
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
         ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
         ("runtime=local runtime.backend=nccl", "take runtime.backend=gloo"),
         ("runtime=torchrun", "start it as `torchrun"),
         # data and model
-        ("dataset.batch_size=361", "Worker 0's shard holds 360 samples, fewer than its batch of 361; take "),
+        ("dataset.batch_size=361", "Worker 1's shard holds 359 samples, fewer than its batch of 361; take "),
+        ("dataset=synthetic dataset.num_train=3", "Worker 3's shard is empty: 3 samples do not go round 4 workers"),
         ("dataset.batch_size=0", "should be greater than or equal to 1"),
         ("dataset.partition=dirichlet", "add for example dataset.alpha=0.5"),
         ("dataset.alpha=0.5", "has no effect with dataset.partition=iid"),
         ("model=lenet", "needs images of at least 28x28 pixels, but a sample of this data set has shape 1x8x8"),
         # values
         ("optimizer.lr=0", "optimizer.lr=0 is not possible: should be greater than 0"),
-        ("optimizer.lr=fast", "optimizer.lr=fast is not possible: should be a valid number"),
+        ("optimizer.lr=fast", "optimizer.lr=fast is not possible: should be a number"),
+        ("optimizer.lr=true", "optimizer.lr=true is not possible: should be a number, not true or false"),
+        ("model.hidden=null", "model.hidden=null is not possible: should be a list"),
+        ("schedule=ashl schedule.h_preset=[1]", "schedule.h_preset=[1] is not possible: should have at least 2 values"),
+        ("name=a/b", "cannot hold / or \\; say with run.dir where the run folder goes"),
         ("optimizer.lr=nan", "optimizer.lr=nan is not possible"),
-        ("sync.staleness=1.5", "sync.staleness=1.5 is not possible: should be a valid integer"),
+        ("sync.staleness=1.5", "sync.staleness=1.5 is not possible: should be a whole number"),
         ("stop.target_accuracy=97", "should be less than or equal to 1"),
         ("stop.steps=0", "should be greater than or equal to 1"),
         ("seed=-1", "seed=-1 is not possible"),
@@ -82,6 +95,8 @@ def said(workplace, capsys):
         ("model._target_=os.system", "outside of ashl; allow it with allow_targets=[os]"),
         ("model._target_=os.system allow_targets=[os]", "names 'os.system', which is not a class defined in os"),
         ("model._target_=ashl.model.nothing.X", "cannot be imported"),
+        ("model._target_=ashl.optimizer.sgd.SGD", "which is no model: it has no 'build'"),
+        ("model._target_=nowhere.X allow_targets=[nowhere]", "no module 'nowhere'; start with PYTHONPATH=. where"),
         ("model._target_=ashl.model.mlp.Nothing", "is not a class defined in ashl.model.mlp"),
         ("model._target_=ashl.model.mlp.nn", "is not a class defined in ashl.model.mlp"),
     ],
@@ -96,7 +111,6 @@ def test_a_wrong_configuration(overrides: str, says: str, said, workplace) -> No
 @pytest.mark.parametrize(
     "overrides",
     [
-        "optimizer.lr=true",
         "stop.steps=true",
         "seed=100000000000000000000",
         "runtime.device=cuda run.dir=run",
@@ -155,12 +169,47 @@ def test_allow_targets(said, workplace, monkeypatch) -> None:
     assert json.loads((workplace / "mine/summary.json").read_text())["steps"] == 8
 
 
+FAULTY = """
+from ashl.model.mlp import MLP
+from ashl.option import option
+
+@option
+class Unmade(MLP):
+    def __post_init__(self):
+        raise RuntimeError("not like this")
+
+@option
+class Unbuilt(MLP):
+    def build(self, sample_shape, num_classes):
+        return sample_shape.nothing
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("x = = 3", "X", "cannot be imported: SyntaxError: invalid syntax ({file}, line 1)"),
+        ("import nowhere", "X", "cannot be imported: ModuleNotFoundError: No module named 'nowhere' ({file}, line 1)"),
+        (FAULTY, "Unmade", "cannot be made: RuntimeError: not like this ({file}, line 8)"),
+        (FAULTY, "Unbuilt", "failed, not ashl: AttributeError: 'tuple' object has no attribute 'nothing' ({file}"),
+    ],
+)
+def test_a_fault_of_the_users_own_is_told_as_that(text, name, says, said, workplace, monkeypatch) -> None:
+    module = f"faulty_{len(text)}_{name.lower()}"
+    (workplace / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(workplace)
+    code, sentence = said(f"model._target_={module}.{name}", f"allow_targets=[{module}]")
+    assert says.format(file=workplace / f"{module}.py") in sentence
+    assert code == 2
+
+
 @pytest.mark.parametrize("mode", ["sync=ssp", "sync=backup", "sync=local_sgd topology=all_reduce"])
 def test_a_loss_that_is_no_number(mode: str, said, workplace) -> None:
     code, sentence = said("optimizer.lr=1e30", "run.dir=run", *mode.split())
     summary = json.loads((workplace / "run/summary.json").read_text())
     assert code == 1
-    assert "the run diverged: the loss of worker" in sentence
+    whose = "the workers' mean loss became" if "all_reduce" in mode else "the loss of worker"
+    assert f"the run diverged: {whose}" in sentence
     assert "near step" in sentence
     assert "lower optimizer.lr" in sentence
     assert (summary["status"], summary["stages"][0]["exit_reason"]) == ("diverged", "diverged")

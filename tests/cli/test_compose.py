@@ -34,15 +34,23 @@ def mine(tmp_path):
     return write
 
 
-VALUES = ("seed", "name", "plan", "profile", "allow_targets", "run", "stop", "eval")
+VALUES = ("seed", "name", "plan", "profile", "sweep", "allow_targets", "run", "stop", "eval")
 
 
 @pytest.mark.parametrize(("group", "option"), EVERY)
 def test_every_option_composes(group: str, option: str) -> None:
     config = compose([f"{group}={option}"])
-    assert set(config) == {*catalog(), "seed", "name", "plan", "profile", "allow_targets", "run", "stop", "eval"} - set(
-        PRESETS
-    )
+    assert set(config) == {"choices", *catalog(), *VALUES} - set(PRESETS)
+    assert config["choices"][group] == option
+    assert {*catalog()} - set(PRESETS) <= set(config["choices"]) <= {*catalog()}
+
+
+def test_choices_are_those_that_the_composition_ended_with() -> None:
+    choices = compose(["debug=fast", "model=resnet20"])["choices"]
+    assert (choices["model"], choices["debug"], choices["cluster"]) == ("resnet20", "fast", "homogeneous")
+    assert (choices["schedule"], choices["compression"]) == ("ashl", "topk")
+    assert "experiment" not in choices
+    assert compose(["sync=bsp"])["choices"]["schedule"] == "single"
 
 
 def test_default_is_the_showcase() -> None:
@@ -81,13 +89,14 @@ def test_debug_is_small() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("sync=spp", "ssp; did you mean ssp?"),
+        ("sync=spp", "did you mean ssp?"),
         ("sync=SSP", "did you mean ssp?"),
         ("sync=", "There is no sync '' among "),
         ("sync=null", "There is no sync 'null'"),
         ("snyc=ssp", "There is no key snyc; did you mean sync?"),
         ("sync.stalenes=3", "There is no key sync.stalenes; did you mean sync.staleness?"),
         ("optmizer.lr=3", "There is no key optmizer.lr; did you mean optimizer.lr?"),
+        ("choices.model=mlp", "There is no key choices.model; did you mean model?"),
         ("lr=3", "There is no key lr; did you mean optimizer.lr?"),
         ("stop.epoch=3", "did you mean stop.epochs?"),
         ("seed.x=3", "There is no key seed.x"),

@@ -9,6 +9,7 @@ import torch
 from ashl import run
 from ashl.cli.compose import compose
 from ashl.compression.feedback import Residual
+from ashl.stage import Clock
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 from tests.conf_option import conf_option
@@ -149,6 +150,7 @@ def test_what_a_worker_takes_over():
     state.enter(entering(1, feedback), 0)
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
     assert state.sender is None  # this codec keeps no residual
+    state.entered = None  # a stage is entered once, also by a run that goes on from a checkpoint
     state.enter(entering(1, feedback, momentum="reset", residual="drop"), 0)
     assert (state.moments, state.sender) == (("zero",), None)
     state.moments = ("old",)
@@ -157,10 +159,11 @@ def test_what_a_worker_takes_over():
 
 
 def test_what_a_server_takes_over():
-    state = ServerState(None, ("old",), None, receivers={0: "state of a codec"}, memory="momentum")
-    state.enter(entering(1, None, momentum="keep"))
+    state = ServerState(None, ("old",), Clock(1), receivers={0: "state of a codec"}, memory="momentum")
+    state.enter(entering(1, None, momentum="keep"), 0.0)
     assert (state.moments, state.memory, state.receivers) == (("old",), "momentum", {})
-    state.enter(entering(1, None, momentum="reset"))
+    state.entered = None
+    state.enter(entering(1, None, momentum="reset"), 0.0)
     assert (state.moments, state.memory) == (("zero",), None)
 
 

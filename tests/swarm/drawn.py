@@ -15,7 +15,7 @@ from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.predict import WITHOUT
 from ashl.program import program
 from ashl.runtime.sim import Sim
-from ashl.stage import Stage
+from ashl.stage import Stage, extra_ranks
 from ashl.trainer import HollowTrainer
 
 BATCH = 8
@@ -34,12 +34,14 @@ class Seen:
     def __post_init__(self) -> None:
         self.records: list[dict] = []
         self.commits: list[dict] = []  # the counts after each commit
+        self.models: dict[int, Any] = {}  # each rank's last
 
     def emit(self, record: dict) -> None:
         self.records.append(record)
 
     def snapshot(self, record: dict, params: Any) -> None:
         self.commits.append(record)
+        self.models[record["rank"]] = params
 
     def of(self, kind: str) -> list[dict]:
         return [record for record in self.records if record["kind"] == kind]
@@ -61,7 +63,7 @@ def drawn_cluster(rng: random.Random) -> Cluster:
     return Cluster(
         compute=tuple(1.0 if equal else rng.uniform(0.5, 8) for _ in range(n)),
         link=None if rng.random() < 0.3 else tuple(1.0 if equal else rng.uniform(0.5, 8) for _ in range(n)),
-        step_s=rng.choice([1e-9, 0.001, 0.02]),
+        step_s=rng.choice([2e-9, 0.001, 0.02]),
         exchange_s=rng.choice([0.0, 1e-9, 0.01, 0.3]) if declared else None,
         bandwidth_mbit_s=None if declared else rng.choice([1.0, 100.0]),
         latency_s=None if declared else rng.choice([0.0, 0.001, 0.05]),
@@ -113,7 +115,7 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
 def run(cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable | None = None) -> tuple[Sim, Seen]:
     """Play the stages, or `main`, on all ranks. Fails where no end is in sight."""
     seen, first = Seen(), stages[0]
-    num_ranks = cluster.num_workers + first.topology.has_server
+    num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync)
     sim = Sim(num_ranks, Speed(cluster, BATCH, seed), network(cluster, first.trainer.dense_bytes), seen)
 
     def tick() -> None:

@@ -1,0 +1,173 @@
+"""Accuracy (or loss) against time and against bytes: the mean over seeds, and the range."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ashl.report.board import Board, Row
+from ashl.report.records import BrokenRecordError, Run
+from ashl.report.svg import (
+    COLORS,
+    DASHES,
+    GLYPH,
+    INK,
+    MARKERS,
+    SOFT,
+    Scale,
+    drawing,
+    line,
+    marker,
+    path,
+    shape,
+    short,
+    text,
+    x_axis,
+    y_axis,
+)
+
+POINTS = 100  # of a line
+SPACING = 96.0  # px between the markers of a line
+MAX_BANDS = 3  # of the first, and the baseline's; more would cover each other
+WIDTH, HEIGHT, LEFT, TOP, LEGEND = 940, 380, 70, 16, 300
+NAMES = {"test/acc": "accuracy on the test set, %", "test/loss": "test loss", "train/loss": "training loss"}
+XS = {"time_s": "seconds on the experiment's clock", "bytes": "MB sent, up and down together, all workers"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Over seeds: mean, lowest and highest value at each x."""
+
+    xs: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+def curve(runs: Sequence[Run], x: str, y: str) -> Curve | None:
+    """Several seeds as one. Between evaluations a run goes straight; one that has ended keeps its last value."""
+    lines = [points for run in runs if (points := _points(run, x, y))]
+    if not lines:
+        return None
+    start, end = max(points[0][0] for points in lines), max(points[-1][0] for points in lines)
+    marks = sorted({at for points in lines for at, _ in points if start <= at <= end})
+    stride = max(1, math.ceil(len(marks) / POINTS))
+    xs = [*marks[:-1:stride], marks[-1]]
+    columns = [[_at(points, at) for points in lines] for at in xs]
+    return Curve(tuple(xs), tuple(map(fmean, columns)), tuple(map(min, columns)), tuple(map(max, columns)))
+
+
+def _points(run: Run, x: str, y: str) -> list[tuple[float, float]]:
+    try:
+        rows = [row for row in run.metrics if row.get(y) is not None]
+    except BrokenRecordError:
+        return []
+    found = [(_sent_mb(row) if x == "bytes" else row["time_s"], row[y]) for row in rows]
+    return [point for index, point in enumerate(found) if index == 0 or point[0] > found[index - 1][0]]
+
+
+def _sent_mb(row: Mapping[str, Any]) -> float:
+    return ((row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)) / 1e6
+
+
+def _at(points: Sequence[tuple[float, float]], at: float) -> float:
+    after = bisect_left(points, at, key=lambda point: point[0])
+    if after == 0 or after == len(points):
+        return points[min(after, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+def scored(runs: Sequence[Run]) -> str | None:
+    """What the runs' evaluations can be drawn by."""
+    for key in NAMES:
+        for run in runs:
+            try:
+                if any(row.get(key) is not None for row in run.metrics):
+                    return key
+            except BrokenRecordError:
+                continue
+    return None
+
+
+def chart(board: Board, rows: Sequence[Row], x: str) -> str:
+    """One figure of the given rows; `x` is `time_s` or `bytes`. Empty where there is nothing to draw."""
+    y = scored([run for row in rows for run in row.runs])
+    curves = {row: found for row in rows if y and (found := curve(row.runs, x, y))}
+    if not curves or y is None:
+        return ""
+    ends = [found.xs[-1] for found in curves.values()]
+    log = min(ends) > 0 and max(ends) > 20 * min(ends) and all(found.xs[0] > 0 for found in curves.values())
+    start = min(found.xs[0] for found in curves.values()) if log else 0.0
+    across = Scale(start, max(ends), LEFT, WIDTH - LEGEND, log)
+    every = [value for found in curves.values() for value in (*found.low, *found.high)]
+    target = board.target[0] if board.target and y == "test/acc" else None
+    top = max([*every, *([target] if target else [])])
+    pad = (top - min(every)) * 0.04 or 0.01
+    up = Scale(min(every) - pad, top + pad, HEIGHT - 50, TOP)
+    percentages = 100.0 if y == "test/acc" else 1.0
+    parts = [
+        x_axis(across, HEIGHT - 50, XS[x] + (", logarithmic" if log else ""), top=TOP),
+        y_axis(up, LEFT, NAMES[y], right=WIDTH - LEGEND, factor=percentages),
+    ]
+    if target:
+        parts.append(line(LEFT, up(target), WIDTH - LEGEND, up(target), stroke=INK, stroke_dasharray="3 3"))
+        left, below = WIDTH - LEGEND + 34, TOP + 14 + 22 * len(curves)
+        parts.append(line(left, below, left + 34, below, stroke=INK, stroke_dasharray="3 3"))
+        parts.append(text(left + 42, below + 4, f"target: {100 * target:g} %", fill=SOFT))
+    looks = {row: index % len(COLORS) for index, row in enumerate(rows)}
+    banded = [row for row in curves if len(curves) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline]
+    parts += [_band(curves[row], across, up, COLORS[looks[row]]) for row in banded]
+    parts += [_line(found, across, up, looks[row], row is rows[0]) for row, found in reversed(curves.items())]
+    parts += _numbers({row: (across(f.xs[-1]), up(f.mean[-1])) for row, f in curves.items()}, board)
+    parts += [_legend(board, row, index, looks[row]) for index, row in enumerate(curves)]
+    return drawing(WIDTH, HEIGHT, f"{NAMES[y]} against {XS[x]}", *parts)
+
+
+def _band(found: Curve, across: Scale, up: Scale, color: str) -> str:
+    there = [(across(x), up(y)) for x, y in zip(found.xs, found.high, strict=True)]
+    back = [(across(x), up(y)) for x, y in zip(found.xs, found.low, strict=True)]
+    return shape([*there, *reversed(back)], fill=color, fill_opacity="0.1", stroke="none")
+
+
+def _line(found: Curve, across: Scale, up: Scale, look: int, first: bool) -> str:
+    points = [(across(x), up(y)) for x, y in zip(found.xs, found.mean, strict=True)]
+    color = COLORS[look]
+    drawn = path(
+        points,
+        fill="none",
+        stroke=color,
+        stroke_width=2.8 if first else 1.8,
+        stroke_dasharray=DASHES[look] or None,
+        stroke_linejoin="round",
+    )
+    # Markers stand at another phase in each series, so that lines that run together can still be told apart.
+    start, end = points[0][0] + SPACING / len(COLORS) * look, points[-1][0]
+    places = [start + SPACING * k for k in range(int((end - start) // SPACING) + 1)] if end > start else [end]
+    return drawn + "".join(marker(MARKERS[look], x, _at(points, x), color, 3.6) for x in places)
+
+
+def _numbers(ends: Mapping[Row, tuple[float, float]], board: Board) -> list[str]:
+    """Each row's rank at the end of its line, moved until it covers no other."""
+    placed: list[tuple[float, float]] = []
+    parts = []
+    for row, (x, y) in sorted(ends.items(), key=lambda item: item[1][1]):
+        x, y = x + 7, y + 4
+        while any(abs(x - px) < 14 and abs(y - py) < 13 for px, py in placed):
+            x, y = (x + 3, y) if x < WIDTH - LEGEND + 14 else (x, y + 3)
+        placed.append((x, y))
+        halo = {"stroke": "#fff", "stroke_width": 3, "paint_order": "stroke", "font_weight": "bold"}
+        parts.append(text(x, y, str(board.rank(row)), **halo))
+    return parts
+
+
+def _legend(board: Board, row: Row, index: int, look: int) -> str:
+    x, y = WIDTH - LEGEND + 34, TOP + 10 + 22 * index
+    end = " (baseline)" if row.is_baseline else ""
+    name = short(f"{board.rank(row)}  {row.label}", LEGEND - 78 - GLYPH * len(end)) + end
+    sample = line(x, y, x + 34, y, stroke=COLORS[look], stroke_width=2.2, stroke_dasharray=DASHES[look] or None)
+    return sample + marker(MARKERS[look], x + 17, y, COLORS[look], 3.6) + text(x + 42, y + 4, name)

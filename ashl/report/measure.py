@@ -1,0 +1,167 @@
+"""What settings are ranked by: time to the target; without one, how far they were at a time that all have reached."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ashl.errors import UsageError
+from ashl.report.records import BrokenRecordError, LeftOut, Run
+from ashl.report.stats import Effect, Key, effect
+from ashl.tracking.console import number, percent, seconds
+
+Target = tuple[float | None, float | None, int]  # accuracy, loss, evaluations that it must hold
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How one run is judged. What never came (a target, a finite loss) is infinitely bad."""
+
+    title: str
+    unit: str
+    lower_is_better: bool
+    ratio: bool  # settings are compared by quotients, not by differences
+    value: Callable[[Run], float]
+    show: Callable[[float], str]
+    worst: str  # in place of an infinite value
+    better: str  # "1.8 x ..."
+    is_time: bool = False
+
+    def text(self, value: float | None) -> str:
+        return "-" if value is None else self.show(value) if math.isfinite(value) else self.worst
+
+    def effect(self, own: Mapping[Key, float], base: Mapping[Key, float]) -> Effect | None:
+        """How much better `own` is, paired by seed."""
+        return effect(own, base, ratio=self.ratio, lower_is_better=self.lower_is_better)
+
+    def order(self, value: float) -> float:
+        """For sorting: the best comes first."""
+        return value if self.lower_is_better else -value
+
+
+def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Target | None:
+    """The target that all runs share, or the one that was asked for. Raises UsageError where they have several."""
+    if target is not None:
+        if not 0 < target <= 1:
+            raise UsageError(f"--target {target:g} is no accuracy; give a share, as in --target 0.9.")
+        return target, None, hold or 1
+    own = {run: (*own_target(run)[:2], hold or own_target(run)[2]) for run in runs}
+    found = sorted(set(own.values()), key=str)
+    if len(found) > 1:
+        example = {of: next(run.name for run in own if own[run] == of) for of in found}
+        named = ", ".join(f"{describe(of)} ({example[of]})" for of in found[:4])
+        raise UsageError(f"These runs have different targets: {named}; judge them all by one, as in --target 0.9.")
+    accuracy, loss, own_hold = found[0]
+    return (accuracy, loss, own_hold) if accuracy is not None or loss is not None else None
+
+
+def own_target(run: Run) -> Target:
+    asked = run.summary.get("target_accuracy"), run.summary.get("target_loss")
+    return (*asked, int(run.config.get("stop.target_hold") or 1)) if asked != (None, None) else (None, None, 1)
+
+
+def describe(target: Target) -> str:
+    accuracy, loss, hold = target
+    parts = [
+        f"{percent(accuracy)} accuracy" if accuracy is not None else "",
+        f"a loss of {loss:g}" if loss is not None else "",
+    ]
+    held = f", {hold} times in a row" if hold > 1 else ""
+    return (" or ".join(filter(None, parts)) or "none") + held
+
+
+def reached_at(run: Run, target: Target) -> tuple[float, float]:
+    """When a run reached a target (infinity: never), and its evaluation before: it came there in between.
+
+    As the run itself judges: `hold` evaluations in a row, and the time is that of the last of them.
+    """
+    accuracy, loss, hold = target
+    held, before = 0, 0.0
+    for row in run.metrics:
+        hit = at_least(row.get("test/acc"), accuracy) or at_least(loss, row.get("train/loss"))
+        held = held + 1 if hit else 0
+        if held == hold:
+            return row["time_s"], before
+        before = row["time_s"]
+    return math.inf, before
+
+
+def at_least(value: float | None, bound: float | None) -> bool:
+    return value is not None and bound is not None and value >= bound
+
+
+def value_at(run: Run, key: str, time_s: float) -> float | None:
+    """A metric at a time, on the straight line between the evaluations around it; None before the first."""
+    rows = [row for row in run.metrics if row.get(key) is not None]
+    after = bisect_right(rows, time_s, key=lambda row: row["time_s"])
+    if after == 0:
+        return None
+    here = rows[after - 1]
+    if after == len(rows) or here["time_s"] == time_s:
+        return here[key]
+    share = (time_s - here["time_s"]) / (rows[after]["time_s"] - here["time_s"])
+    return here[key] + share * (rows[after][key] - here[key])
+
+
+def time_to(target: Target, recomputed: bool) -> Measure:
+    """Seconds on the experiment's clock until the target; from the summary, or anew from the evaluations."""
+
+    def value(run: Run) -> float:
+        if recomputed:
+            return reached_at(run, target)[0]
+        time_s = run.summary.get("time_to_target_s")
+        return math.inf if time_s is None else time_s
+
+    return Measure(
+        f"time to {describe(target)}", "s", True, True, value, seconds, "not reached", "times as fast", is_time=True
+    )
+
+
+def at_equal_time(runs: Sequence[Run]) -> Measure:
+    """Accuracy, else test loss, else training loss, at the end of the run that ended first; without any, the speed."""
+    timed = [run for run in runs if run.metrics]
+    if not timed:
+        speed = lambda run: run.summary.get("samples_per_s") or 0.0  # noqa: E731
+        return Measure("speed", "samples/s", False, True, speed, number, "none", "times as fast")
+    sound = [run for run in timed if run.summary["status"] != "diverged"]
+    time_s = min(run.metrics[-1]["time_s"] for run in sound or timed)
+    key = next(
+        (
+            key
+            for key in ("test/acc", "test/loss", "train/loss")
+            if any(r.get(key) is not None for r in timed[0].metrics)
+        ),
+        "test/loss",
+    )
+    accuracy = key == "test/acc"
+    worst = -math.inf if accuracy else math.inf
+
+    def value(run: Run) -> float:
+        found = None if run.summary["status"] == "diverged" else value_at(run, key, time_s)
+        return worst if found is None else found
+
+    title = {"test/acc": "accuracy", "test/loss": "test loss", "train/loss": "training loss"}[key]
+    show, better = (percent, "points better") if accuracy else (number, "times lower")
+    return Measure(f"{title} after {seconds(time_s)}", "", not accuracy, not accuracy, value, show, "none", better)
+
+
+def measurable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
+    """The runs whose evaluations can be read, and the others by name."""
+    good, bad = [], []
+    for run in runs:
+        try:
+            _ = run.metrics
+            good.append(run)
+        except BrokenRecordError as error:
+            bad.append(LeftOut(str(run.folder), str(error)))
+    return good, bad
+
+
+def kinds_of_time(runs: Sequence[Run]) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for run in runs:
+        kind = str(run.summary.get("time_kind") or "unknown")
+        found[kind] = found.get(kind, 0) + 1
+    return found

@@ -1,0 +1,151 @@
+"""`report.html`: the answer and the figures behind it, as one file that opens anywhere, offline, and prints in grey."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+
+from ashl import __version__
+from ashl.report import crossover, crossover_map, curves, gantt, grid, shares, staleness
+from ashl.report.board import Board, Row
+from ashl.report.records import LeftOut, Study
+from ashl.report.terminal import Column, columns_of, method
+from ashl.report.words import answer
+
+CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, the baseline beside them
+UNFOLDED, TABLE_ROWS, LISTED = 20, 200, 50
+
+CURVE = (
+    "Lines: means over seeds; bands: the range over seeds, of the first three and the baseline. "
+    "A run that has ended keeps its last value."
+)
+BYTES = "Bytes as sent, headers and indices included."
+AXES = "Rings: settings, by their median over seeds, with what lies around it; bars: the median of the rings."
+SHARES = "Means over seeds."
+GANTT = "One run of each."
+STALENESS = f"Pushes that were applied; one run of each, its first {staleness.MAX_ROUNDS:,} events."
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#1a1a1a;background:#fff;max-width:1040px;margin:2em auto;padding:0 1em}
+h1{font-size:1.4em;margin-bottom:.2em}h2{font-size:1.1em;margin:2em 0 .4em;border-bottom:1px solid #d9d9d9}
+.answer{border-left:4px solid #1a1a1a;padding:.2em 1em;margin:1em 0}.answer p{margin:.35em 0}
+table{border-collapse:collapse;font-size:12px;width:100%}td,th{padding:.25em .4em;text-align:right;white-space:nowrap}
+td.words,th.words{text-align:left;white-space:normal}tbody tr:nth-child(even){background:#f5f5f5}
+thead th{border-bottom:1px solid #1a1a1a;vertical-align:bottom;white-space:normal}.first td{font-weight:bold}
+.wide{overflow-x:auto}svg{max-width:100%;height:auto;display:block}.note,li{color:#5f5f5f;font-size:13px}
+code{font-size:13px;overflow-wrap:anywhere}li{overflow-wrap:anywhere}
+@media print{body{margin:0;max-width:none;font-size:12px}section{break-inside:avoid}}
+""".strip()
+
+
+def page(study: Study, board: Board, command: str) -> str:
+    """The whole page; `command` is what was typed."""
+    name = str(study.sweep.get("name") or "") if study.sweep else ""
+    title = f"ashl: {name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings"
+    main = board.environments[0]  # the others differ in their cluster, say, and are compared in the map and by axis
+    drawn, panels, gantts = (_drawn(main, most) for most in (CURVES, PANELS, GANTTS))
+    sections = [
+        _answer(board),
+        _table(board),
+        _crossover(board),
+        _section("Against time", curves.chart(main, drawn, "time_s"), CURVE + _few(board, main, drawn)),
+        _section("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + _few(board, main, drawn)),
+        _section("By axis", grid.multiples(board), AXES),
+        _section("Where the workers' time goes", shares.bars(main, panels), SHARES + _few(board, main, panels)),
+        _section("The first rounds", gantt.gantt(main, gantts), GANTT + _few(board, main, gantts)),
+        _section("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
+        _list("Ended badly", board.ended_badly),
+        _list("Left out", board.left_out),
+        _list("Dropped by racing", study.dropped),
+        _list("Skipped points of the grid", study.skipped),
+        _origin(study, command),
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    body = "\n".join(filter(None, [f"<h1>{escape(title)}</h1>", *sections]))
+    top = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>'
+    return f"{top}\n<body>\n{body}\n</body></html>\n"
+
+
+def _drawn(board: Board, most: int) -> list[Row]:
+    """The best, and the baseline."""
+    shown = list(board.rows[:most])
+    return shown if board.baseline is None or board.baseline in shown else [*shown[: most - 1], board.baseline]
+
+
+def _answer(board: Board) -> str:
+    said = answer(board)
+    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in said.sentences)
+    return f'<div class="answer"><p><b>{escape(said.headline)}</b></p>{rest}</div>'
+
+
+def _table(board: Board) -> str:
+    """The leaderboard; of a long one, the rest can be unfolded."""
+    shown = board.rows[:UNFOLDED]
+    columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
+    folded = board.rows[UNFOLDED:TABLE_ROWS]
+    rest = f"<details><summary>{len(folded)} more</summary>{_rows(board, folded, columns)}</details>" if folded else ""
+    more = len(board.rows) - len(shown) - len(folded)
+    note = method(board) + (f" {more} more settings are in `ashl export`." if more else "")
+    return _section("Leaderboard", _rows(board, shown, columns) + rest, note)
+
+
+def _rows(board: Board, rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    words = {index for index, (title, _) in enumerate(columns) if title in ("setting", "where")}
+    looks = [' class="words"' if index in words else "" for index in range(len(columns))]
+    head = "".join(f"<th{look}>{escape(title)}</th>" for look, (title, _) in zip(looks, columns, strict=True))
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td{look}>{escape(cell(row))}</td>" for look, (_, cell) in zip(looks, columns, strict=True))
+        first = ' class="first"' if board.rank(row) == 1 else ""
+        lines.append(f"<tr{first}>{cells}</tr>")
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _section(title: str, figure: str, note: str = "") -> str:
+    if not figure:
+        return ""
+    said = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{figure}{said}</section>"
+
+
+def _few(board: Board, main: Board, drawn: Sequence[Row]) -> str:
+    """What of the study a figure leaves out, as the end of its note."""
+    left = "" if main.baseline is None or main.baseline in main.rows[: len(drawn)] else " and the baseline"
+    note = (
+        f" The best {len(drawn) - bool(left)} of {len(main.rows)} settings{left}."
+        if len(drawn) < len(main.rows)
+        else ""
+    )
+    return f"{note} Of {main.rows[0].environment} only." if len(main.rows) < len(board.rows) else note
+
+
+def _crossover(board: Board) -> str:
+    ground = crossover.terrain(board)
+    if ground is None:
+        return ""
+    return _section("Who wins where", crossover_map.figure(ground), f"By {ground.measure.title}, medians over seeds.")
+
+
+def _list(title: str, found: Sequence[LeftOut]) -> str:
+    if not found:
+        return ""
+    items = "".join(f"<li><code>{escape(out.name)}</code> {escape(out.reason)}</li>" for out in found[:LISTED])
+    more = f"<li>and {len(found) - LISTED} more</li>" if len(found) > LISTED else ""
+    return f"<section><h2>{escape(title)} ({len(found)})</h2><ul>{items}{more}</ul></section>"
+
+
+def _origin(study: Study, command: str) -> str:
+    lines = [f"<code>{escape(command)}</code>"] if command else []
+    if study.sweep and study.sweep.get("overrides"):
+        lines.append(f"<code>ashl sweep {escape(' '.join(map(str, study.sweep['overrides'])))}</code>")
+    lines.append(escape(", ".join([f"ashl {__version__}", f"Python {platform.python_version()}", f"torch {_torch()}"])))
+    return f"<section><h2>How this was made</h2>{''.join(f'<p>{line}</p>' for line in lines)}</section>"
+
+
+def _torch() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,107 @@
+"""Where the workers' time goes: stacked bars, a panel for each setting; and how the parts of a round are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from ashl.report.board import Board, Row
+from ashl.report.svg import INK, SOFT, Scale, drawing, line, rect, short, tag, text, x_axis
+
+KINDS = ("compute", "compress", "push", "pull", "wait", "down")
+# Told apart by hatching and by lightness, so that grey paper shows them: dark computes, white waits, hatched transfers.
+FILL = {
+    "compute": "#2f6390",
+    "compress": "#8c6bb1",
+    "push": "#f0a35e",
+    "pull": "#9ccf8f",
+    "wait": "#ffffff",
+    "down": "#444",
+}
+HATCH = {
+    "compress": "M0 3H6",
+    "push": "M-1 1L1 -1M0 6L6 0M5 7L7 5",
+    "pull": "M-1 5L1 7M0 0L6 6M5 -1L7 1",
+    "down": "M0 0L6 6M0 6L6 0",
+}
+MAX_WORKERS = 16
+WIDTH, COLUMNS, ROW = 940, 2, 15
+
+
+def patterns(prefix: str) -> str:
+    """The hatchings; `prefix` keeps the names of several figures on a page apart."""
+    made = []
+    for kind, lines in HATCH.items():
+        ground = rect(0, 0, 6, 6, fill=FILL[kind])
+        stroke = "#fff" if kind in ("down", "compress") else "#00000090"
+        hatch = tag("path", d=lines, stroke=stroke, stroke_width="1", fill="none")
+        size = {"width": 6, "height": 6, "patternUnits": "userSpaceOnUse"}
+        made.append(tag("pattern", ground, hatch, id=f"{prefix}-{kind}", **size))
+    return tag("defs", *made)
+
+
+def look(prefix: str, kind: str) -> dict[str, str]:
+    fill = f"url(#{prefix}-{kind})" if kind in HATCH else FILL.get(kind, "#999")
+    return {"fill": fill, "stroke": SOFT, "stroke_width": "0.5"}
+
+
+def legend(prefix: str, kinds: Sequence[str], x: float, y: float) -> str:
+    parts = []
+    for kind in kinds:
+        parts += [rect(x, y, 26, 12, **look(prefix, kind)), text(x + 32, y + 10, kind)]
+        x += 110
+    return "".join(parts)
+
+
+def bars(board: Board, rows: Sequence[Row]) -> str:
+    """Share of the experiment's time that each worker spent on what, on average over a setting's seeds."""
+    data = {row: found for row in rows if (found := parts_of(row))}
+    if not data:
+        return ""
+    kinds = [kind for kind in KINDS if any(worker[kind] > 0 for found in data.values() for worker in found)]
+    column = WIDTH / COLUMNS
+    panels, top = [legend("share", kinds, 40, 2)], 40.0
+    items = list(data.items())
+    for begin in range(0, len(items), COLUMNS):
+        beside = items[begin : begin + COLUMNS]
+        for place, (row, found) in enumerate(beside):
+            panels.append(_panel(board, row, found, kinds, place * column, top))
+        top += max(len(found[:MAX_WORKERS]) for _, found in beside) * ROW + 82
+    return drawing(WIDTH, top, "share of time by worker", patterns("share"), *panels)
+
+
+def parts_of(row: Row) -> list[dict[str, float]]:
+    """By worker: the share of each kind, a mean over the seeds."""
+    runs = [run.summary for run in row.runs if run.summary.get("workers") and run.summary.get("time_s")]
+    if not runs:
+        return []
+    count = min(len(run["workers"]) for run in runs)
+    return [{kind: fmean(_share(run, i, kind) for run in runs) for kind in KINDS} for i in range(count)]
+
+
+def _share(summary: Mapping[str, Any], worker: int, kind: str) -> float:
+    spent = {kind: summary["workers"][worker].get(f"{kind}_s") or 0.0 for kind in KINDS}
+    return spent[kind] / max(summary["time_s"], sum(spent.values()))  # measured parts may add up to a little more
+
+
+def _panel(
+    board: Board, row: Row, found: Sequence[dict[str, float]], kinds: Sequence[str], left: float, top: float
+) -> str:
+    shown = found[:MAX_WORKERS]
+    across = Scale(0.0, 1.0, left + 40, left + WIDTH / COLUMNS - 30)
+    bottom = top + 8 + len(shown) * ROW
+    more = f", workers 0 to {len(shown) - 1} of {len(found)}" if len(found) > len(shown) else ""
+    name = f"{board.rank(row)}  {row.label}{more}"
+    parts = [text(left + 10, top, short(name, WIDTH / COLUMNS - 30), font_weight="bold")]
+    for worker, shares in enumerate(shown):
+        y, start = top + 8 + worker * ROW, 0.0
+        parts.append(text(left + 34, y + 11, f"w{worker}", text_anchor="end", fill=SOFT))
+        for kind in kinds:
+            if shares[kind] > 0:
+                hint = f"worker {worker}, {kind}: {100 * shares[kind]:.1f} %"
+                width = across(start + shares[kind]) - across(start)
+                parts.append(rect(across(start), y, width, ROW - 3, hint, **look("share", kind)))
+                start += shares[kind]
+    axis = x_axis(across, bottom + 2, "share of the run's time, %", factor=100.0)
+    return "".join([*parts, axis, line(across(0), top + 6, across(0), bottom, stroke=INK)])

@@ -1,0 +1,144 @@
+"""The leaderboard on the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from textwrap import fill
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ashl.report.board import Board, Row
+from ashl.report.records import LeftOut
+from ashl.report.words import answer, number_of
+from ashl.tracking.console import number, percent
+
+MAX_NAMED = 10  # runs that ended badly, in full
+
+TITLE, WORDS = 14, 24  # characters: of a line of a title, of a name before it is wrapped
+EXPENDABLE = (
+    "best",
+    "loss",
+    "between",
+    "MB down",
+    "steps/s",
+    "MB up",
+    "accuracy",
+    "waiting",
+    "reached",
+    "seeds",
+    "against",
+)
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def show(console: Console, board: Board, *, rows: Sequence[Row] | None = None, top: int = 20) -> None:
+    """Print the answer in words, the leaderboard (`rows` in another order than the board's own) and what went wrong."""
+    said = answer(board)
+    console.print(Text(said.headline, style="bold"))
+    for sentence in said.sentences:
+        console.print(Text(sentence))
+    shown = board.rows if rows is None else rows
+    columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
+    columns, absent = fitting(columns, shown[:top], console.width)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title, _ in columns:
+        words = title in ("setting", "where")
+        table.add_column(fill(title, TITLE), justify="left" if words else "right", no_wrap=not words, vertical="bottom")
+    for row in shown[:top]:
+        table.add_row(*(Text(cell(row)) for _, cell in columns), style="bold" if board.rank(row) == 1 else "")
+    console.print(table)
+    if absent:
+        console.print(Text(f"no room for {', '.join(absent)}; the report has them", style="dim"))
+    if len(shown) > top:
+        console.print(Text(f"and {len(shown) - top} more settings; --top shows them", style="dim"))
+    console.print(Text(method(board), style="dim"))
+    _list(console, "ended badly", board.ended_badly)
+
+
+def fitting(columns: Sequence[Column], rows: Sequence[Row], width: int) -> tuple[list[Column], list[str]]:
+    """The columns for which there is room, and the titles of those that had to go: the least needed first."""
+    wide: dict[str, int] = {}
+    for title, cell in columns:
+        longest = max(map(len, (*fill(title, TITLE).split("\n"), *map(cell, rows))))
+        wide[title] = 2 + (min(longest, WORDS) if title in ("setting", "where") else longest)
+    absent: list[str] = []
+    for title in EXPENDABLE:
+        if sum(wide.values()) <= width:
+            break
+        if wide.pop(title, None):
+            absent.append(title)
+    return [column for column in columns if column[0] in wide], absent
+
+
+def columns_of(board: Board) -> list[Column]:
+    measure = board.measure
+
+    def around(row: Row) -> str:
+        if row.spread.count == 1 or row.spread.low == row.spread.high:
+            return ""
+        low, high = measure.text(row.spread.low), measure.text(row.spread.high)
+        value, _, unit = low.partition(" ")
+        return f"{value if high.partition(' ')[2] == unit else low} .. {high}"  # one unit is said once
+
+    def against(row: Row) -> str:
+        if row.is_baseline:
+            return "baseline"
+        found = row.against
+        if found is None or found.middle is None:
+            return "-"
+        shown = number_of(found.middle, found.ratio) + ("x" if found.ratio else "")
+        if found.low is None or found.high is None:
+            return shown
+        return f"{shown} ({number_of(found.low, found.ratio)} .. {number_of(found.high, found.ratio)})"
+
+    def reached(row: Row) -> str:
+        return f"{row.reached} of {len(row.values)}" if measure.is_time else f"{len(row.values)}"
+
+    return [
+        ("", lambda row: str(board.rank(row))),
+        ("setting", lambda row: row.label),
+        ("where", lambda row: row.environment),
+        (measure.title, lambda row: measure.text(row.spread.middle)),
+        ("between", around),
+        ("reached" if measure.is_time else "seeds", reached),
+        ("against", against),
+        ("accuracy", accuracy),
+        ("best", lambda row: percent(row.best)),
+        ("loss", lambda row: number(row.loss) if row.accuracy is None else "-"),
+        ("steps/s", lambda row: number(row.steps_per_s)),
+        ("waiting", lambda row: percent(row.wait_share)),
+        ("MB up", lambda row: number(row.mb_up)),
+        ("MB down", lambda row: number(row.mb_down)),
+    ]
+
+
+def accuracy(row: Row) -> str:
+    """Final accuracy: mean and standard deviation over the seeds."""
+    if row.accuracy is None:
+        return "-"
+    mean, deviation = row.accuracy
+    return f"{100 * mean:.1f} ± {100 * deviation:.1f} %" if len(row.values) > 1 else percent(mean)
+
+
+def method(board: Board) -> str:
+    """How the columns came about, in a few sentences."""
+    covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
+    parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
+    told = [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."] if parts else []
+    if any(row.against and row.against.low is not None for row in board.rows):
+        told.append("'Against' the baseline: mean over paired seeds, 95 % by Student's t.")
+    if any(math.isinf(row.spread.high) for row in board.rows):
+        told.append("A run that did not reach the target counts as later than all that did.")
+    return " ".join(told)
+
+
+def _list(console: Console, title: str, found: Sequence[LeftOut]) -> None:
+    for out in found[:MAX_NAMED]:
+        console.print(Text(f"{title}: {out.name} {out.reason}", style="yellow"), soft_wrap=True)
+    if len(found) > MAX_NAMED:
+        console.print(Text(f"and {len(found) - MAX_NAMED} more", style="yellow"))

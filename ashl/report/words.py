@@ -1,0 +1,176 @@
+"""The answer in words: who is first, by how much, how sure; who comes second; what it would take to be sure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ashl.report.board import Board, Row
+from ashl.report.crossover import statement, terrain
+from ashl.report.measure import Measure
+from ashl.report.stats import LEVEL, MAX_SEEDS, Effect, Spread, seeds_needed
+from ashl.tracking.console import percent, seconds
+
+MAX_ENVIRONMENTS = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sentence, and those that qualify it."""
+
+    headline: str
+    sentences: tuple[str, ...]
+
+
+def answer(board: Board) -> Answer:
+    """What the board says, with its uncertainty; of several environments, what each says."""
+    if ground := terrain(board):
+        first, *rest = statement(ground)
+        return Answer(first, (*rest, *board.notes))
+    parts = board.environments
+    if len(parts) == 1:
+        return _answer(board)
+    said = {part.rows[0].environment: _answer(replace(part, notes=())) for part in parts[:MAX_ENVIRONMENTS]}
+    leaders = dict.fromkeys(part.rows[0].label for part in parts)
+    headline = f"Over {len(parts)} environments, first is " + (" or ".join(leaders)) + "."
+    more = [f"{len(parts) - len(said)} more environments are in the table."] if len(parts) > len(said) else []
+    return Answer(headline, (*(f"{name}: {one.headline}" for name, one in said.items()), *more, *board.notes))
+
+
+def _answer(board: Board) -> Answer:
+    measure, first = board.measure, board.rows[0]
+    if len(board.rows) == 1 and board.dropped:
+        return Answer(f"{first.label} is what the race has left: {measure.title} {_of(first, measure)}.", board.notes)
+    if len(board.rows) == 1:
+        text = f"There is one setting, {first.label}: {measure.title} {_of(first, measure)}."
+        return Answer(text, (*board.notes, "Name other runs beside it for a comparison."))
+    if not math.isfinite(first.spread.middle):
+        return Answer(f"No setting has an answer: {measure.title} was reached by no majority of seeds.", _nobody(board))
+    leading = "leads" if _doubt(board) else "is first"
+    headline = f"{first.label} {leading}: {measure.title} {_of(first, measure)}{_against(board, first)}."
+    return Answer(headline, tuple(filter(None, (_second(board), _doubt(board), _needed(board), *board.notes))))
+
+
+def _of(row: Row, measure: Measure) -> str:
+    return f"{measure.text(row.spread.middle)} ({interval(row.spread, measure)})"
+
+
+def interval(found: Spread, measure: Measure) -> str:
+    """What lies around a median, under its right name: a range of few seeds is no 95 % interval."""
+    if found.count == 1:
+        return "one seed"
+    name = f"median of {found.count} seeds, " + (
+        f"{100 * LEVEL:.0f} % interval" if found.coverage >= LEVEL else "range"
+    )
+    low, high = measure.text(found.low), measure.text(found.high)
+    return f"{name} {low} to {high}" if low != high else f"median of {found.count} seeds, all alike"
+
+
+def _against(board: Board, row: Row) -> str:
+    if board.baseline is None:
+        return ""
+    if row is board.baseline:
+        return ", and it is the baseline itself"
+    if row.against is None:
+        return f"; the baseline {board.baseline.label} has no seed in common with it"
+    if row.against.middle is None:
+        return f"; the baseline {board.baseline.label} got there in none of its seeds ({certainty(row.against)})"
+    return f", {gain(row.against, board.measure)} the baseline {board.baseline.label} ({certainty(row.against)})"
+
+
+def gain(found: Effect, measure: Measure) -> str:
+    """ "1.8 times as fast as", or "2.3 points better than"."""
+    assert found.middle is not None
+    if found.ratio:
+        join = "as" if measure.better.endswith("fast") else "than"
+        return f"{found.middle:.2f} {measure.better} {join}"
+    return f"{100 * found.middle:+.1f} {measure.better} than".replace("+-", "-")
+
+
+def number_of(value: float, ratio: bool) -> str:
+    return f"{value:.2f}" if ratio else f"{100 * value:+.1f}"
+
+
+def certainty(found: Effect) -> str:
+    """Of an effect: its interval, and in how many seeds it was better."""
+    better = f"better in {found.wins} of {found.pairs} paired seeds"
+    if found.low is None or found.high is None:
+        return better
+    low, high = number_of(found.low, found.ratio), number_of(found.high, found.ratio)
+    return f"{100 * LEVEL:.0f} % interval {low} to {high}, {better}"
+
+
+def _second(board: Board) -> str:
+    second, found = board.rows[1], board.second
+    begin = f"Second is {second.label} with {_of(second, board.measure)}"
+    if found is None:
+        return f"{begin}; the two have no seed in common."
+    if found.middle is None:
+        return f"{begin}; the two got there in no seed together ({certainty(found)})."
+    turn = "" if found.wins > found.losses else "paired seed by seed, "
+    return f"{begin}; {turn}{board.rows[0].label} is {gain(found, board.measure)} it ({certainty(found)})."
+
+
+def _doubt(board: Board) -> str:
+    """Why the winner is not sure to be the winner; empty where it is."""
+    found = board.second
+    if found is None:
+        return "The first two are not separated: no seed was run with both."
+    if found.pairs == 1:
+        return "The first two are not separated: with one seed, nothing is known of the spread between seeds."
+    if found.low is None and not found.ahead:
+        return (
+            f"The first two are not separated: without a number from every run there is no interval, and {found.wins} "
+            f"of {found.pairs} pairs is within chance (sign test, p = {found.chance:.2g})."
+        )
+    if not found.ahead:
+        return "The first two are not separated: the interval includes equality."
+    if _too_coarse(board):
+        return (
+            "The first two are not separated: they differ by less than the distance between two evaluations, "
+            f"{seconds(board.resolution_s)}."
+        )
+    return ""
+
+
+def _too_coarse(board: Board) -> bool:
+    first, second = board.rows[:2]
+    gap_s = abs(second.spread.middle - first.spread.middle)
+    return board.measure.is_time and board.resolution_s is not None and gap_s < board.resolution_s
+
+
+def _needed(board: Board) -> str:
+    """What would settle it."""
+    found, count = board.second, board.rows[0].spread.count
+    if not _doubt(board):
+        return (
+            f"The first two are separated: in {found.wins} of {found.pairs} seeds the winner was ahead."
+            if found
+            else ""
+        )
+    more = f"seed={','.join(map(str, range(5)))}"
+    if found is None or found.pairs == 1:
+        return f"To be sure, run both with the same few seeds, as in {more}."
+    if found.low is None and not found.ahead:
+        return "To be sure, let the runs go on longer, or judge them by a lower target (--target)."
+    if found.ahead:
+        return "To be sure, evaluate more often (eval.every_s), or ask for a higher target."
+    needed = seeds_needed(found)
+    if needed is None:
+        return f"More than {MAX_SEEDS} seeds would be needed to tell them apart: take either."
+    coarse = " and evaluations closer together (eval.every_s)" if _too_coarse(board) else ""
+    return f"To be sure would take about {needed} seeds (now {count}){coarse}, if the spread stays as it is."
+
+
+def _nobody(board: Board) -> tuple[str, ...]:
+    nearest = max(board.rows, key=lambda row: row.best or 0.0)
+    seen = [row.reached for row in board.rows]
+    lines = [f"{sum(seen)} of {sum(len(row.values) for row in board.rows)} runs reached it."]
+    if nearest.best is not None:
+        typical = median(row.best for row in board.rows if row.best is not None)
+        lines.append(
+            f"{nearest.label} came nearest, with {percent(nearest.best)} at best; half stayed below {percent(typical)}."
+        )
+    lines.append("To have an answer, let the runs go on longer, or judge them by a lower target (--target).")
+    return (*lines, *board.notes)

@@ -1,0 +1,268 @@
+"""Checkpoints of a simulated run, from which it goes on bit for bit.
+
+A coroutine cannot be written to a file, but at the top of its loop all that it needs is in its state (`node.mark`), and
+from there on it is deterministic given what it receives. So a checkpoint holds each rank's state at its last mark,
+what it has received since, and what is on its way. To resume, every rank starts at its mark and hears again what it
+heard, at the same instants; what it sends, records and pays for until the moment of the checkpoint is thrown away,
+since the checkpoint has it already. At most one round of each worker is computed twice.
+
+Source: Elnozahy et al., "A survey of rollback-recovery protocols in message-passing systems", ACM Computing Surveys
+2002 (pessimistic message logging), and Chandy and Lamport, "Distributed snapshots", ACM TOCS 1985.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ashl.cluster.network import Ports
+from ashl.errors import AshlError, UsageError
+from ashl.runtime.kernel import Task
+from ashl.runtime.node import Node
+from ashl.runtime.packed import packed, unpacked
+
+if TYPE_CHECKING:
+    from ashl.runtime.sim import Sim
+
+SCHEMA = 1
+FILE = Path("checkpoint/state.pt")
+MESSAGE, HEAD, RESULT = "message", "head", "result"  # what may be on its way
+
+
+@dataclass
+class Mark:
+    """One rank since the top of its loop: where it stood, what it has received, the places in the order of events that
+    its doings took, and how many of its collectives have ended."""
+
+    time_ns: int
+    stage: int
+    state: Any
+    mail: list[Any]
+    drawn: int
+    came: list[tuple[int, int, str, Any]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    collectives: int = 0
+    first: int = 0  # the last place taken before the mark
+
+
+class Saving:
+    """Runs the simulation on, with every rank's doings written down, until all have been at the top of their loops."""
+
+    def __init__(self, sim: Sim) -> None:
+        self.sim = sim
+        self.marks: dict[int, Mark] = {}
+        self._results: dict[int, int] = {}  # place of a collective's result in the order of events, to its rank
+
+    def until_consistent(self) -> bool:
+        """False where the run ended first, or some rank cannot be saved."""
+        sim, heap = self.sim, self.sim._heap
+        sim.saving, sim._gather = self, self.gather  # type: ignore[method-assign]
+        try:
+            while heap and len(self.marks) < len(sim.nodes):
+                time_ns, place, target, value = heappop(heap)
+                sim.now = time_ns
+                sim.events += 1
+                rank, before = self.owner(target, value), sim._seq
+                mark = self.marks.get(rank)
+                if mark is not None and (what := self.received(place, target, value)):
+                    mark.came.append((time_ns, place, *what))
+                if target.__class__ is not Task:
+                    target(value)
+                elif not target.done:
+                    sim._resume(target, value)
+                if mark := self.marks.get(rank):
+                    taken = range(max(before, mark.first) + 1, sim._seq + 1)
+                    mark.places += [p for p in taken if p not in self._results]
+                self.cut = (time_ns, place)
+                if any(task.done for task in sim._mains):
+                    return False
+            return len(self.marks) == len(sim.nodes)
+        finally:
+            sim.saving = None
+            del sim._gather  # type: ignore[method-assign]
+
+    def mark(self, node: Node, stage: int, state: Any) -> None:
+        """This rank is at the top of its loop."""
+        sim = self.sim
+        if any(task.node is node and not task.main for task in sim._tasks):
+            return  # what runs beside it has no top of a loop
+        mail = sim._mail[node.rank].kept()
+        self.marks[node.rank] = Mark(
+            time_ns=sim.now,
+            stage=stage,
+            state=packed(state),
+            mail=packed(mail),
+            drawn=sim.speed.drawn(node.rank),
+            first=sim._seq,
+        )
+
+    def gather(self, task: Task, effect: Any) -> None:
+        sim, before = self.sim, self.sim._seq
+        type(sim)._gather(sim, task, effect)
+        for rank, place in zip(effect.group, range(before + 1, sim._seq + 1), strict=False):
+            self._results[place] = rank
+            if mark := self.marks.get(rank):
+                mark.collectives += 1
+
+    def owner(self, target: Any, value: Any) -> int:
+        """The rank that an event happens to; -1 where it happens in the network."""
+        if target.__class__ is Task:
+            return target.node.rank
+        name = target.__name__
+        return -1 if name == "_arrive" else value[0] if name == "_deliver" else value[0].node.rank
+
+    def received(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
+        """What came from outside with this event; all else a rank does again by itself."""
+        if place in self._results:
+            return RESULT, packed((self._results[place], value))
+        name = getattr(target, "__name__", "")
+        return (MESSAGE, packed(value)) if name == "_deliver" else (HEAD, packed(value)) if name == "_arrive" else None
+
+    def document(self) -> dict[str, Any]:
+        """All that the simulation needs to go on."""
+        sim = self.sim
+        under_way = [(time_ns, place, self.received(place, *what)) for time_ns, place, *what in sorted(sim._heap)]
+        nodes = [{"ledger": slots(node.ledger), "steps": node._steps, "last": node._last} for node in sim.nodes]
+        return {
+            "schema": SCHEMA,
+            "time_ns": sim.now,
+            "cut": self.cut,
+            "seq": sim._seq,
+            "events": sim.events,
+            "marks": [vars(self.marks[rank]) for rank in range(len(sim.nodes))],
+            "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
+            "nodes": packed(nodes),
+            "push_end": list(sim._push_end),
+            "ports": packed(getattr(sim.network, "_free", {})),
+        }
+
+
+def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> None:
+    """Bring a fresh simulation to where the checkpoint was made. `start(node, saved=(stage, state))` is a rank's
+    coroutine; `saved["packages"]` says whose classes a state may be of."""
+    packages = tuple(saved["packages"])
+    marks = [Mark(**mark) for mark in saved["marks"]]
+    replay = Replay(sim, [deque(mark.places) for mark in marks], [mark.collectives for mark in marks])
+    heap, cut = sim._heap, tuple(saved["cut"])
+    for rank, mark in enumerate(marks):
+        node = sim.nodes[rank]
+        task = Task(node, start(node, saved=(mark.stage, unpacked(mark.state, packages))), main=True)
+        sim._mains.append(task)
+        sim._tasks.add(task)
+        sim.speed.draw_from(rank, mark.drawn)
+        for message in unpacked(mark.mail, packages):
+            sim._mail[rank].put(message)
+        heap.append((mark.time_ns, rank - len(marks), task, None))
+    came = [event for mark in marks for event in mark.came]
+    for time_ns, place, what, value in (*came, *(tuple(event) for event in saved["under_way"])):
+        heap.append((time_ns, place, *replay.event(what, unpacked(value, packages))))
+    heap.sort()  # a sorted list is a heap
+    replay.until(cut)
+    sim.now, sim._seq, sim.events = saved["time_ns"], saved["seq"], saved["events"]
+    sim._push_end[:] = saved["push_end"]
+    if isinstance(sim.network, Ports):
+        sim.network._free.update(unpacked(saved["ports"], packages))
+    for node, known in zip(sim.nodes, unpacked(saved["nodes"], packages), strict=True):
+        for name, value in known["ledger"].items():
+            setattr(node.ledger, name, value)
+        node._steps, node._last = known["steps"], known["last"]
+
+
+class Replay:
+    """Until the moment of the checkpoint: events take the places they had, and nothing leaves a rank."""
+
+    def __init__(self, sim: Sim, places: list[deque[int]], collectives: list[int]) -> None:
+        self.sim, self.places, self.collectives = sim, places, collectives
+
+    def event(self, what: str, value: Any) -> tuple[Any, Any]:
+        """(target, value) of something that comes from outside."""
+        if what == RESULT:
+            rank, result = value
+            return self.sim._mains[rank], result
+        return (self.sim._deliver if what == MESSAGE else self.sim._arrive), value
+
+    def until(self, cut: tuple[int, int]) -> None:
+        sim, heap = self.sim, self.sim._heap
+        observer, sim.observer = sim.observer, Deaf(sim.observer)
+        sim._at, sim._send, sim._gather = self.at, self.send, self.gather  # type: ignore[method-assign]
+        try:
+            while heap and heap[0][:2] <= cut:
+                sim.now, _, target, value = heappop(heap)
+                if target.__class__ is not Task:
+                    target(value)
+                elif not target.done:
+                    sim._resume(target, value)
+        finally:
+            del sim._at, sim._send, sim._gather  # type: ignore[method-assign]
+            sim.observer = observer
+
+    def at(self, time_ns: int, target: Any, value: Any) -> None:
+        task = target if target.__class__ is Task else value[0]
+        heappush(self.sim._heap, (time_ns, self.places[task.node.rank].popleft(), target, value))
+
+    def send(self, node: Node, send: Any) -> None:
+        """It has been sent: it has arrived, or is under way."""
+        self.places[node.rank].popleft()
+
+    def gather(self, task: Task, effect: Any) -> None:
+        rank = task.node.rank
+        if self.collectives[rank]:
+            self.collectives[rank] -= 1  # its result is among what came, or under way
+        else:
+            type(self.sim)._gather(self.sim, task, effect)
+
+
+class Deaf:
+    """Records and snapshots were taken the first time. What the ranks see of the watch is what it says now: they ask it
+    right after they have told it something, so it has not changed since."""
+
+    rounds = False
+
+    def __init__(self, observer: Any) -> None:
+        self.stopping, self.scores = observer.stopping, observer.scores
+
+    def emit(self, record: dict) -> None:
+        pass
+
+    def snapshot(self, record: dict, params: Any) -> None:
+        pass
+
+
+def slots(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def write(run_dir: Path, document: dict[str, Any]) -> None:
+    """Replace the run's checkpoint, in one step. Raises AshlError where it cannot be written."""
+    path = run_dir / FILE
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.save(document, part)
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+        part.unlink(missing_ok=True)
+        raise AshlError(f"cannot write the checkpoint {path}; free some space or choose another run.dir") from error
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    """The checkpoint of a run. Raises UsageError where there is none, or none that can be read."""
+    path = run_dir / FILE
+    if not path.exists():
+        raise UsageError(
+            f"{run_dir} holds no checkpoint; runs in virtual time leave them with run.checkpoint_s=SECONDS"
+        )
+    try:
+        document = torch.load(path, weights_only=True)
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"schema {document['schema']}")
+    except Exception as error:  # torch tells of a broken file in many ways
+        raise UsageError(f"{path} cannot be read ({type(error).__name__}); run this setting anew") from error
+    return document

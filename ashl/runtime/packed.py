@@ -1,0 +1,72 @@
+"""State as plain values that a file may hold, and back. Nothing is unpickled: what is read back are tensors, numbers,
+text, containers, and dataclasses and named tuples of this package, whose fields are set one by one."""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+PLAIN = (type(None), bool, int, float, str)
+KIND, NAME, ITEMS = "kind", "name", "items"
+
+
+def packed(value: Any) -> Any:
+    """Plain containers of tensors, numbers and text. Tensors are shared, everything that can change is copied. Raises
+    TypeError for what is no state."""
+    if type(value) in PLAIN or isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: packed(getattr(value, field.name)) for field in fields(value)}
+        return {KIND: "dataclass", NAME: name_of(value), ITEMS: own}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {KIND: "named", NAME: name_of(value), ITEMS: [packed(item) for item in value]}
+    if isinstance(value, list | tuple | set | deque):
+        return {KIND: type(value).__name__, ITEMS: [packed(item) for item in value]}
+    if isinstance(value, dict):
+        return {KIND: "dict", ITEMS: [(packed(key), packed(item)) for key, item in value.items()]}
+    raise TypeError(f"a {type(value).__name__} cannot be kept in a checkpoint")
+
+
+def unpacked(value: Any, packages: tuple[str, ...] = ("ashl",)) -> Any:
+    """What `packed` was given; classes are looked up in `packages` only. Raises ValueError for anything else."""
+    if type(value) in PLAIN or isinstance(value, Tensor):
+        return value
+    if not isinstance(value, dict) or KIND not in value:
+        raise ValueError("a checkpoint holds something that is no state")
+    kind, items = value[KIND], value[ITEMS]
+    if kind == "dict":
+        return {unpacked(key, packages): unpacked(item, packages) for key, item in items}
+    if kind == "dataclass":
+        cls = class_of(value[NAME], packages)
+        made = object.__new__(cls)
+        for name in (field.name for field in fields(cls)):
+            object.__setattr__(made, name, unpacked(items[name], packages))
+        return made
+    parts = [unpacked(item, packages) for item in items]
+    if kind == "named":
+        return class_of(value[NAME], packages)(*parts)
+    return {"list": list, "tuple": tuple, "set": set, "deque": deque}[kind](parts)
+
+
+def name_of(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def class_of(name: str, packages: tuple[str, ...]) -> Any:
+    """A dataclass or named tuple of these packages."""
+    module, _, qualname = name.partition(":")
+    if module.partition(".")[0] not in packages:
+        raise ValueError(f"a checkpoint names {module}, which is none of {', '.join(packages)}")
+    cls: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        cls = getattr(cls, part)
+    if not isinstance(cls, type) or not (is_dataclass(cls) or hasattr(cls, "_fields")):
+        raise ValueError(f"a checkpoint names {name}, which holds no state")
+    return cls

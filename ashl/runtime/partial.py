@@ -1,0 +1,54 @@
+"""Sums over some of the ranks without a process group of their own: straight between the members, by tagged messages.
+
+To make a process group takes all ranks, and on demand it hangs where members have made a different number of groups
+before. Here member j gets chunk j of everybody's vector, sums it in rank order and gives the sum to the others: that
+moves 2(g − 1)/g of the vector each way, as a ring does, and gives the same bits as any other sum in rank order. A rank
+is in one sum at a time, so both ends of a link see the same sums in the same order, and one tag for each plane will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ashl.runtime.sums import sum_in_rank_order
+
+MEET, CHUNKS, SUMS = 3, 4, 5  # tags; those below are the transport's
+
+
+def meet(group: tuple[int, ...], rank: int) -> None:
+    """Return once all members have come."""
+    g = len(group)
+    _swap([torch.zeros(1, dtype=torch.uint8)] * g, list(torch.zeros(g, 1, dtype=torch.uint8)), group, rank, MEET)
+
+
+def all_reduce(tensor: Tensor, group: tuple[int, ...], rank: int) -> Tensor:
+    """A new vector [d] with the sum over the group, of which `rank` is a member."""
+    g, me = len(group), group.index(rank)
+    if g == 2:  # as many bytes in one hop
+        both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
+        _swap([tensor, tensor], both, group, rank, CHUNKS)
+        return sum_in_rank_order(both)
+    d = tensor.numel()
+    padded = torch.nn.functional.pad(tensor, (0, -d % g))
+    mine = list(padded.chunk(g))
+    parts = [mine[me] if i == me else torch.empty_like(mine[me]) for i in range(g)]
+    _swap(mine, parts, group, rank, CHUNKS)
+    total = torch.empty_like(padded)
+    sums = list(total.chunk(g))
+    sums[me].copy_(sum_in_rank_order(parts))
+    _swap([sums[me]] * g, sums, group, rank, SUMS)
+    return total[:d]
+
+
+def _swap(out: Sequence[Tensor], into: Sequence[Tensor], group: tuple[int, ...], rank: int, tag: int) -> None:
+    """To the i-th member `out[i]`, from it `into[i]`."""
+    peers = [(i, peer) for i, peer in enumerate(group) if peer != rank]
+    work = [dist.irecv(into[i], peer, tag=tag) for i, peer in peers]
+    work += [dist.isend(out[i], peer, tag=tag) for i, peer in peers]
+    for item in work:
+        assert item is not None
+        item.wait()

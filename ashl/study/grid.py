@@ -1,0 +1,179 @@
+"""A grid of settings, composed and checked as a whole before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ashl.digest import config_hash
+from ashl.errors import DataMissingError, UnusedKeyError, UsageError
+from ashl.plan.plan import Plan
+from ashl.planning import make_plan
+
+MAX_POINTS = 10_000
+
+Line = Sequence[Sequence[str]]  # alternatives of each override: their product is a grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One point of the grid: what was asked for, and the configuration that it came to."""
+
+    hash: str  # of the configuration; names the run's folder
+    overrides: tuple[str, ...]
+    axes: dict[str, str]  # the value of each key that varies in the grid
+    config: dict[str, Any]
+    predicted_s: float | None  # on the experiment's clock; None where the plan cannot tell
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A point that cannot be run, and why."""
+
+    overrides: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`unused`: keys left out where the chosen option lacks them, with the number of points; `merged`: points that
+    turned out to be the same as another."""
+
+    axes: dict[str, list[str]]
+    settings: tuple[Setting, ...]
+    skipped: tuple[Skipped, ...]
+    unused: dict[str, int]
+    merged: int
+
+
+def points(lines: Sequence[Line]) -> list[tuple[str, ...]]:
+    """Every combination of each line's alternatives, line after line. Raises UsageError for none or too many."""
+    size = sum(math.prod(len(alternatives) for alternatives in line) for line in lines)
+    if size > MAX_POINTS:
+        raise UsageError(
+            f"this grid has {size:,} points, and {MAX_POINTS:,} is the most that a sweep takes; drop values or axes, "
+            "or search it with --sweeper optuna"
+        )
+    if not size:
+        raise UsageError("this grid is empty; give at least one setting, as in `ashl sweep sync=bsp,ssp seed=0,1,2`")
+    return list(dict.fromkeys(point for line in lines for point in itertools.product(*line)))
+
+
+def axes_of(lines: Sequence[Line]) -> dict[str, list[str]]:
+    """The keys that vary over the lines, with their values in the order of writing."""
+    values: dict[str, list[str]] = {}
+    for line in lines:
+        for alternatives in line:
+            for single in alternatives:
+                key, _, value = single.lstrip("+").partition("=")
+                values.setdefault(key, []).append(value)
+    everywhere = {key for key in values if all(any(key == keys_of(a) for a in line) for line in lines)}
+    found = {key: list(dict.fromkeys(options)) for key, options in values.items()}
+    return {key: options for key, options in found.items() if len(options) > 1 or key not in everywhere}
+
+
+def keys_of(alternatives: Sequence[str]) -> str:
+    """The key that these are values of."""
+    return alternatives[0].lstrip("+").partition("=")[0]
+
+
+def make_grid(
+    lines: Sequence[Line],
+    compose: Callable[[Sequence[str]], dict[str, Any]],
+    *,
+    strict: bool = False,
+    progress: Callable[[int, int], None] = lambda done, size: None,
+) -> Grid:
+    """Compose and plan every point. A point that cannot be run is skipped with its reason, or with `strict` an error.
+
+    A key that another chosen option has is left out where this one lacks it; points that become the same are merged.
+    Raises UsageError and DataMissingError for what is wrong with the whole grid.
+    """
+    wanted, axes = points(lines), axes_of(lines)
+    compose = seeds_at_once(compose)
+    settings: dict[str, Setting] = {}
+    skipped: list[Skipped] = []
+    plans: dict[str, Plan | UsageError] = {}
+    used: set[str] = set()
+    unused: dict[str, int] = {}
+    first: UsageError | None = None
+    merged = 0
+    for number, point in enumerate(wanted):
+        progress(number, len(wanted))
+        try:
+            kept, config, predicted_s = checked(point, compose, plans)
+        except UsageError as error:
+            if strict:
+                raise UsageError(f"{' '.join(point)}: {error}") from error
+            first = first or error
+            skipped.append(Skipped(point, str(error)))
+            continue
+        chosen = {single.lstrip("+").partition("=")[0]: single.partition("=")[2] for single in kept}
+        used |= chosen.keys()
+        for key in {keys_of([single]) for single in point} - chosen.keys():
+            unused[key] = unused.get(key, 0) + 1
+        digest = config_hash(config)
+        if digest in settings:
+            merged += 1
+            continue
+        varied = {key: chosen[key] for key in axes if key in chosen}
+        settings[digest] = Setting(hash=digest, overrides=kept, axes=varied, config=config, predicted_s=predicted_s)
+    if not settings:
+        assert first is not None
+        raise first if len(wanted) == 1 else UsageError(f"no point of this grid can be run; the first: {first}")
+    for key in unused.keys() - used:
+        raise UsageError(f"no option that this grid chooses has the key {key}; `ashl list` shows what there is")
+    return Grid(axes, tuple(settings.values()), tuple(skipped), unused, merged)
+
+
+def seeds_at_once(compose: Callable[[Sequence[str]], dict[str, Any]]) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """Settings that differ in their seed only are composed once: it is a value that nothing else depends on."""
+    composed: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def compose_once(point: Sequence[str]) -> dict[str, Any]:
+        seeds = [single.removeprefix("seed=") for single in point if single.startswith("seed=")]
+        if len(seeds) != 1 or not seeds[0].isdecimal():
+            return compose(point)
+        rest = tuple(single for single in point if not single.startswith("seed="))
+        if rest not in composed:
+            composed[rest] = compose(rest)
+        return {**composed[rest], "seed": int(seeds[0])}
+
+    return compose_once
+
+
+def checked(
+    point: tuple[str, ...], compose: Callable[[Sequence[str]], dict[str, Any]], plans: dict[str, Plan | UsageError]
+) -> tuple[tuple[str, ...], dict[str, Any], float | None]:
+    """A point without the keys that have no say in it, its configuration and its predicted time.
+
+    Points that differ in their seed only share a plan, so one of them is checked.
+    """
+    while True:
+        try:
+            config = compose(point)
+            shared = config_hash({**config, "seed": 0})
+            if shared not in plans:
+                plans[shared] = planned(config, point)
+            plan = plans[shared]
+            if isinstance(plan, UsageError):
+                raise plan
+            return point, config, plan.predicted_s
+        except UnusedKeyError as error:
+            rest = tuple(single for single in point if keys_of([single]) != error.key)
+            if len(rest) == len(point):
+                raise
+            point = rest
+
+
+def planned(config: dict[str, Any], point: Sequence[str]) -> Plan | UsageError:
+    """The plan, or why there is none; missing data is missing for every point."""
+    try:
+        return make_plan(config, None, point)
+    except DataMissingError:
+        raise
+    except UsageError as error:
+        return error

@@ -1,0 +1,252 @@
+"""A search: a sweeper chooses what to try next by what came of the trials before. What it tried is a sweep's folder.
+
+A trial is a setting with each of the seeds asked for, and what the sweeper makes small is its mean cost: the time to
+the target, or where there is none, the loss at the end. What has ended is not run twice: a search that is taken up
+chooses the same settings again, so it is through in no time with those that it has tried, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from rich.console import Console
+
+from ashl.digest import config_hash
+from ashl.errors import AshlError, UsageError
+from ashl.study import sweep
+from ashl.study.elsewhere import WithdrawnError, at_work, begun, last_words, over, run_while
+from ashl.study.grid import Grid, Setting, Skipped, checked, keys_of, points
+from ashl.study.race import Standing
+from ashl.study.slots import LOG, LOOK_S, Job
+from ashl.tracking import jsonl
+from ashl.tracking.board import Board
+
+ASKED = "search.json"
+NEVER = 1e9  # what a trial costs that cannot be run, diverges or misses the target: sweepers want finite numbers
+
+Compose = Callable[[Sequence[str], Path | None], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What may vary in a search: `singles` are its alternatives, of which the sweeper chooses a number (`numbers`, in
+    Hydra's grammar), or the two ends of the interval from which it takes a value (`drawn`)."""
+
+    key: str
+    singles: tuple[str, ...]
+    numbers: str = ""
+    drawn: str = ""
+
+    def told(self, number: int) -> str:
+        """What the sweeper is told of it: its own keys mean nothing to Hydra, whose configuration is not ours."""
+        return f"+axes.a{number}={self.drawn or self.numbers}"
+
+    def single(self, value: float) -> str:
+        """The override that the sweeper's value stands for. Four digits are plenty, and can be read."""
+        if not self.drawn:
+            return self.singles[int(value)]
+        return f"{self.key}={value if isinstance(value, int) else f'{value:.4g}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is searched: these overrides, with one alternative of each axis, and with every seed."""
+
+    fixed: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    seeds: tuple[str, ...]
+    config_dir: str | None
+
+    def line(self, *singles: str) -> list[Sequence[str]]:
+        """The grid of one trial."""
+        return [*([single] for single in (*self.fixed, *singles)), self.seeds]
+
+    def corners(self) -> list[list[Sequence[str]]]:
+        """Grids that have every alternative once, beside the first ones of all other axes: what is checked before.
+        Raises UsageError where there is nothing to search."""
+        if not self.axes:
+            raise UsageError("a search needs something to choose, as in 'optimizer.lr=interval(0.01,0.5)' sync=bsp,ssp")
+        fixed = [[single] for single in (*self.fixed, self.seeds[0])]
+        firsts = [axis.singles[:1] for axis in self.axes]
+        return [[*fixed, *firsts[:k], axis.singles, *firsts[k + 1 :]] for k, axis in enumerate(self.axes)]
+
+
+def folder_of(overrides: Sequence[str], config: dict[str, Any]) -> Path:
+    """Where a search lies: named by what was typed, in whatever order."""
+    if config["run"]["dir"]:
+        return Path(config["run"]["dir"])
+    digest = hashlib.sha256("\n".join(sorted(overrides)).encode()).hexdigest()[:8]
+    return sweep.SWEEPS / f"{config['name'] or 'search'}-{digest}"
+
+
+# --- the sweep's side -------------------------------------------------------------------------------------------------
+
+
+def search(
+    asked: Search,
+    corners: Grid,
+    explore: Callable[[Path], Sequence[str]],
+    command: Sequence[str],
+    *,
+    folder: Path,
+    slots: int,
+    trials: int,
+    rerun_failed: bool,
+    quiet: bool,
+) -> list[dict[str, Any]]:
+    """Let the sweeper try settings until it has had enough; returns their summaries. Raises AshlError when it gives up,
+    and KeyboardInterrupt when interrupted: what has ended by then is kept."""
+    if corners.settings[0].config["sweep"]:
+        raise UsageError("a preset that is a grid of its own cannot be searched; run it without --sweeper")
+    keys = [*(axis.key for axis in asked.axes), *(["seed"] if len(asked.seeds) > 1 else [])]
+    document = {"search": asdict(asked), "folder": str(folder), "keys": keys, "slots": slots}
+    with sweep.locked(folder):
+        tried = Tried(folder, keys, command)
+        for path in [folder / digest for digest in tried.settings if rerun_failed]:
+            if not sweep.ended(path, rerun_failed):
+                sweep.clear(path)
+        console = Console(highlight=False)
+        if not quiet:
+            console.print(f"[bold]{folder.name}[/] {trials} trials; folder {folder}", soft_wrap=True)
+        typed = " ".join(["ashl sweep", *command])
+        board = Board(console, trials * len(asked.seeds), quiet=quiet)
+        with (
+            sweep.told_to_mlflow(corners, folder, typed, quiet) as tell,
+            at_work(folder, {ASKED: document}, explore) as (place, process),
+        ):
+            ended = False
+            try:
+                while not ended:
+                    ended = over(process)
+                    tried.look(place, board, tell)
+            finally:
+                board.close()
+            sweep.conclude(folder, typed, console, quiet)
+        if process.returncode:
+            raise AshlError(f"the sweeper gave up ({last_words(place)}); its output is in {place}")
+        shutil.rmtree(place, ignore_errors=True)
+        return [found for digest in tried.settings if (found := sweep.read_summary(folder / digest)) is not None]
+
+
+class Tried:
+    """The settings that were tried, in `sweep.json`: those of an earlier search in this folder too."""
+
+    def __init__(self, folder: Path, keys: Sequence[str], command: Sequence[str]) -> None:
+        self.folder, self.keys, self.command = folder, keys, command
+        self.settings: dict[str, Setting] = {}
+        self.skipped: dict[str, Skipped] = {}
+        self.running: dict[str, Setting] = {}
+        self.read: set[str] = set()
+        before = sweep.read_json(folder / sweep.SWEEP) or {}
+        for entry in before.get("settings", []):
+            known = {key: entry[key] for key in ("hash", "overrides", "axes", "predicted_s")}
+            self.settings[entry["hash"]] = Setting(**known, config={})
+        self.write()
+
+    def look(self, place: Path, board: Board, tell: Callable[[Setting], None]) -> None:
+        """Take in what trials have told since."""
+        fresh = sorted((path for path in place.glob("trial-*.json") if path.name not in self.read), key=number_of)
+        for path in fresh:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            self.read.add(path.name)
+            settings = [Setting(**entry) for entry in told["settings"]]
+            self.running |= {s.hash: s for s in settings}
+            self.settings |= {s.hash: s for s in settings}
+            for point, reason in told["skipped"]:
+                self.skipped[" ".join(point)] = Skipped(tuple(point), reason)
+                board.say(f"skipped: {' '.join(point)}: {reason}")
+        if fresh:
+            self.write()
+        for setting in list(self.running.values()):
+            summary = sweep.read_summary(self.folder / setting.hash)
+            if summary is not None and summary["status"] in sweep.ENDED:
+                del self.running[setting.hash]
+                board.ended(sweep.label(setting), summary)
+                tell(setting)
+        board.look([sweep.label(s) for s in self.running.values() if (self.folder / s.hash / LOG).exists()])
+
+    def write(self) -> None:
+        settings = tuple(self.settings.values())
+        axes = {key: list(dict.fromkeys(s.axes[key] for s in settings if key in s.axes)) for key in self.keys}
+        grid = Grid(axes, settings, tuple(self.skipped.values()), {}, 0)
+        jsonl.write_json(self.folder / sweep.SWEEP, sweep.document(grid, self.command, self.folder.name, []))
+
+
+def number_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
+
+
+# --- the trial's side -------------------------------------------------------------------------------------------------
+
+
+def play_trial(place: Path, number: int, values: Sequence[float], compose: Compose) -> float:
+    """Run a trial to its end, in whatever process the sweeper's launcher has made for it; returns its cost.
+
+    Raises WithdrawnError when the search is over before that.
+    """
+    leave = place / ASKED
+    try:
+        said = json.loads(leave.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WithdrawnError from None
+    axes = tuple(Axis(**axis) for axis in said["search"].pop("axes"))
+    asked = Search(axes=axes, **said["search"])
+    point = [axis.single(value) for axis, value in zip(asked.axes, values, strict=True)]
+    try:
+        settings, skipped = made(asked, said["keys"], point, compose), []
+    except UsageError as error:
+        settings, skipped = [], [(point, str(error))]
+    jsonl.write_json(place / f"trial-{number}.json", {"settings": [asdict(s) for s in settings], "skipped": skipped})
+    if not settings:
+        return 2 * NEVER
+    folder = Path(said["folder"])
+    missing = [s for s in settings if not sweep.ended(folder / s.hash, False)]
+    mine = [s for s in missing if taken(place / f"{s.hash}.taken")]
+    for setting in mine:
+        sweep.clear(folder / setting.hash)
+    jobs = [Job(path := folder / s.hash, sweep.inside(s.config, path), s.overrides) for s in mine]
+    run_while(leave, place / begun(number), jobs, said["slots"])
+    while not all(sweep.ended(folder / s.hash, False) for s in missing):  # another trial has chosen the same
+        if not leave.exists():
+            raise WithdrawnError
+        Event().wait(LOOK_S)
+    return statistics.fmean(cost(sweep.standing(folder / s.hash, s.config), s.config) for s in settings)
+
+
+def made(asked: Search, keys: Sequence[str], point: Sequence[str], compose: Compose) -> list[Setting]:
+    """The settings of this trial, one for each seed. Raises UsageError for what cannot be run."""
+    config_dir = Path(asked.config_dir) if asked.config_dir else None
+    settings, plans = [], {}
+    for wanted in points([asked.line(*point)]):
+        kept, config, predicted_s = checked(wanted, lambda single: compose(single, config_dir), plans)
+        chosen = {keys_of([single]): single.partition("=")[2] for single in kept}
+        axes = {key: chosen[key] for key in keys if key in chosen}
+        digest = config_hash(config)
+        settings.append(Setting(hash=digest, overrides=kept, axes=axes, config=config, predicted_s=predicted_s))
+    return settings
+
+
+def taken(mark: Path) -> bool:
+    """Whether this trial is the first of this search to come for a setting."""
+    with suppress(FileExistsError):
+        mark.touch(exist_ok=False)
+        return True
+    return False
+
+
+def cost(found: Standing, config: dict[str, Any]) -> float:
+    """What the sweeper makes small. Whoever misses the target is behind all who reach it, by loss among each other."""
+    if found.reached_s is not None:
+        return found.reached_s
+    stop = config["stop"]
+    aims = stop["target_accuracy"] is not None or stop["target_loss"] is not None
+    return min(found.loss, NEVER) + (NEVER if aims else 0.0)

@@ -1,0 +1,119 @@
+"""Slots: runs in processes of their own, so many at a time. A run that dies takes nothing with it but itself."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ashl.errors import AshlError
+from ashl.run import train
+from ashl.runtime.launch import start_fork_server
+from ashl.runtime.rank import die_with_parent, redirect
+from ashl.tracking import jsonl
+from ashl.tracking.recorder import SUMMARY
+
+LOG = "output.log"
+LEAVE_S = 20.0  # after an interrupt: time for the runs to leave in order
+LOOK_S = 0.25
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to make, or to go on with."""
+
+    folder: Path
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    resume: bool = False  # go on from the checkpoint that is there
+    pause_s: float | None = None  # stand still at the first checkpoint from this moment on
+
+
+def run_all(slots: int, jobs: Sequence[Job], look: Callable[[list[Job]], None]) -> Iterator[Job]:
+    """Run every job, `slots` at a time, in order; yields each as it ends. `look` is called a few times a second with
+    those that run. On an interrupt (or when the caller goes away) the running ones leave in order first."""
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(["ashl.study.slots"])
+    start_fork_server()
+    waiting, running = list(reversed(jobs)), dict[Any, tuple[Job, BaseProcess]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < slots:
+                job = waiting.pop()
+                process = context.Process(target=play, args=(job,), name=job.folder.name)
+                process.start()
+                running[process.sentinel] = (job, process)
+            for sentinel in wait(list(running), timeout=LOOK_S):
+                job, process = running.pop(sentinel)
+                process.join()
+                record_end(job, process.exitcode or 0)
+                yield job
+            look([job for job, _ in running.values()])
+    finally:
+        stop([process for _, process in running.values()])
+
+
+def stop(processes: Sequence[BaseProcess]) -> None:
+    """Ask them to leave, and see to it that they have left."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(LEAVE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def play(job: Job) -> None:
+    """The whole of a run's process. Ctrl-C is for the parent, which passes it on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    die_with_parent()
+    job.folder.mkdir(parents=True, exist_ok=True)
+    redirect(job.folder / LOG)
+    code = 1
+    try:
+        code = train(
+            job.config,
+            list(job.overrides),
+            quiet=True,
+            resume=job.folder if job.resume else None,
+            pause_s=job.pause_s,
+        )
+    except KeyboardInterrupt:
+        code = 130
+    except AshlError as error:
+        sys.stderr.write(f"ashl: {error}\n")
+        code = error.exit_code
+        record_failure(job, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        record_failure(job, f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def record_end(job: Job, code: int) -> None:
+    """A process that was killed has written nothing of how it ended."""
+    if code < 0:
+        record_failure(job, f"was killed by {signal.Signals(-code).name}")
+    elif code and code != 130:
+        record_failure(job, f"ended with exit code {code}; its output is in {job.folder / LOG}")
+
+
+def record_failure(job: Job, reason: str) -> None:
+    """A summary for a run that could not write one, so that the record of the sweep is whole."""
+    if not (job.folder / SUMMARY).exists():
+        with suppress(OSError):
+            job.folder.mkdir(parents=True, exist_ok=True)
+            record = {"schema": 1, "status": "failed", "exit_reason": reason, "seed": job.config["seed"]}
+            jsonl.write_json(job.folder / SUMMARY, record)

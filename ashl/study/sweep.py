@@ -1,0 +1,319 @@
+"""A sweep: a grid's runs in one folder. The same grid finds that folder again and runs only what is missing there."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ashl.construct import construct
+from ashl.digest import config_hash
+from ashl.errors import AshlError, UsageError
+from ashl.report import terminal
+from ashl.report.compare import compare
+from ashl.run import PAUSED, RUNS
+from ashl.runtime.checkpoint import FILE
+from ashl.study.elsewhere import Launch, run_elsewhere
+from ashl.study.grid import Grid, Setting
+from ashl.study.race import Standing, half_time, rungs, verdicts
+from ashl.study.slots import Job, run_all
+from ashl.tracking import jsonl, mlflow, mlflow_study
+from ashl.tracking.board import Board
+from ashl.tracking.console import seconds
+from ashl.tracking.recorder import SUMMARY
+
+SCHEMA = 1
+SWEEP = "sweep.json"
+SWEEPS = Path("runs/sweeps")
+ENDED = ("finished", "diverged", "failed")  # what is not run again
+MAX_ROWS = 40
+MLFLOW_S = 120.0  # how long the end of a sweep waits for its copy in MLflow
+
+
+def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
+    """Where a grid's runs lie: named by the configurations in it, in whatever order they were asked for."""
+    digest = hashlib.sha256("".join(sorted(setting.hash for setting in grid.settings)).encode()).hexdigest()[:8]
+    return Path(run_dir) if run_dir else SWEEPS / f"{name or 'sweep'}-{digest}"
+
+
+def sweep(
+    grid: Grid,
+    overrides: Sequence[str],
+    folder: Path,
+    *,
+    slots: int | None,
+    rerun_failed: bool,
+    race: bool,
+    quiet: bool,
+    launch: Launch | None = None,
+) -> list[dict[str, Any]]:
+    """Run what is missing, or with `race` as much of it as decides, here or where `launch` brings it; returns the
+    summaries. Raises AshlError where the folder cannot be used or the launcher fails, and KeyboardInterrupt when
+    interrupted: what has ended by then is kept."""
+    with locked(folder):
+        before = read_json(folder / SWEEP) or {}
+        record = document(grid, overrides, folder.name, before.get("dropped", []) if race else [])
+        jsonl.write_json(folder / SWEEP, record)
+        missing = [s for s in grid.settings if not ended(folder / s.hash, rerun_failed)]
+        for setting in missing:
+            clear(folder / setting.hash)
+        console = Console(highlight=False)
+        if not quiet:
+            announce(console, grid, folder, len(missing))
+        command = " ".join(["ashl sweep", *overrides])
+        board = Board(console, len(missing), quiet=quiet)
+        with told_to_mlflow(grid, folder, command, quiet) as tell:
+            for setting in grid.settings:
+                if setting not in missing:
+                    tell(setting)
+            run_jobs = partial(run_elsewhere, folder, launch) if launch else partial(run_all, slots or slots_for(grid))
+            run = partial(run_on, folder, run_jobs, board, tell)
+            try:
+                if race:
+                    race_to_the_end(grid, folder, record, run, board)
+                else:
+                    run(missing, None)
+            finally:
+                board.close()
+            conclude(folder, command, console, quiet)
+        return [summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None]
+
+
+def conclude(folder: Path, command: str, console: Console, quiet: bool) -> None:
+    """The answer: who wins, by how much, how sure; on the terminal, and as a report in the sweep's folder."""
+    try:
+        found = compare([folder], command=command)
+    except UsageError as error:  # nothing has ended as it should
+        if not quiet:
+            console.print(str(error), soft_wrap=True)
+        return
+    if not quiet:
+        terminal.show(console, found.board)
+        console.print(f"report {found.report}", soft_wrap=True)
+
+
+@contextmanager
+def told_to_mlflow(grid: Grid, folder: Path, command: str, quiet: bool) -> Generator[Callable[[Setting], None]]:
+    """MLflow is told of each run that has ended, by a process of its own, and in the end of the sweep."""
+    config = grid.settings[0].config
+    if construct(config["tracking"], "tracking", config["allow_targets"]).sink == "none":
+        yield lambda setting: None
+        return
+    writer = mlflow_study.start(folder, store=RUNS, name=folder.name, axes=list(grid.axes), command=command)
+    try:
+        yield lambda setting: mlflow_study.add(writer, folder / setting.hash, label(setting), setting.config)
+    finally:
+        link, warning = mlflow.finish(writer, MLFLOW_S)
+        if warning:
+            Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
+        elif link and not quiet:
+            Console(highlight=False).print(f"MLflow {link} (start it with `ashl ui`)", soft_wrap=True)
+
+
+def run_on(
+    folder: Path,
+    run_jobs: Callable[[Sequence[Job], Callable[[list[Job]], None]], Iterator[Job]],
+    board: Board,
+    tell: Callable[[Setting], None],
+    settings: Sequence[Setting],
+    pause_s: float | None,
+) -> None:
+    """Run these settings on, to their end or until they have passed `pause_s`."""
+    labels = {folder / setting.hash: label(setting) for setting in settings}
+    by_folder = {folder / setting.hash: setting for setting in settings}
+    jobs = [
+        Job(path, inside(s.config, path), s.overrides, resume=(path / FILE).exists(), pause_s=pause_s)
+        for s in settings
+        if not passed(path := folder / s.hash, pause_s)
+    ]
+    for job in run_jobs(jobs, lambda running: board.look([labels[job.folder] for job in running])):
+        summary = read_summary(job.folder)
+        if summary is not None and summary["status"] in ENDED:
+            board.ended(labels[job.folder], summary)
+            tell(by_folder[job.folder])
+
+
+def race_to_the_end(
+    grid: Grid,
+    folder: Path,
+    record: dict[str, Any],
+    run: Callable[[Sequence[Setting], float | None], None],
+    board: Board,
+) -> None:
+    """Rung by rung; at the last one what is left runs to its end. Who was dropped, when and why is in `sweep.json`."""
+    teams: dict[str, list[Setting]] = {}
+    for setting in grid.settings:
+        teams.setdefault(config_hash({**setting.config, "seed": 0}), []).append(setting)
+    known = [setting.predicted_s for setting in grid.settings]
+    if not any(known):
+        raise UsageError(
+            "a race needs to know how long its runs take; declare the cluster's costs, or give stop.seconds"
+        )
+    dropped = {entry["hash"] for entry in record["dropped"]}
+    history: list[dict[str, dict[int, Standing]]] = []
+    for rung, at_s in enumerate(rungs(known), start=1):
+        alive = {name: team for name, team in teams.items() if team[0].hash not in dropped}
+        run([setting for team in alive.values() for setting in team], at_s)
+        standings = {
+            name: {s.config["seed"]: standing(folder / s.hash, s.config) for s in team} for name, team in alive.items()
+        }
+        found = verdicts(standings, half_time(history), at_s)
+        history.append(standings)
+        for name, reason in found.items():
+            record["dropped"] += [{"hash": s.hash, "at_s": at_s, "rung": rung, "reason": reason} for s in alive[name]]
+            dropped |= {setting.hash for setting in alive[name]}
+        jsonl.write_json(folder / SWEEP, record)
+        board.say(f"rung {rung} at {seconds(at_s)}: {len(alive) - len(found)} of {len(alive)} settings go on")
+        for name, reason in found.items():
+            board.say(f"  dropped {team_label(alive[name][0])}: {reason}")
+    run([setting for setting in grid.settings if setting.hash not in dropped], None)
+
+
+def standing(path: Path, config: dict[str, Any]) -> Standing:
+    """How a run stands where it has ended or paused."""
+    summary = read_summary(path) or {"status": "failed"}
+    if summary["status"] in ("diverged", "failed"):
+        return Standing(math.inf, None)
+    loss = summary["final"]["test_loss" if config["stop"]["target_loss"] is None else "train_loss"]
+    return Standing(math.inf if loss is None else loss, summary["time_to_target_s"])
+
+
+def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration of a run inside a sweep: it writes its folder, and the sweep tells MLflow."""
+    return {
+        **config,
+        "run": {**config["run"], "dir": str(folder)},
+        "tracking": {**config["tracking"], "sink": "none"},
+        "sweep": None,
+    }
+
+
+def slots_for(grid: Grid) -> int:
+    """In virtual time a run is one process on one core; a real run takes the whole machine."""
+    real = any(not setting.config["runtime"]["_target_"].endswith("SimRuntime") for setting in grid.settings)
+    return 1 if real else len(os.sched_getaffinity(0))
+
+
+def ended(folder: Path, rerun_failed: bool) -> bool:
+    """Whether this run need not be made (again)."""
+    summary = read_summary(folder)
+    return summary is not None and summary["status"] in (ENDED[:1] if rerun_failed else ENDED)
+
+
+def passed(folder: Path, pause_s: float | None) -> bool:
+    """Whether this run has ended, or stands still at or after this moment."""
+    summary = read_summary(folder)
+    if summary is None:
+        return False
+    return summary["status"] in ENDED or (
+        pause_s is not None and summary["exit_reason"] == PAUSED and summary["time_s"] >= pause_s
+    )
+
+
+def clear(folder: Path) -> None:
+    """Take away what a kill has left of a run, unless it can go on from a checkpoint."""
+    summary = read_summary(folder)
+    failed = summary is not None and summary["status"] in ENDED
+    if failed or not (folder / FILE).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    summary = read_json(folder / SUMMARY)
+    return summary if summary is not None and "status" in summary else None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is none that is whole."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def document(grid: Grid, overrides: Sequence[str], name: str, dropped: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `sweep.json` says: the grid as asked for, its settings and where they lie, and what is not in it and why."""
+    settings = [
+        {"hash": s.hash, "folder": s.hash, "overrides": s.overrides, "axes": s.axes, "predicted_s": s.predicted_s}
+        for s in grid.settings
+    ]
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "overrides": list(overrides),
+        "axes": grid.axes,
+        "settings": settings,
+        "skipped": [{"overrides": s.overrides, "reason": s.reason} for s in grid.skipped],
+        "unused": grid.unused,
+        "merged": grid.merged,
+        "dropped": dropped,
+    }
+
+
+def label(setting: Setting) -> str:
+    """What tells this setting from the others."""
+    return " ".join(f"{key}={value}" for key, value in setting.axes.items()) or setting.hash
+
+
+def team_label(setting: Setting) -> str:
+    """The same without the seed."""
+    values = [f"{key}={value}" for key, value in setting.axes.items() if key != "seed"]
+    return " ".join(values) or setting.hash
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """The folder, for one sweep at a time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise AshlError(f"cannot write to the sweep's folder {folder} ({reason}); choose another run.dir") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise AshlError(f"another sweep is running in {folder}; wait for it, or choose another run.dir") from error
+        yield
+
+
+def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
+    """What will run and what will not, before anything does."""
+    total = len(grid.settings)
+    counted = f"{total} {'run' if total == 1 else 'runs'}"
+    rest = "" if missing == total else f", {total - missing} of them done, {missing} to go"
+    console.print(f"[bold]{folder.name}[/] {counted}{rest}; folder {folder}", soft_wrap=True)
+    for key, count in sorted(grid.unused.items()):
+        console.print(f"{key} has no say in {count} of the points and is left out there", soft_wrap=True)
+    if grid.merged:
+        console.print(f"{grid.merged} points came to the same as others and run once", soft_wrap=True)
+    for skipped in grid.skipped[:MAX_ROWS]:
+        console.print(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}", markup=False, soft_wrap=True)
+    if len(grid.skipped) > MAX_ROWS:
+        console.print(f"skipped: {len(grid.skipped) - MAX_ROWS} more, all in {folder / SWEEP}", soft_wrap=True)
+
+
+def show(grid: Grid, folder: Path) -> None:
+    """What a sweep would run, with what each run should take on its own clock."""
+    console = Console(highlight=False)
+    announce(console, grid, folder, sum(not ended(folder / s.hash, False) for s in grid.settings))
+    table = Table("run", *grid.axes, "predicted", box=None, padding=(0, 2, 0, 0))
+    for setting in grid.settings[:MAX_ROWS]:
+        values = [setting.axes.get(key, "-") for key in grid.axes]
+        table.add_row(setting.hash, *values, seconds(setting.predicted_s))
+    console.print(table)
+    if len(grid.settings) > MAX_ROWS:
+        console.print(f"and {len(grid.settings) - MAX_ROWS} more")

@@ -1,0 +1,101 @@
+"""CHOCO: gossip with compressed messages; everybody keeps a replica of each neighbour's model, brought up to date by
+compressed differences.
+
+Rule: x_i ← x_i + Δ_i; send q_i = C(x_i − y_i) to all neighbours, with y_i the replica of x_i that they and i have;
+all of them y_i ← y_i + q_i; then x_i ← x_i + γ·Σ_j w_ij·(y_j − y_i). What C left out is still in x_i − y_i the next
+time, so C goes without error feedback. Of the neighbours' replicas only their weighted sum is kept: the graph must not
+change. Replicas start from the first model, which all know. The mean of all models moves by the Δ alone, whatever C
+and γ.
+
+Limit: compression=none and γ = 1 is D-PSGD (`atc`), to rounding. γ has to be small where C leaves out much, or the
+models fly apart.
+Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+Communication", ICML 2019, arXiv 1902.00340.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from ashl.errors import UsageError
+from ashl.option import Count, Positive, option
+from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.node import Node
+from ashl.stage import Stage
+from ashl.topology.gossip import RoundState
+from ashl.topology.graph import Round
+
+
+class Replicas(NamedTuple):
+    """y_i, Σ_j w_ij·y_j, and the q_i that was sent last."""
+
+    own: Any
+    mixed: Any
+    sent: Any = None
+
+
+@option
+class Choco:
+    """Compressed gossip in rounds."""
+
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    compresses: ClassVar[bool] = True
+    early: ClassVar[bool] = False
+    lag: ClassVar[int] = 0
+    local_steps: Count | Literal["plan"]
+    gamma: Positive
+
+    @property
+    def suspect(self) -> str:
+        """What else may be wrong where a run diverges."""
+        return f", perhaps because sync.gamma={self.gamma:g} is too large for this compression; take a smaller one"
+
+    def check(self, rounds: Sequence[Round]) -> None:
+        if len(rounds) > 1:
+            raise UsageError(
+                "sync=choco keeps the sum of its neighbours' replicas, so that its graph must not change from round to "
+                "round; take topology.graph=exponential, say"
+            )
+
+    def begin(self, stage: Stage, state: RoundState, rank: int) -> Replicas:
+        first = stage.trainer.init()[0]
+        return Replicas(first, first)
+
+    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
+        return tuple(j for j in stage.topology.round(stage, k).rows[rank] if j != rank)
+
+    async def tell(
+        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
+    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+        state.params = state.params + delta
+        codec, own = stage.bare_codec, state.memory.own
+        encode = partial(codec.encode, None, state.params - own, state.ratio)
+        if codec.flags.lossless:
+            _, body = encode()
+        else:
+            _, body = await node.compute(encode, work=1, kind="compress")
+        state.memory = Replicas(added(codec, own, [(body, 1.0)]), state.memory.mixed, body)
+        return {j: (body, ()) for j in stage.topology.round(stage, k).targets[node.rank]}
+
+    def merge(
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+    ) -> None:
+        own, before, sent = state.memory
+        row = stage.topology.round(stage, k).rows[rank]
+        bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
+        mixed = added(stage.bare_codec, before, bodies)
+        state.memory = Replicas(own, mixed, sent)
+        state.params = state.params + (mixed - own) * self.gamma
+
+
+def added(codec: Any, vector: Any, bodies: Sequence[tuple[Any, float]]) -> Any:
+    """vector + Σ weight·decoded body, a new vector."""
+    if isinstance(vector, Hollow):
+        return vector
+    total = vector.clone()
+    for body, weight in bodies:
+        codec.add(total, body, weight)
+    return total

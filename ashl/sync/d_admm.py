@@ -1,0 +1,194 @@
+"""D-ADMM: neighbours are held together by a penalty and by dual variables, instead of by averaging.
+
+Rule: neighbours have different colours. In iteration k worker p waits for the newest models of its D neighbours, of
+lower colours those of this iteration, then takes H steps of its own optimizer from x_p on
+    f_p(x) + γ_p·x + ρ·Σ_j ‖x − (x_p + x_j)/2‖²,   gradient g + γ_p + 2ρ·D·(x − mean_j (x_p + x_j)/2)
+and sends x_p. Once both ends of an edge know both models of an iteration, each adds γ_p ← γ_p + ρ·(x_p − x_j). What one
+end adds the other subtracts, at whatever moment, so Σ_p γ_p = 0; at a fixed point Σ_p ∇f_p = 0 at one model, whatever
+each worker's shard.
+
+Synchronous, colour by colour: delay = 0. Asynchronous: a worker goes on when `barrier` of its neighbours have sent what
+it needs (the partial barrier) and none is more than `delay` iterations behind that (the bounded delay); it takes a
+smaller ρ, as duals follow late.
+
+Limit: without neighbours it is SGD. Departs from the papers in that the argmin is H steps of SGD, which the term
+ρ·D·‖x − x_p‖²/2 in the above keeps from going too far, and in that asynchrony is on a graph, without their master.
+Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm for Separable Optimization", IEEE TSP
+2013; Zhang and Kwok, "Asynchronous Distributed ADMM for Consensus Optimization", ICML 2014 (barrier and delay).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+from ashl.option import Count, Natural, Positive, option
+from ashl.runtime.node import Node
+from ashl.stage import GO, STOP, Stage
+from ashl.topology.coordinator import RoamingState, answered, done, heed, leave, report
+from ashl.topology.graph import Edge, Round, sources_of
+from ashl.topology.local_work import local_work
+
+Versions = dict[int, Any]  # iteration → model; −1 is the initial one
+
+
+@option
+class DADMM:
+    """Penalties and duals on the edges of a graph."""
+
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    coordinated: ClassVar[bool] = True
+    local_steps: Count | Literal["plan"]
+    rho: Positive
+    delay: Natural
+    barrier: Count | None
+
+    def check(self, rounds: Sequence[Round]) -> None:
+        """Any connected graph will do."""
+
+    def worker(self, node: Node, stage: Stage, state: RoamingState) -> Any:
+        return worker(node, stage, state)
+
+    def ready(self, behind: Sequence[int]) -> bool:
+        """Whether an iteration may begin, by how many iterations each neighbour is behind what is needed of it."""
+        wanted = len(behind) if self.barrier is None else min(self.barrier, len(behind))
+        return sum(b <= 0 for b in behind) >= wanted and all(b <= self.delay for b in behind)
+
+
+@dataclass
+class Edges:
+    """What a worker knows of its edges."""
+
+    dual: Any  # γ_p
+    lower: dict[int, bool]  # neighbour → whether its colour is lower
+    own: Versions
+    heard: dict[int, Versions]
+    matched: dict[int, int]  # neighbour → the last iteration that is in the dual
+    ends: dict[int, int] = field(default_factory=dict)  # neighbour → its last iteration, once it has said so
+
+    def behind(self, k: int) -> list[int]:
+        """By neighbour: how many iterations it is behind what iteration k needs."""
+        return [k - (not self.lower[j]) - max(versions) for j, versions in self.heard.items()]
+
+    def match(self, rho: float) -> None:
+        """Add to the dual what both ends of an edge know by now, in the order of iterations and ranks."""
+        pairs = [(m, j) for j, versions in self.heard.items() for m in versions if self.matched[j] < m <= max(self.own)]
+        for m, j in sorted(pairs):
+            self.dual = self.dual + (self.own[m] - self.heard[j][m]) * rho
+            self.matched[j] = m
+        for j, versions in self.heard.items():
+            self.heard[j] = {m: x for m, x in versions.items() if m > self.matched[j] or m == max(versions)}
+        oldest = min(self.matched.values(), default=max(self.own))
+        self.own = {m: x for m, x in self.own.items() if m > oldest or m == max(self.own)}
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """The stage's trainer with the gradient of the augmented Lagrangian. `weight` is 2ρ·D."""
+
+    trainer: Any
+    dual: Any
+    weight: float
+    target: Any
+
+    def rate(self, samples: int) -> float:
+        return self.trainer.rate(samples)
+
+    def local_step(
+        self, params: Any, moments: Any, worker: int, step: int, lr: float, span: range
+    ) -> tuple[float, Any, Any]:
+        loss, grad = self.trainer.gradient(params, worker, step, span)
+        grad = grad + self.dual + (params - self.target) * self.weight
+        return (loss, *self.trainer.apply(params, moments, grad, lr))
+
+
+@lru_cache(maxsize=64)
+def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
+    """The lowest colour that no neighbour of lower rank has, rank by rank."""
+    chosen: list[int] = []
+    for rank, neighbours in enumerate(sources_of(edges, n)):
+        taken = {chosen[j] for j in neighbours if j < rank}
+        chosen.append(next(c for c in range(n) if c not in taken))
+    return tuple(chosen)
+
+
+def opened(stage: Stage, params: Any, rank: int) -> Edges:
+    """Everybody begins at the same model, with duals of zero."""
+    edges = stage.topology.edges(stage)
+    colour, neighbours = colours(edges, stage.num_workers), sources_of(edges, stage.num_workers)[rank]
+    return Edges(
+        dual=params - params,
+        lower={j: colour[j] < colour[rank] for j in neighbours},
+        own={-1: params},
+        heard={j: {-1: params} for j in neighbours},
+        matched=dict.fromkeys(neighbours, -1),
+    )
+
+
+def augmented(stage: Stage, edges: Edges, params: Any) -> Stage:
+    """The stage, with what its neighbours want of this worker in every gradient."""
+    if not edges.heard:
+        return stage
+    nearest = [versions[max(versions)] for _, versions in sorted(edges.heard.items())]
+    total = nearest[0]
+    for model in nearest[1:]:
+        total = total + model
+    target = (params + total * (1 / len(nearest))) * 0.5
+    return replace(stage, trainer=Augmented(stage.trainer, edges.dual, 2 * stage.sync.rho * len(nearest), target))
+
+
+async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
+    """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
+    state.enter(stage, node.rank)
+    edges = state.memory = opened(stage, state.params, node.rank)
+    k = dropped = 0
+    while state.word == GO:
+        while await take_in(node, stage, state, before_s=node.now):
+            pass  # what has come meanwhile
+        while state.word == GO and not stage.sync.ready(edges.behind(k)):
+            await take_in(node, stage, state)
+        if state.word != GO:
+            break
+        edges.match(stage.sync.rho)
+        late = max([0, *edges.behind(k)])
+        work = await local_work(node, augmented(stage, edges, state.params), state)
+        await answered(node, stage, state)
+        while await take_in(node, stage, state, before_s=node.now):
+            pass
+        if state.word == STOP:
+            dropped = work.steps
+            break
+        state.params = edges.own[k] = state.params + work.body
+        for peer in edges.heard:
+            await node.send(peer, stage.tag("model"), state.params, (k,))
+        state.version += 1
+        await report(node, stage, state, work, late)
+        k += 1
+    for peer in edges.heard:
+        await node.send(peer, stage.tag("model"), None, (k - 1,))
+    while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
+        await take_in(node, stage, state)
+    edges.match(stage.sync.rho)
+    await done(node, stage, state, dropped)
+    while not state.gone:
+        await take_in(node, stage, state)
+    return leave(node, stage, state, dropped)
+
+
+async def take_in(node: Node, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:
+    """A neighbour's model, that it was its last, or a word of the coordinator; False when none came before this
+    moment."""
+    message = await node.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
+    if message is None:
+        return False
+    if message.tag[0] == "word":
+        heed(node, state, message)
+    elif message.body is None:
+        state.memory.ends[message.src] = int(message.meta[0])
+    else:
+        state.memory.heard[message.src][int(message.meta[0])] = message.body
+    return True

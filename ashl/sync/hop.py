@@ -1,0 +1,124 @@
+"""Hop: gossip in which a worker does not wait for all of its neighbours, nor for their latest model.
+
+Rule: in its iteration k worker i sends x_i, computes Δ_i, and goes on once all but `backups` of its neighbours have
+sent a model of iteration k − s or later, and none trails by more than `gap` iterations:
+    x_i ← Σ_j a_j·x_j / Σ_j a_j + Δ_i,   a_j = s + 1 − (age of j's model in iterations)
+over itself (age 0) and those neighbours, of each its newest model up to iteration k. Since everybody's iterations are
+known from its models, no tokens travel.
+
+Limits: s = backups = 0 is D-PSGD (`awc`, uniform weights on a regular graph), to rounding. The mean of all models is
+kept only there. Left out of the paper's rules is the jump of a worker that trails far behind.
+Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv 1902.01064.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from ashl.errors import UsageError
+from ashl.option import Count, Natural, option
+from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.node import Node
+from ashl.stage import GO, STOP, Stage
+from ashl.topology.coordinator import RoamingState, answered, done, heed, leave, report
+from ashl.topology.graph import Round, sources_of
+from ashl.topology.local_work import local_work
+
+Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
+
+
+@option
+class Hop:
+    """Bounded staleness and backup workers on a graph."""
+
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    coordinated: ClassVar[bool] = True
+    local_steps: Count | Literal["plan"]
+    staleness: Natural
+    backups: Natural
+    gap: Count
+
+    def check(self, rounds: Sequence[Round]) -> None:
+        fewest = min(len(row) - 1 for row in rounds[0].rows)
+        if self.backups and self.backups >= fewest:
+            raise UsageError(
+                f"sync.backups={self.backups} leaves a worker with {fewest} neighbours nobody to wait for; take at "
+                f"most {max(0, fewest - 1)}, or a graph with more edges"
+            )
+        if self.gap < self.staleness:
+            raise UsageError(
+                f"sync.gap={self.gap} is below sync.staleness={self.staleness}: nobody could be that stale; take a "
+                "larger gap"
+            )
+
+    def worker(self, node: Node, stage: Stage, state: RoamingState) -> Any:
+        return worker(node, stage, state)
+
+    def ready(self, k: int, heard: Mapping[int, Sent]) -> bool:
+        """Whether iteration k may end."""
+        newest = [max(sent, default=-1) for sent in heard.values()]
+        fresh = sum(iteration >= k - self.staleness for iteration in newest)
+        return fresh >= len(newest) - self.backups and all(k - iteration <= self.gap for iteration in newest)
+
+    def mixed(self, k: int, own: Any, rank: int, heard: Mapping[int, Sent]) -> Any:
+        """The mean by age, in rank order, over what is fresh enough."""
+        if isinstance(own, Hollow):
+            return own
+        parts = {rank: (own, self.staleness + 1)}
+        for j, sent in heard.items():
+            iteration = max((i for i in sent if i <= k), default=-1)
+            if iteration >= max(0, k - self.staleness):
+                parts[j] = (sent[iteration], self.staleness + 1 - (k - iteration))
+        total = sum(share for _, share in parts.values())
+        result = own * 0.0
+        for j in sorted(parts):
+            result.add_(parts[j][0], alpha=parts[j][1] / total)
+        return result
+
+
+async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
+    """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns the last word."""
+    state.enter(stage, node.rank)
+    rule, k, dropped = stage.sync, 0, 0
+    heard: dict[int, Sent] = {j: {} for j in sources_of(stage.topology.edges(stage), stage.num_workers)[node.rank]}
+    while state.word == GO:
+        for peer in heard:
+            await node.send(peer, stage.tag("model"), state.params, (k,))
+        work = await local_work(node, stage, state)
+        await answered(node, stage, state)
+        while await take_in(node, stage, state, heard, before_s=node.now):
+            pass  # what has come meanwhile
+        while state.word == GO and not rule.ready(k, heard):
+            await take_in(node, stage, state, heard)
+        if state.word == STOP:
+            dropped = work.steps
+            break
+        state.params = rule.mixed(k, state.params, node.rank, heard) + work.body
+        state.version += 1
+        oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
+        for j, sent in heard.items():
+            heard[j] = {i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)}
+        await report(node, stage, state, work, max(0, k - oldest))
+        k += 1
+    await done(node, stage, state, dropped)
+    while not state.gone:
+        await take_in(node, stage, state, heard)
+    await node.drop(stage.tag("model"))
+    return leave(node, stage, state, dropped)
+
+
+async def take_in(
+    node: Node, stage: Stage, state: RoamingState, heard: dict[int, Sent], before_s: float = math.inf
+) -> bool:
+    """A neighbour's model or a word of the coordinator; False when none came before this moment."""
+    message: Message | None = await node.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
+    if message is None:
+        return False
+    if message.tag[0] == "model":
+        heard[message.src][int(message.meta[0])] = message.body
+    else:
+        heed(node, state, message)
+    return True

@@ -1,0 +1,149 @@
+"""MATCHA: of the graph's edges only some are used in a round, the important ones more often.
+
+Rule: the edges are split into matchings, with Laplacians L_m; in each round matching m is used with probability p_m,
+drawn alike by all from the seed, and x ← (I − α·Σ_m b_m·L_m)·(x + Δ). The p maximise λ_2(Σ p_m·L_m) with Σ p_m ≤
+budget·M, so that a round costs `budget` of the whole graph's; α makes the expected contraction best.
+
+Limit: budget = 1 is D-PSGD (`atc`) with W = I − α·L. Departs from the paper in that matchings are found greedily, p by
+projected supergradient ascent and α by golden section, instead of by an exact colouring and two convex solvers.
+Source: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", 2019, arXiv
+1905.09435.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from ashl.data.rng import Purpose, bits
+from ashl.option import Count, Ratio, option
+from ashl.runtime.effects import Message
+from ashl.runtime.node import Node
+from ashl.stage import Stage
+from ashl.topology.gossip import RoundState, mixed
+from ashl.topology.graph import Edge
+
+ASCENT = 300  # steps of the search for p
+SECTIONS = 60  # of the search for α
+GOLDEN = (5**0.5 - 1) / 2
+
+
+class Sampling(NamedTuple):
+    """What the rounds are drawn from."""
+
+    matchings: tuple[tuple[Edge, ...], ...]
+    peers: tuple[dict[int, int], ...]  # by matching: who meets whom
+    chances: np.ndarray  # p, [M]
+    alpha: float
+
+
+@option
+class Matcha:
+    """Gossip in rounds on matchings drawn from the graph."""
+
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    early: ClassVar[bool] = False
+    lag: ClassVar[int] = 0
+    local_steps: Count | Literal["plan"]
+    budget: Ratio
+
+    def begin(self, stage: Stage, state: RoundState, rank: int) -> None:
+        """The rule has no state of its own."""
+
+    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
+        plan = sampling(stage.topology.edges(stage), stage.num_workers, self.budget)
+        return tuple(sorted(plan.peers[m][rank] for m in used(plan, stage.seed, k) if rank in plan.peers[m]))
+
+    async def tell(
+        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
+    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+        state.params = state.params + delta
+        return {j: (state.params, ()) for j in self.sources(stage, node.rank, k)}
+
+    def merge(
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+    ) -> None:
+        alpha = sampling(stage.topology.edges(stage), stage.num_workers, self.budget).alpha
+        row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}
+        state.params = mixed(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
+
+
+def used(plan: Sampling, seed: int, k: int) -> list[int]:
+    """The matchings of round k, alike for all."""
+    words = bits(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.chances))
+    return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.chances[m]]
+
+
+@lru_cache(maxsize=16)
+def sampling(edges: tuple[Edge, ...], n: int, budget: float) -> Sampling:
+    """Matchings of the graph, how often each is used, and the weight of an edge that is."""
+    if not edges:  # a worker alone
+        return Sampling((), (), np.zeros(0), 0.0)
+    matchings = split(edges)
+    laplacians = [laplacian(matching, n) for matching in matchings]
+    chances = activation(laplacians, budget)
+    peers = tuple({i: j for a, b in matching for i, j in ((a, b), (b, a))} for matching in matchings)
+    return Sampling(matchings, peers, chances, edge_weight(laplacians, chances, n))
+
+
+def split(edges: tuple[Edge, ...]) -> tuple[tuple[Edge, ...], ...]:
+    """Matchings that together are the graph: each edge goes into the first one that has neither of its ends."""
+    matchings: list[list[Edge]] = []
+    for i, j in edges:
+        free = (m for m in matchings if not any({i, j} & set(other) for other in m))
+        if (matching := next(free, None)) is None:
+            matchings.append(matching := [])
+        matching.append((i, j))
+    return tuple(map(tuple, matchings))
+
+
+def laplacian(edges: tuple[Edge, ...], n: int) -> np.ndarray:
+    dense = np.zeros((n, n))
+    for i, j in edges:
+        dense[[i, j], [i, j]] += 1
+        dense[[i, j], [j, i]] -= 1
+    return dense
+
+
+def activation(laplacians: list[np.ndarray], budget: float) -> np.ndarray:
+    """p in [0, 1] with Σ p = budget·M for which λ_2(Σ p_m·L_m) is largest. It is concave in p, and for its eigenvector
+    v the numbers v'·L_m·v are a supergradient."""
+    total = budget * len(laplacians)
+    best = chances = np.full(len(laplacians), budget)
+    most = -1.0
+    for step in range(1, ASCENT + 1 if budget < 1 else 1):
+        values, vectors = np.linalg.eigh(sum(p * one for p, one in zip(chances, laplacians, strict=True)))
+        if values[1] > most:
+            most, best = values[1], chances
+        uphill = np.array([vectors[:, 1] @ one @ vectors[:, 1] for one in laplacians])
+        chances = projected(chances + uphill / (np.linalg.norm(uphill) + 1e-12) / step**0.5, total)
+    return best
+
+
+def projected(p: np.ndarray, total: float) -> np.ndarray:
+    """The nearest point with 0 ≤ p ≤ 1 and Σ p = total: all are shifted alike, then cut."""
+    low, high = -1.0 - p.max(), 1.0 - p.min()
+    for _ in range(60):
+        shift = (low + high) / 2
+        low, high = (shift, high) if np.clip(p + shift, 0, 1).sum() < total else (low, shift)
+    return np.clip(p + high, 0, 1)
+
+
+def edge_weight(laplacians: list[np.ndarray], chances: np.ndarray, n: int) -> float:
+    """The α for which the largest eigenvalue of E[W'W] − J is least; it is convex in α. With L = Σ p_m·L_m,
+    E[W'W] = I − 2α·L + α²·(L² + 2·Σ p(1 − p)·L_m)."""
+    mean = sum(p * one for p, one in zip(chances, laplacians, strict=True))
+    spread = mean @ mean + 2 * sum(p * (1 - p) * one for p, one in zip(chances, laplacians, strict=True))
+
+    def contraction(alpha: float) -> float:
+        return np.linalg.eigvalsh(np.eye(n) - 2 * alpha * mean + alpha**2 * spread - np.ones((n, n)) / n)[-1]
+
+    low, high = 0.0, 1.0
+    for _ in range(SECTIONS):
+        left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+        low, high = (low, right) if contraction(left) < contraction(right) else (left, high)
+    return float((low + high) / 2)

@@ -1,0 +1,74 @@
+"""NoLoCo: local steps by an inner optimizer, then an outer step with momentum in random pairs, without a collective.
+
+Rule: with φ_i the model after the last outer step and Δ_i = θ_i − φ_i what H inner steps made of it, each worker meets
+one other, drawn alike by all from the seed, and
+    δ_i ← α·δ_i + β·mean(Δ) − γ·(φ_i − mean(φ)),   φ_i ← φ_i + δ_i
+with means over the two. Both Δ and φ travel: twice the model. Who is left over, with an odd number of workers or on a
+sparse graph, is alone. Pairs are edges of the graph; as published, of the complete one (topology.graph=complete).
+
+Limits: α = 0, β = γ = 1 is the mean of the two models θ. γ should be above α, or the models drift apart.
+Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv
+2506.10911.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from ashl.option import Count, NonNegative, Positive, option
+from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.node import Node
+from ashl.stage import Stage
+from ashl.topology.gossip import RoundState
+from ashl.topology.graph import matching
+
+
+@option
+class NoLoCo:
+    """An outer step with momentum in random pairs."""
+
+    exchange: ClassVar[str] = "difference"
+    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    early: ClassVar[bool] = False
+    lag: ClassVar[int] = 0
+    local_steps: Count | Literal["plan"]
+    alpha: NonNegative
+    beta: Positive
+    gamma: NonNegative
+
+    def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
+        """δ, zero at first."""
+        return state.params * 0.0
+
+    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
+        edges, n = stage.topology.edges(stage), stage.num_workers
+        all_pairs = len(edges) == n * (n - 1) // 2
+        met = matching(None if all_pairs else edges, n, stage.seed, k)
+        return (met[rank],) if rank in met else ()
+
+    async def tell(
+        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
+    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+        peers = self.sources(stage, node.rank, k)
+        return {j: (joined(delta, state.params), ()) for j in peers}
+
+    def merge(
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+    ) -> None:
+        if isinstance(delta, Hollow):
+            return
+        mean_delta, mean_params = delta, state.params
+        for message in heard.values():
+            other_delta, other_params = message.body.chunk(2)
+            mean_delta, mean_params = (delta + other_delta) * 0.5, (state.params + other_params) * 0.5
+        apart = state.params - mean_params
+        state.memory = state.memory * self.alpha + mean_delta * self.beta - apart * self.gamma
+        state.params = state.params + state.memory
+
+
+def joined(delta: Any, params: Any) -> Any:
+    """Both in one body."""
+    return Hollow(2 * params.nbytes) if isinstance(params, Hollow) else torch.cat([delta, params])

@@ -1,0 +1,31 @@
+"""Ripples with random groups: a worker that asks is joined by k − 1 others, drawn uniformly.
+
+Rule: x_i ← (1/k)·Σ_j x_j over a group of k every H local steps, momentum stays local. Groups that share a worker
+conflict and run one after the other, so everybody soon waits for somebody who waits: it is what the smart rule is
+measured against.
+
+Limit: k = n is local SGD. One random group contracts the models' variance by 1 − (k − 1)/(n − 1).
+
+Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
+(arXiv 1909.08029, as "Ripples"), random Group Generator.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ashl.option import option
+from ashl.sync.grouping import Grouping, GroupSize
+from ashl.sync.groups import Groups, Members, shuffled
+
+
+@option
+class RipplesRandom(Grouping):
+    """Groups drawn at random."""
+
+    ordered: ClassVar[bool] = False
+    group_size: GroupSize
+
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+        others = shuffled(state, [worker for worker in range(state.num_workers) if worker != asker])
+        return [tuple(sorted([asker, *others[: self.group_size - 1]]))]

@@ -1,0 +1,51 @@
+"""Ripples with smart groups: one division serves everybody who has no group yet, and stragglers are left out of it.
+
+Rule: a worker that asks with an empty buffer makes a Global Division: all workers with empty buffers are shuffled and
+cut into groups of k, which are disjoint and so never conflict. Slowdown filter: with c_w the requests of worker w,
+the asker i takes only workers with c_i − c_w < threshold; a slow one is averaged when it asks itself, and nobody
+waits for it.
+
+With `inter_intra` a division is two rounds where workers are on several machines: first one head of each machine
+meet, the others form groups inside their machine; then each machine averages as a whole, without those whose requests
+are the threshold or more behind the foremost there, who would keep it waiting.
+
+Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
+(arXiv 1909.08029, as "Ripples"), Group Buffer, Global Division, Inter-Intra Synchronization, Slowdown Filter.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ashl.option import Count, option
+from ashl.sync.grouping import Grouping, GroupSize, machines
+from ashl.sync.groups import Groups, Members, even, shuffled
+
+
+@option
+class RipplesSmart(Grouping):
+    """Group Buffer, Global Division and slowdown filter."""
+
+    ordered: ClassVar[bool] = False
+    group_size: GroupSize
+    threshold: Count
+    inter_intra: bool
+
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+        free = [worker for worker in range(state.num_workers) if not state.buffers[worker]]
+        eligible = [worker for worker in free if worker == asker or self.keeps_up(state, worker, asker)]
+        workers = shuffled(state, eligible)
+        teams = machines(state.nodes, workers)
+        if not self.inter_intra or len(teams) == 1:
+            return even(workers, self.group_size)
+        heads = tuple(sorted(team[0] for team in teams))
+        inside = [group for team in teams for group in even(team[1:], self.group_size)]
+        return [heads, *inside, *(group for team in teams if len(group := self.abreast(state, team)) > 1)]
+
+    def keeps_up(self, state: Groups, worker: int, with_whom: int) -> bool:
+        return state.requests[with_whom] - state.requests[worker] < self.threshold
+
+    def abreast(self, state: Groups, team: list[int]) -> Members:
+        """Those of a machine who keep up with its foremost."""
+        foremost = max(team, key=lambda worker: state.requests[worker])
+        return tuple(sorted(worker for worker in team if self.keeps_up(state, worker, foremost)))

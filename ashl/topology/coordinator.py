@@ -1,0 +1,193 @@
+"""Coordinator: the thin rank n of methods that have no server and whose workers do not go in step.
+
+It holds no model and sees none. All that reaches it or comes from it is a header, which costs no bytes: it counts, it
+judges when a stage is over and when models are evaluated, and it lets workers leave only when nobody needs them any
+longer. A worker's side of the protocol, with tags of the stage and iteration 0:
+
+    "report" →   a `Report`, after each piece of work that has become part of the worker's model
+    ← "go"       the answer, with the samples that the learning rate follows; a worker waits for it (`answered`) before
+                 it merges its next piece of work, so that nobody runs ahead of the judge by more than one
+    ← "word"     a `Word`. LOOK: hand in a snapshot, with this tick. NEXT or STOP, to all: start nothing more
+    "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
+    ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
+
+Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A worker takes in words
+in a task of its own (`heed`), or where it receives anyway. A method that needs more of its coordinator (a group
+generator, say) has its own loop around `take`, `verdict`, `look` and `dismiss`.
+
+Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group expects it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ashl.runtime.effects import Message
+from ashl.runtime.node import Node
+from ashl.stage import GO, NEXT, STOP, Clock, Stage
+from ashl.topology.local_work import WorkerState
+
+LOOK, BYE = 3, 4  # beside NEXT and STOP
+
+
+class Report(NamedTuple):
+    """What a worker has merged."""
+
+    steps: float
+    samples: float
+    loss: float
+    staleness: float  # merges of its own model that happened while it computed
+
+
+class Word(NamedTuple):
+    """What the coordinator says."""
+
+    word: float
+    tick: float = 0.0  # of the evaluation, with LOOK
+    end_ns: float = 0.0  # of the stage, with BYE
+
+
+@dataclass
+class CoordinatorState:
+    """All that the coordinator needs to go on."""
+
+    clock: Clock
+    ticks: int = 0  # evaluations asked for so far
+    params: Any = None  # it has no model
+    assigned: Any = None
+
+
+@dataclass
+class RoamingState(WorkerState):
+    """A worker that goes at its own pace. `version` counts the merges of its model."""
+
+    word: int = GO  # NEXT or STOP once the coordinator has said so
+    end_ns: int = 0
+    reported: bool = False  # and not answered yet
+    gone: bool = False  # the coordinator has let it go
+    memory: Any = field(default=None)  # of the sync rule
+
+    def enter(self, stage: Stage, rank: int) -> None:
+        super().enter(stage, rank)
+        self.word, self.memory, self.reported, self.gone = GO, None, False, False
+
+
+async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
+    """Count and judge until the stage is over, then let everybody leave; returns the last word."""
+    clock = state.clock
+    clock.begin(node.now)
+    word, reason = GO, None
+    while word == GO:
+        message = await node.recv(stage.tag("report"), before_s=stage.deadline_s)
+        node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
+        if message is None:
+            word, reason = STOP, "seconds"
+            break
+        take(clock, message)
+        await node.send(message.src, stage.tag("go"), None, (clock.samples,))
+        if stage.due(clock, node.now):
+            await look(node, stage, state)
+        word, reason = verdict(node, stage, clock)
+    await dismiss(node, stage, state, word, reason)
+    return word
+
+
+def take(clock: Clock, message: Message) -> None:
+    """Count what a worker has merged."""
+    report = Report(*message.meta)
+    clock.observe(message.src, int(report.staleness), report.loss)
+    clock.commit(message.src, int(report.steps), int(report.samples))
+    clock.version += 1
+
+
+def verdict(node: Node, stage: Stage, clock: Clock) -> tuple[int, str | None]:
+    """(GO, NEXT or STOP, why)."""
+    if reason := stage.over(clock) or node.stopping:
+        return STOP, reason
+    if rule := stage.reached(clock, node.now, node.scores):
+        return (NEXT if stage.following else STOP), rule
+    return GO, None
+
+
+async def look(node: Node, stage: Stage, state: CoordinatorState) -> None:
+    """Ask every worker for a snapshot, and hand in the counts that belong to them."""
+    state.ticks += 1
+    for rank in stage.workers:
+        await node.send(rank, stage.tag("word"), None, Word(LOOK, state.ticks))
+    node.snapshot(None, tick=state.ticks, **state.clock.report())
+
+
+async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
+    """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends when the last one
+    is done; at the end of the run it has ended now, and what is reported later came too late and counts as dropped."""
+    clock = state.clock
+    clock.end_ns = node.now_ns
+    for rank in stage.workers:
+        await node.send(rank, stage.tag("word"), None, Word(word))
+    left = stage.num_workers
+    while left:
+        message = await node.recv(stage.tag("report"), stage.tag("done"))
+        if message.tag[0] == "done":
+            clock.drop(message.src, int(message.meta[0]))
+            left -= 1
+            continue
+        if word == NEXT:
+            take(clock, message)
+        else:
+            clock.drop(message.src, int(Report(*message.meta).steps))
+        await node.send(message.src, stage.tag("go"), None, (clock.samples,))
+    if word == NEXT:
+        clock.end_ns = node.now_ns
+    for rank in stage.workers:
+        await node.send(rank, stage.tag("word"), None, Word(BYE, end_ns=clock.end_ns))
+    end = {"end_ns": clock.end_ns, "reason": reason}
+    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
+    if word == STOP:
+        node.ledger.close(clock.end_ns)
+
+
+def heed(node: Node, state: RoamingState, message: Message) -> bool:
+    """A worker takes in a word; returns whether it may leave."""
+    said = Word(*message.meta)
+    if said.word == LOOK:
+        node.snapshot(state.params, tick=int(said.tick))
+    elif said.word == BYE:
+        state.end_ns, state.gone = int(said.end_ns), True
+    else:
+        state.word = int(said.word)
+    return state.gone
+
+
+async def report(node: Node, stage: Stage, state: RoamingState, work: Any, staleness: int) -> None:
+    """This work is part of the worker's model now: tell the coordinator, and close the round."""
+    state.reported = True
+    await node.send(stage.server, stage.tag("report"), None, Report(work.steps, work.samples, work.loss, staleness))
+    node.round(
+        stage=stage.index, round=state.round, steps=work.steps, staleness=staleness, dropped=False, loss=work.loss
+    )
+    state.round += 1
+
+
+async def answered(node: Node, stage: Stage, state: RoamingState) -> None:
+    """Wait for the answer to the last report, if it is still to come."""
+    if state.reported:
+        message = await node.recv(stage.tag("go"))
+        state.samples, state.reported = int(message.meta[0]), False
+
+
+async def done(node: Node, stage: Stage, state: RoamingState, dropped: int) -> None:
+    """This worker starts nothing more."""
+    await answered(node, stage, state)
+    await node.send(stage.server, stage.tag("done"), None, (dropped,))
+
+
+def leave(node: Node, stage: Stage, state: RoamingState, dropped: int) -> int:
+    """Close the books of a worker that may leave, its last steps thrown away; returns the last word."""
+    if state.word == NEXT:
+        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(state.end_ns))
+        return NEXT
+    node.ledger.close(state.end_ns)
+    node.round(stage=stage.index, round=state.round, steps=dropped, staleness=0, dropped=True, loss=None)
+    state.round += 1
+    return STOP

@@ -1,0 +1,309 @@
+"""Graphs of workers that gossip, and the weights with which models meet on them.
+
+Rule: in round k rank i hears from its sources and takes Σ_j w_ij·x_j, itself included. A graph is a tuple of rounds
+that repeat; one that does not change has one. With n ranks:
+
+    ring, star, complete, torus   the torus has r × c ranks, r the largest divisor of n up to √n; of a prime: a ring
+    exponential                   rank i hears from i − 1, i − 2, i − 4, … (mod n); directed
+    one_peer_exponential          one of these a round, in turn: the mean after log2 n rounds for n a power of two
+    random_regular                everybody has `degree` neighbours, drawn with the seed
+    a file                        a line `i j` is an edge; a line `i j w` says w_ij
+
+Weights: metropolis, 1/(1 + max(d_i, d_j)) with the diagonal making rows add up to 1; uniform, 1/(1 + d_i); for push-sum
+1/(1 + out-degree of j), whose columns add up to 1 whatever the graph.
+
+Source: Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Metropolis Weights", 2006; Ying et al.,
+"Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from math import isqrt
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ashl.data.rng import Purpose, permutation
+from ashl.errors import UsageError
+
+Sources = tuple[tuple[int, ...], ...]  # by rank: whom it hears from, sorted, without itself
+Edge = tuple[int, int]  # the lower rank first
+TOLERANCE = 1e-6  # of sums of weights, which a file gives with a few digits
+TRIES = 1000  # to draw one more cycle or matching that shares no edge with those drawn before
+
+
+class Round(NamedTuple):
+    """One round of a graph."""
+
+    rows: tuple[dict[int, float], ...]  # rank i → {j: w_ij}, ascending, itself included
+    targets: tuple[tuple[int, ...], ...]  # rank j → who hears from it
+
+
+def ring(n: int) -> set[Edge]:
+    return {edge(i, (i + 1) % n) for i in range(n)} if n > 1 else set()
+
+
+def star(n: int) -> set[Edge]:
+    return {(0, i) for i in range(1, n)}
+
+
+def complete(n: int) -> set[Edge]:
+    return {(i, j) for j in range(n) for i in range(j)}
+
+
+def torus(n: int) -> set[Edge]:
+    rows = next(r for r in range(isqrt(n), 0, -1) if n % r == 0)
+    cols = n // rows
+    right = {edge(i, i - i % cols + (i + 1) % cols) for i in range(n)}
+    down = {edge(i, (i + cols) % n) for i in range(n)}
+    return {(i, j) for i, j in right | down if i != j}
+
+
+def random_regular(n: int, degree: int, seed: int) -> set[Edge]:
+    """A union of random cycles through all ranks, and of a random perfect matching where the degree is odd."""
+    if degree >= n or n * degree % 2:
+        raise UsageError(
+            f"topology.graph=random_regular cannot give each of {n} workers topology.degree={degree} neighbours; take "
+            f"a degree below {n}" + (", and an even one for an odd number of workers" if n % 2 else "")
+        )
+    if degree == n - 1:
+        return complete(n)
+    edges: set[Edge] = set()
+    for layer in range(-(-degree // 2)):
+        single = degree % 2 == 1 and layer == 0
+        for attempt in range(TRIES):
+            order = permutation(n, seed, Purpose.GRAPH, layer, attempt).tolist()
+            path = zip(order, [*order[1:], order[0]], strict=True)
+            drawn = {edge(i, j) for k, (i, j) in enumerate(path) if not (single and k % 2)}
+            if not drawn & edges and len(drawn) == (n // 2 if single else n):
+                edges |= drawn
+                break
+        else:
+            raise UsageError(f"no random graph of {n} workers with {degree} neighbours was found; take graph=complete")
+    return edges
+
+
+UNDIRECTED: dict[str, Callable[[int], set[Edge]]] = {"ring": ring, "star": star, "complete": complete, "torus": torus}
+NAMES = (*UNDIRECTED, "exponential", "one_peer_exponential", "random_regular")
+
+
+def edge(i: int, j: int) -> Edge:
+    return (i, j) if i < j else (j, i)
+
+
+def sources_of(edges: Iterable[Edge], n: int) -> Sources:
+    """Both ends of an edge hear from each other."""
+    heard: list[set[int]] = [set() for _ in range(n)]
+    for i, j in edges:
+        heard[i].add(j)
+        heard[j].add(i)
+    return tuple(tuple(sorted(each)) for each in heard)
+
+
+@lru_cache(maxsize=64)
+def named(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
+    """The sources of every rank, by round."""
+    hops = [1 << t for t in range(max(n - 1, 1).bit_length()) if 1 << t < n]
+    if graph == "exponential":
+        return (tuple(tuple(sorted((i - hop) % n for hop in hops)) for i in range(n)),)
+    if graph == "one_peer_exponential":
+        return tuple(tuple(((i - hop) % n,) for i in range(n)) for hop in hops) or (((),) * n,)
+    edges = random_regular(n, degree, seed) if graph == "random_regular" else UNDIRECTED[graph](n)
+    return (sources_of(edges, n),)
+
+
+def rows_of(sources: Sources, weights: str) -> tuple[dict[int, float], ...]:
+    """metropolis, uniform or columns; what is missing to 1 is the weight of a rank's own model."""
+    n = len(sources)
+    told = [0] * n
+    for heard in sources:
+        for j in heard:
+            told[j] += 1
+    degrees = [len(heard) for heard in sources]
+    rows = []
+    for i, heard in enumerate(sources):
+        if weights == "metropolis":
+            row = {j: 1 / (1 + max(degrees[i], degrees[j])) for j in heard}
+        elif weights == "uniform":
+            row = dict.fromkeys(heard, 1 / (1 + degrees[i]))
+        else:
+            row = {j: 1 / (1 + told[j]) for j in heard}
+        row[i] = 1 / (1 + told[i]) if weights == "columns" else own_weight(row.values())
+        rows.append(dict(sorted(row.items())))
+    return tuple(rows)
+
+
+def own_weight(others: Iterable[float]) -> float:
+    return 1.0 - sum(others)
+
+
+def round_of(rows: Sequence[dict[int, float]]) -> Round:
+    targets: list[list[int]] = [[] for _ in rows]
+    for i, row in enumerate(rows):
+        for j in row:
+            if j != i:
+                targets[j].append(i)
+    return Round(tuple(rows), tuple(map(tuple, targets)))
+
+
+def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
+    """The graph of a file: (sources, {(i, j): w_ij}), without weights where the file has none. Raises UsageError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(NAMES)
+        raise UsageError(f"topology.graph={path} is neither a file that can be read nor one of {known}") from error
+    edges: set[Edge] = set()
+    weights: dict[Edge, float] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        try:
+            i, j = int(fields[0]), int(fields[1])
+            if len(fields) > 3 or not (0 <= i < n and 0 <= j < n):
+                raise ValueError
+            if len(fields) == 3:
+                weights[i, j] = float(fields[2])
+            elif i != j:
+                edges.add(edge(i, j))
+        except (ValueError, IndexError) as error:
+            raise UsageError(
+                f"{path}, line {number}: expected two ranks from 0 to {n - 1}, perhaps a weight, not {line.strip()!r}"
+            ) from error
+    if edges and weights:
+        raise UsageError(f"{path} gives weights to some of its lines only; give one to all of them, or to none")
+    if not weights:
+        return sources_of(edges, n), {}
+    return tuple(tuple(sorted(j for a, j in weights if a == i and j != i)) for i in range(n)), weights
+
+
+def given_rows(weights: dict[Edge, float], n: int, columns: bool) -> tuple[dict[int, float], ...]:
+    """The rows of a file's weights; a diagonal that is left out is what is missing to 1 in its row (or column)."""
+    rows: list[dict[int, float]] = [{} for _ in range(n)]
+    for (i, j), weight in weights.items():
+        rows[i][j] = weight
+    for i, row in enumerate(rows):
+        line = (other.get(i, 0.0) for other in rows) if columns else row.values()
+        row.setdefault(i, own_weight(line))
+    return tuple(dict(sorted(row.items())) for row in rows)
+
+
+def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple[Round, ...]:
+    """The graph with its weights, round by round, checked. `weights` may also be "columns", for push-sum.
+
+    Raises UsageError for a graph that is not connected and for weights that do not add up.
+    """
+    return _rounds_of(graph, weights, degree, n, seed, stamp(graph))
+
+
+@lru_cache(maxsize=64)
+def _rounds_of(graph: str, weights: str, degree: int, n: int, seed: int, stamp: int) -> tuple[Round, ...]:
+    if graph in NAMES:
+        rounds = tuple(round_of(rows_of(sources, weights)) for sources in named(graph, n, degree, seed))
+    else:
+        sources, given = read_file(graph, n)
+        rounds = (round_of(given_rows(given, n, weights == "columns") if given else rows_of(sources, weights)),)
+    check_rounds(rounds, f"topology.graph={graph}", weights)
+    return rounds
+
+
+def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
+    """The edges of all rounds, whatever their direction."""
+    return _edges_of(graph, degree, n, seed, stamp(graph))
+
+
+@lru_cache(maxsize=64)
+def _edges_of(graph: str, degree: int, n: int, seed: int, stamp: int) -> tuple[Edge, ...]:
+    rounds = named(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n)[0],)
+    return tuple(sorted({edge(i, j) for sources in rounds for i, heard in enumerate(sources) for j in heard}))
+
+
+def stamp(graph: str) -> int:
+    """When a file was last written, so that what is kept of it is not kept too long; 0 where there is none."""
+    path = Path(graph)
+    return path.stat().st_mtime_ns if graph not in NAMES and path.exists() else 0
+
+
+def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
+    """Nobody's weight below zero; rows and columns add up to 1 (for push-sum: columns, and no empty row); connected."""
+    n = len(rounds[0].rows)
+    for each in rounds:
+        columns = [0.0] * n
+        for i, row in enumerate(each.rows):
+            for j, weight in row.items():
+                columns[j] += weight
+                if weight < 0:
+                    raise UsageError(f"{what}: worker {j}'s model has the weight {weight:g} at worker {i}, below 0")
+            total = sum(row.values())
+            if weights == "columns" and total <= 0:
+                raise UsageError(f"{what} leaves worker {i} a push-sum weight of zero; let it keep or hear something")
+            if weights != "columns" and abs(total - 1) > TOLERANCE:
+                raise UsageError(f"{what}: the weights at worker {i} add up to {total:g}, and should add up to 1")
+        for j, total in enumerate(columns):
+            if abs(total - 1) > TOLERANCE:
+                more = "" if weights == "columns" else "; take topology.weights=metropolis, or sync=sgp"
+                raise UsageError(f"{what}: the weights of worker {j}'s model add up to {total:g}, not to 1{more}")
+    if not reaches_all(rounds, n):
+        raise UsageError(f"{what} is not connected: some workers never hear of others; give it more edges")
+
+
+def reaches_all(rounds: Sequence[Round], n: int) -> bool:
+    """Whether everybody hears of everybody in the end: rank 0 of all, and all of rank 0."""
+    for backwards in (False, True):
+        seen, fresh = {0}, [0]
+        while fresh:
+            rank = fresh.pop()
+            for each in rounds:
+                row = each.rows[rank]
+                near = [j for j in row if row[j] and j != rank] if backwards else each.targets[rank]
+                for other in near:
+                    if other not in seen and (backwards or each.rows[other][rank]):
+                        seen.add(other)
+                        fresh.append(other)
+        if len(seen) < n:
+            return False
+    return True
+
+
+def matrix(each: Round) -> np.ndarray:
+    """W, float64 [n, n]."""
+    n = len(each.rows)
+    dense = np.zeros((n, n))
+    for i, row in enumerate(each.rows):
+        for j, weight in row.items():
+            dense[i, j] = weight
+    return dense
+
+
+def depths(sources: Sources) -> list[int]:
+    """Each rank's distance from rank 0; -1 where there is no way."""
+    depth = [0] + [-1] * (len(sources) - 1)
+    fresh = [0]
+    for rank in fresh:  # grows while it is read
+        for other in sources[rank]:
+            if depth[other] < 0:
+                depth[other] = depth[rank] + 1
+                fresh.append(other)
+    return depth
+
+
+@lru_cache(maxsize=64)
+def matching(edges: tuple[Edge, ...] | None, n: int, seed: int, k: int) -> dict[int, int]:
+    """Who meets whom in round k, drawn alike by all from the seed: a maximal matching of the edges (None = all pairs).
+
+    Who is left over meets nobody.
+    """
+    if edges is None:
+        order = permutation(n, seed, Purpose.PAIRS, 0, k).tolist()
+        chosen = zip(order[::2], order[1::2], strict=False)
+    else:
+        chosen = (edges[e] for e in permutation(len(edges), seed, Purpose.PAIRS, 0, k).tolist())
+    met: dict[int, int] = {}
+    for i, j in chosen:
+        if i not in met and j not in met:
+            met[i], met[j] = j, i
+    return met

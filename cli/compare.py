@@ -1,0 +1,61 @@
+"""`ashl compare`: a leaderboard of finished runs, and a report with the figures."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .train import Debug
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ashl.report.records import LeftOut
+
+Folders = Annotated[list[Path], typer.Argument(metavar="RUN_OR_SWEEP...", help="Folders of runs and of sweeps.")]
+MAX_NAMED = 10
+
+
+def compare(
+    folders: Folders,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="SETTING", help="Compare with this one; default: BSP, else the slowest.")
+    ] = None,
+    target: Annotated[float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")] = None,
+    hold: Annotated[int | None, typer.Option(min=1, help="Evaluations in a row that must reach the target.")] = None,
+    sort: Annotated[
+        str | None, typer.Option(help="Order of the table: setting, accuracy, best, loss, steps, wait, up or down.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 20,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the report goes.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Rank finished runs, and say who is first, by how much and how sure.
+
+    Runs that differ in their seed only count as one setting. report.html is written into the sweep's folder, or here.
+    """
+    from rich.console import Console
+
+    from ashl.report.board import ordering
+    from ashl.report.compare import compare as compared
+    from ashl.report.terminal import show
+
+    ordered = ordering(sort)
+    command = f"ashl {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["compare"] else ""
+    found = compared(folders, out=out, target=target, hold=hold, baseline=baseline, command=command)
+    tell(found.board.left_out)
+    width = None if sys.stdout and sys.stdout.isatty() else 200
+    console = Console(highlight=False, width=width)
+    show(console, found.board, rows=ordered(found.board), top=top)
+    console.print(f"report  {found.report}", soft_wrap=True, markup=False)
+    return 0
+
+
+def tell(left_out: "Sequence[LeftOut]") -> None:
+    """One line on standard error about the folders that are in no figure, by name."""
+    if left_out:
+        named = "; ".join(f"{out.name} ({out.reason})" for out in left_out[:MAX_NAMED])
+        more = f"; and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
+        typer.echo(f"ashl: left out {named}{more}.", err=True)

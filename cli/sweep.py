@@ -1,0 +1,148 @@
+"""`ashl sweep`: a grid of settings, run, compared, and taken up again where it was left."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ashl.errors import UsageError
+
+from .train import ConfigDir, Debug, Overrides, as_yaml
+
+
+def sweep(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print every run's resolved configuration and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid; run nothing.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; default: all cores in virtual time, else 1.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="A combination that cannot be run is an error.")] = False,
+    race: Annotated[bool, typer.Option("--race", help="Drop settings on the way that are clearly behind.")] = False,
+    launcher: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Bring the runs elsewhere: joblib, submitit_local, submitit_slurm."),
+    ] = None,
+    sweeper: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Search instead of running all: optuna, as in 'KEY=interval(0.01,0.5)'."),
+    ] = None,
+    rerun_failed: Annotated[bool, typer.Option("--rerun-failed", help="Run again what failed or diverged.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Run every combination of the values given, as in sync=bsp,ssp seed=0,1,2, and say which one wins.
+
+    The same command again goes on where it was left: what has ended is not run twice.
+    """
+    from .compose import compose
+
+    typed, theirs = overrides or [], []
+    if launcher or sweeper:
+        from . import plugins
+
+        typed, theirs = plugins.sorted_out(typed, launcher, sweeper)
+        plugins.settings(launcher, sweeper, theirs)
+    if sweeper:
+        for option, given in (("--race", race), ("--strict", strict), ("--cfg", cfg), ("--dry-run", dry_run)):
+            if given:
+                raise UsageError(f"{option} needs to know the whole grid, and --sweeper chooses as it goes; drop one.")
+        return search(typed, theirs, config_dir, launcher, sweeper, jobs, rerun_failed=rerun_failed, quiet=quiet)
+    lines = grid_lines(typed, config_dir)
+    from ashl.study import sweep as study
+    from ashl.study.grid import make_grid
+
+    grid = make_grid(lines, lambda point: compose(point, config_dir), strict=strict)
+    if cfg:
+        for setting in grid.settings:
+            typer.echo(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", nl=False)
+        return 0
+    first = grid.settings[0].config
+    folder = study.folder_of(grid, first["run"]["dir"], first["name"])
+    if dry_run:
+        study.show(grid, folder)
+        return 0
+    launch = None
+    if launcher:
+        slots = plugins.at_a_time(launcher, jobs, study.slots_for(grid))
+        launch = partial(plugins.bring, launcher=launcher, overrides=[*slots, *theirs])
+    summaries = study.sweep(
+        grid, typed, folder, slots=jobs, rerun_failed=rerun_failed, race=race, quiet=quiet, launch=launch
+    )
+    return int(any(summary["status"] == "failed" for summary in summaries))
+
+
+def search(
+    typed: list[str],
+    theirs: list[str],
+    config_dir: Path | None,
+    launcher: str | None,
+    sweeper: str,
+    jobs: int | None,
+    *,
+    rerun_failed: bool,
+    quiet: bool,
+) -> int:
+    """Let a sweeper choose what to run. Seeds are no axis of it, lest it find the luckiest: trials have them all."""
+    from ashl.study import search as study
+    from ashl.study.grid import make_grid
+    from ashl.study.sweep import slots_for
+
+    from . import plugins
+    from .compose import alternatives, compose
+
+    last = {text.lstrip("+").partition("=")[0]: text for text in typed}  # of a key written twice, as in train
+    seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
+    axes = {text: plugins.axis_of(text, config_dir) for text in last.values()}
+    asked = study.Search(
+        fixed=tuple(text for text, axis in axes.items() if axis is None),
+        axes=tuple(axis for axis in axes.values() if axis is not None),
+        seeds=seeds,
+        config_dir=str(config_dir.absolute()) if config_dir else None,
+    )
+    corners = make_grid(asked.corners(), lambda point: compose(point, config_dir))
+    default = slots_for(corners)
+    own = plugins.trials_at_a_time(sweeper, launcher, jobs, default, theirs)
+    hydra = plugins.settings(launcher, sweeper, [*own, *theirs])
+    explore = partial(
+        plugins.explore,
+        launcher=launcher,
+        sweeper=sweeper,
+        overrides=[*own, *theirs, *(axis.told(number) for number, axis in enumerate(asked.axes))],
+    )
+    summaries = study.search(
+        asked,
+        corners,
+        explore,
+        ["--sweeper", sweeper, *typed, *theirs],
+        folder=study.folder_of([sweeper, *typed], corners.settings[0].config),
+        slots=1 if launcher else jobs or default,
+        trials=hydra.sweeper.get("n_trials") or 0,
+        rerun_failed=rerun_failed,
+        quiet=quiet,
+    )
+    return int(any(summary["status"] == "failed" for summary in summaries))
+
+
+def grid_lines(overrides: list[str], config_dir: Path | None) -> list[list[list[str]]]:
+    """The alternatives of every override: one grid, or one for each line of the `sweep` that a preset brings.
+
+    What the command line says of a key counts for every line.
+    """
+    from .compose import alternatives, compose
+
+    last = {text.lstrip("+").partition("=")[0]: text for text in overrides}  # of a key written twice, as in train
+    typed = [alternatives(text, config_dir) for text in last.values()]
+    keys = last.keys()
+    preset = next((s for s in typed if s[0].lstrip("+").startswith("experiment=")), None)
+    lines = compose([preset[0]], config_dir)["sweep"] if preset and len(preset) == 1 else None
+    if lines is None:
+        return [typed]
+    if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
+        raise UsageError("sweep must be a list of lines like `- {sync: bsp, optimizer.lr: 0.1}`.")
+    return [
+        [*(alternatives(f"{key}={value}", config_dir) for key, value in line.items() if key not in keys), *typed]
+        for line in lines
+    ]

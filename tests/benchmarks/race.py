@@ -1,0 +1,121 @@
+"""`python -m tests.benchmarks.race [STUDIES]`: does a race find the full grid's winner, and at what share of its cost?
+
+Each study is a grid of sync modes and learning rates on digits with three seeds of its own, in virtual time. The full
+grid is run once; the race is then decided on its records by the rules of `ashl.study.race`, rung by rung, which is what
+`ashl sweep --race` does (`tests/cli/test_sweep.py`) without running the part that nobody needed. Cost is in steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from ashl.cli.compose import compose
+from ashl.cli.sweep import grid_lines
+from ashl.study.grid import Setting, make_grid
+from ashl.study.race import Standing, half_time, rank_of, rungs, verdicts
+from ashl.study.sweep import read_summary, sweep
+from ashl.tracking import jsonl
+from ashl.tracking.recorder import METRICS
+
+SEEDS = 3
+TARGET = 0.95
+GRID = [
+    "sync=bsp,ssp,asp,local_sgd",
+    "optimizer.lr=0.02,0.1,0.4",
+    "runtime=sim",
+    "stop.epochs=8",
+    "eval.every_s=0.1",
+    "tracking=none",
+    "tracking.events=none",
+]
+
+
+def curve(folder: Path) -> list[dict]:
+    return list(jsonl.read(folder / METRICS))
+
+
+def standing(lines: list[dict], at_s: float) -> Standing:
+    """Where the run stood at this moment; it stops at the target."""
+    reached = next((line["time_s"] for line in lines if (line["test/acc"] or 0) >= TARGET), None)
+    seen = [line for line in lines if line["time_s"] <= at_s]
+    loss = (seen or lines)[-1 if seen else 0]["test/loss"]
+    return Standing(
+        float("inf") if loss is None else loss, reached if reached is not None and reached <= at_s else None
+    )
+
+
+def steps(lines: list[dict], at_s: float) -> float:
+    """Steps until this moment, the target or the end."""
+    found = standing(lines, at_s).reached_s
+    end = min(at_s, lines[-1]["time_s"] if found is None else found)
+    return end * lines[-1]["step"] / lines[-1]["time_s"]
+
+
+def raced(teams: dict[str, dict[int, list[dict]]], moments: list[float]) -> tuple[str, float]:
+    """(winner, steps that the race took)."""
+    alive, cost = set(teams), 0.0
+    until: dict[str, float] = {}
+    history: list[dict[str, dict[int, Standing]]] = []
+    for at_s in moments:
+        now = {name: {seed: standing(lines, at_s) for seed, lines in teams[name].items()} for name in sorted(alive)}
+        found = verdicts(now, half_time(history), at_s)
+        until |= dict.fromkeys(found, at_s)
+        alive -= found.keys()
+        history.append(now)
+    for name, team in teams.items():
+        cost += sum(steps(lines, until.get(name, float("inf"))) for lines in team.values())
+    ends = {n: [standing(lines, float("inf")) for lines in teams[n].values()] for n in sorted(alive)}
+    return min(ends, key=lambda name: rank_of(ends[name])), cost
+
+
+def times(team: dict[int, list[dict]]) -> list[float]:
+    return [standing(lines, float("inf")).reached_s or float("inf") for lines in team.values()]
+
+
+def name_of(setting: Setting) -> str:
+    return " ".join(f"{key}={value}" for key, value in setting.axes.items() if key != "seed")
+
+
+def main(studies: int) -> None:
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        overrides = [*GRID, f"seed=range(0,{SEEDS * studies})"]
+        grid = make_grid(grid_lines(overrides, None), compose)
+        sweep(grid, overrides, folder, slots=None, rerun_failed=False, race=False, quiet=True)
+        report(grid.settings, folder, studies)
+
+
+def report(settings: tuple[Setting, ...], folder: Path, studies: int) -> None:
+    teams: dict[int, dict[str, dict[int, list[dict]]]] = {}
+    for setting in settings:
+        seed = setting.config["seed"]
+        assert read_summary(folder / setting.hash) is not None
+        lines = curve(folder / setting.hash)
+        teams.setdefault(seed // SEEDS, {}).setdefault(name_of(setting), {})[seed] = lines
+    moments = rungs([setting.predicted_s for setting in settings])
+    table = Table("study", "winner of the full grid", "its times", "winner of the race", "its median", "inside", "cost")
+    hits, costs = 0, []
+    for study in range(studies):
+        team = teams[study]
+        whole = min(team, key=lambda n: rank_of([standing(lines, float("inf")) for lines in team[n].values()]))
+        found, cost = raced(team, moments)
+        full = sum(steps(lines, float("inf")) for runs in team.values() for lines in runs.values())
+        span, median = times(team[whole]), statistics.median(times(team[found]))
+        inside = min(span) <= median <= max(span)
+        hits, costs = hits + inside, [*costs, cost / full]
+        shown = f"{min(span):.2f} .. {max(span):.2f} s"
+        table.add_row(
+            str(study), whole, shown, found, f"{median:.2f} s", "yes" if inside else "no", f"{cost / full:.2f}"
+        )
+    Console(width=140).print(table)
+    print(f"inside the interval: {hits} of {studies}; cost of a race / of the full grid: {statistics.mean(costs):.2f}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)

@@ -1,0 +1,78 @@
+"""Gossip asked for wrongly: one sentence with the way out, exit code 2, before anything starts; and a run that flies
+apart says why."""
+
+import shlex
+
+import pytest
+
+from ashl.cli.app import main
+from ashl.cli.compose import compose
+from ashl.errors import UsageError
+from ashl.planning import make_plan
+
+FILES = {
+    "apart": "0 1\n2 3\n",
+    "short": "0 0 0.5\n0 1 0.4\n1 0 0.5\n1 2 0.2\n2 1 0.2\n2 3 0.2\n3 2 0.2\n",
+    "zero": "0 0 0\n1 0 1\n2 1 1\n1 2 1\n3 3 1\n1 1 0\n2 2 0\n",
+}
+
+
+@pytest.fixture
+def said(workplace, capsys):
+    """Train with these overrides; returns the exit code and the one sentence on standard error."""
+    for name, text in FILES.items():
+        (workplace / f"{name}.edges").write_text(text)
+
+    def train(*overrides: str) -> tuple[int, str]:
+        code = main(["train", "-q", "runtime=sim", "tracking=none", "topology=gossip", *overrides])
+        out, err = capsys.readouterr()
+        assert not out
+        assert err.count("\n") == 1, err
+        return code, err.removeprefix("ashl: ").strip()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("sync=d_psgd topology.graph=apart.edges", "is not connected: some workers never hear of others"),
+        ("sync=d_psgd topology.graph=short.edges", "the weights at worker 0 add up to 0.9, and should add up to 1"),
+        ("sync=sgp topology.graph=zero.edges", "leaves worker 0 a push-sum weight of zero"),
+        ("sync=d_psgd topology.graph=wheel", "neither a file that can be read nor one of ring, star, complete, torus"),
+        ("sync=d_psgd topology.graph=star topology.weights=uniform", "take topology.weights=metropolis, or sync=sgp"),
+        ("sync=d_psgd topology.graph=random_regular topology.degree=4", "take a degree below 4"),
+        ("sync=choco topology.graph=one_peer_exponential", "its graph must not change from round to round"),
+        ("sync=hop sync.backups=2", "leaves a worker with 2 neighbours nobody to wait for; take at most 1"),
+        ("sync=hop sync.gap=1", "sync.gap=1 is below sync.staleness=2"),
+        ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
+        ("sync=ad_psgd aggregate=fednova", "topology=gossip has no place for aggregate=fednova"),
+        ("sync=d_psgd aggregate.scale=2", "topology=gossip has no place for aggregate.scale"),
+        (
+            "sync=asp",
+            "its workers share no model that they could wait for; take topology=parameter_server, or sync=d_psgd",
+        ),
+        ("schedule=ashl", "one sync mode for the whole run, as in sync=d_psgd"),
+        ("sync=d_psgd topology=all_reduce", "take topology=gossip"),
+    ],
+)
+def test_a_wrong_configuration(overrides: str, says: str, said) -> None:
+    code, sentence = said(*shlex.split(overrides))
+    assert says in sentence
+    assert code == 2
+
+
+def test_choco_with_too_large_a_step_diverges_and_says_why(said) -> None:
+    code, sentence = said("sync=choco", "compression=topk", "compression.ratio=0.01", "sync.gamma=3", "stop.steps=2000")
+    assert code == 1
+    assert "the run diverged: the loss of worker" in sentence
+    assert "sync.gamma=3 is too large for this compression" in sentence
+
+
+@pytest.mark.parametrize(
+    ("sync", "has", "needs"), [("d_psgd", 5, "4 workers need 4"), ("hop", 4, "a coordinator need 5")]
+)
+def test_a_job_of_another_size_is_told_both_numbers(sync: str, has: int, needs: str) -> None:
+    config = compose(["runtime=torchrun", "topology=gossip", f"sync={sync}"], None)
+    with pytest.raises(UsageError, match=f"the job has {has} processes, but .*{needs}"):
+        make_plan(config, world_size=has)

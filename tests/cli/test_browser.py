@@ -1,0 +1,64 @@
+"""What a person sees who opens the printed link in a real browser: a sweep's runs beside each other, and our charts."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from ashl.cli.app import main
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+GRID = ["sync=bsp,asp", "seed=0,1", "runtime=sim", "model.hidden=[4]", "stop.epochs=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_page_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert main(["sweep", *GRID]) == 0
+    link = re.search(r"http://\S+", capsys.readouterr().out)
+    assert link
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    page = re.sub(r":\d+/", f":{port}/", link[0], count=1)
+    command = [sys.executable, "-m", "ashl.cli", "ui", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health")
+            seen = dom(page)
+        finally:
+            server.terminate()
+    for run in ("sync=bsp seed=0", "sync=bsp seed=1", "sync=asp seed=0", "sync=asp seed=1"):
+        assert run in seen, "the runs lie beside each other, not folded away below the sweep"
+    for section in ("Over time", "Outcome", "ashl: overview"):
+        assert section in seen
+    settings = json.loads((next(tmp_path.glob("runs/sweeps/*")) / "sweep.json").read_text())["settings"]
+    assert len(settings) == 4
+
+
+def wait_for(address: str, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            assert time.monotonic() < end, f"{address} never answered"
+            time.sleep(0.5)
+
+
+def dom(page: str) -> str:
+    """The page's text once its scripts have had a minute."""
+    assert CHROMIUM
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1600,1300", "--virtual-time-budget=60000"]
+    done = subprocess.run([CHROMIUM, *options, "--dump-dom", page], capture_output=True, text=True, timeout=300)
+    return re.sub(r"<[^>]+>", " ", done.stdout)

@@ -1,0 +1,111 @@
+"""`ashl compare` and `ashl export`: what is printed, what is written, and one sentence for each mistake."""
+
+import json
+from pathlib import Path
+
+import pandas
+import pytest
+
+from ashl.cli.app import main
+from tests.run_folders import write_run, write_sweep
+
+
+@pytest.fixture
+def sweep(workplace) -> Path:
+    runs = [
+        ({"sync": sync, "seed": str(seed)}, reach) for sync, reach in (("bsp", 2.0), ("ssp", 1.0)) for seed in (0, 1)
+    ]
+    return write_sweep(workplace / "study", runs)
+
+
+def test_compare_prints_the_answer_and_writes_the_report(sweep, capsys) -> None:
+    assert main(["compare", "study"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert out.startswith("ssp is first: time to 90.0 % accuracy 1 s")
+    assert "report  study/report.html" in out
+    assert (sweep / "report.html").is_file()
+
+
+def test_compare_of_loose_runs_writes_here_or_where_it_is_told(workplace, capsys) -> None:
+    for name in ("a", "b"):
+        write_run(workplace / name, choices={"sync": name})
+    assert main(["compare", "a", "b"]) == 0
+    assert (workplace / "report.html").is_file()
+    assert main(["compare", "a", "b", "--out", "other.html", "--baseline", "b", "--sort", "wait", "--top", "1"]) == 0
+    assert (workplace / "other.html").is_file()
+    assert "and 1 more settings" in capsys.readouterr().out
+
+
+def test_a_broken_run_is_named_on_one_line_and_the_others_go_on(sweep, capsys) -> None:
+    (sweep / "00000000" / "summary.json").write_text("{")
+    assert main(["compare", "study"]) == 0
+    err = capsys.readouterr().err
+    assert err == "ashl: left out study/00000000 (summary.json is broken).\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        ("compare", 2, "Missing argument"),
+        ("compare nowhere", 2, "nowhere is no folder"),
+        ("compare empty", 2, "There is no finished run to read"),
+        ("compare study --sort speed", 2, "--sort speed"),
+        ("compare study --target 90", 2, "as in --target 0.9"),
+        ("compare study --baseline asp", 2, "name one of: bsp; ssp"),
+        ("compare study low", 2, "judge them all by one, as in --target 0.9"),
+        ("compare study --out no/r.html", 1, "no/r.html cannot be written"),
+        ("export nowhere", 2, "nowhere is no folder"),
+        ("export empty", 2, "There is no finished run to read"),
+        ("export study --format xls", 2, "--format xls: there are csv, parquet, json."),
+        ("export study --what all", 2, "--what all: there are summary, metrics, events."),
+        ("export study --format parquet", 2, "--out runs.parquet"),
+        ("export study --out no/r.csv", 1, "no/r.csv cannot be written"),
+        ("export study --out no/r.parquet --format parquet", 1, "no/r.parquet cannot be written"),
+    ],
+)
+def test_misuse_is_one_sentence(args: str, code: int, says: str, sweep, workplace, capsys) -> None:
+    (workplace / "empty").mkdir()
+    write_run(workplace / "low", target=0.8)
+    assert main(args.split()) == code
+    out, err = capsys.readouterr()
+    assert says in err
+    assert err.startswith("ashl: ")
+    assert err.count("\n") == 1
+    assert not out
+    assert not list(workplace.rglob("*.part"))
+
+
+READERS = {"csv": pandas.read_csv, "json": pandas.read_json, "parquet": pandas.read_parquet}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(("what", "rows"), [("summary", 4), ("metrics", 60), ("events", 160)])
+def test_pandas_reads_an_export_in_one_line(kind: str, what: str, rows: int, sweep, workplace) -> None:
+    assert main(["export", "study", "--format", kind, "--what", what, "--out", f"out.{kind}"]) == 0
+    frame = READERS[kind](workplace / f"out.{kind}")
+    assert len(frame) == rows
+    assert list(frame.columns[:4]) == ["hash", "setting", "seed", "sync"]
+    if what == "summary":
+        assert frame.groupby("sync")["time_to_target_s"].median().to_dict() == {"bsp": 2.0, "ssp": 1.0}
+        assert frame["w1_compute_s"].tolist() == pytest.approx([1.2, 1.2, 0.6, 0.6])
+        assert frame["final_test_accuracy"].notna().all()
+    elif what == "metrics":
+        assert frame.groupby("sync")["time_s"].max().to_dict() == {"bsp": 2.0, "ssp": 1.0}
+    else:
+        assert json.loads(frame["spans"][0])[0] == ["compute", 0.0, 0.05]
+
+
+def test_an_export_goes_to_standard_output(sweep, capsys) -> None:
+    assert main(["export", "study"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("hash,setting,seed,sync,folder,")
+    assert main(["export", "study", "--format", "json"]) == 0
+    assert [row["setting"] for row in json.loads(capsys.readouterr().out)] == ["bsp", "bsp", "ssp", "ssp"]
+
+
+def test_an_export_of_what_some_runs_lack_leaves_them_out_by_name(sweep, capsys) -> None:
+    (sweep / "00000000" / "events.jsonl").unlink()
+    assert main(["export", "study", "--what", "events"]) == 0
+    out, err = capsys.readouterr()
+    assert "00000000 (events.jsonl is missing or broken)" in err
+    assert len(out.splitlines()) == 1 + 3 * 40

@@ -1,0 +1,86 @@
+"""`ashl sweep` end to end: every setting runs once, whatever happens on the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ashl.cli.app import main
+
+TINY = ["runtime=sim", "model.hidden=[4]", "stop.epochs=1", "eval.every_commits=40", "run.dir=study", "tracking=none"]
+GRID = ["sync=bsp,asp", "seed=0,1", *TINY]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def summaries(study: Path) -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in study.glob("*/summary.json")}
+
+
+def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    command = [sys.executable, "-m", "ashl.cli", "sweep", *GRID, "--jobs", "1", "-q"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        end = time.monotonic() + 60
+        while not (first := summaries(workplace / "study")):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    assert 1 <= len(first) < 4
+    assert main(["sweep", *GRID]) == 0
+    out = capsys.readouterr().out
+    whole = summaries(workplace / "study")
+    assert len(whole) == 4
+    assert {name: whole[name]["host_s"] for name in first} == {name: s["host_s"] for name, s in first.items()}
+    assert f"{len(first)} of them done, {4 - len(first)} to go" in out
+    assert all(summary["status"] == "finished" for summary in whole.values())
+    assert (workplace / "study/report.html").is_file()
+    assert main(["sweep", *GRID, "-q"]) == 0
+    assert summaries(workplace / "study") == whole
+
+
+def test_what_fails_is_recorded_and_the_others_go_on(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    grid = ["optimizer.lr=0.1,1e9", "sync=bsp", "optimizer.momentum=0", *TINY]
+    assert main(["sweep", *grid]) == 0
+    found = sorted(summary["status"] for summary in summaries(workplace / "study").values())
+    assert found == ["diverged", "finished"]
+    assert "diverged" in capsys.readouterr().out
+
+
+def test_a_race_ends_with_a_winner_and_says_whom_it_dropped(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    grid = ["sync=asp", "optimizer.lr=0.0001,0.1", "seed=0,1,2", *TINY, "model.hidden=[16]", "stop.epochs=2"]
+    assert main(["sweep", *grid, "--race"]) == 0
+    record = json.loads((workplace / "study/sweep.json").read_text())
+    by_hash = {setting["hash"]: setting["axes"]["optimizer.lr"] for setting in record["settings"]}
+    assert {by_hash[entry["hash"]] for entry in record["dropped"]} == {"0.0001"}
+    finished = {name for name, summary in summaries(workplace / "study").items() if summary["status"] == "finished"}
+    assert {by_hash[name] for name in finished} == {"0.1"}
+    assert "dropped optimizer.lr=0.0001: loss higher by" in capsys.readouterr().out
+
+
+def test_dry_run_and_cfg_run_nothing(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["sweep", *GRID, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "4 runs" in out
+    assert "predicted" in out
+    assert main(["sweep", *GRID, "--cfg"]) == 0
+    assert capsys.readouterr().out.count("seed: ") == 4
+    assert not (workplace / "study").exists()
+
+
+def test_two_sweeps_never_share_a_folder(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    import fcntl
+
+    (workplace / "study").mkdir()
+    with open(workplace / "study/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["sweep", *GRID]) == 1
+    assert "another sweep is running in study" in capsys.readouterr().err

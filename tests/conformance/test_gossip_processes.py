@@ -1,0 +1,58 @@
+"""Gossip on four gloo processes: the simulator's models, bit for bit, in rounds; the books and a drained end for those
+that go at their own pace."""
+
+import json
+
+import pytest
+
+from tests.conformance.test_kernels import QUICK, adds_up, real
+from tests.support import simulated
+
+ROUNDS = [
+    ["sync=d_psgd", "eval.every_s=0.1"],
+    pytest.param(["sync=sgp", "sync.overlap=1", "topology.graph=one_peer_exponential"], marks=pytest.mark.slow),
+    ["sync=choco", "compression=topk", "compression.ratio=0.1"],
+]
+AT_WILL = [
+    ["sync=ad_psgd"],
+    pytest.param(["sync=ad_psgd", "sync.overlap=false", "stop.steps=null", "stop.seconds=0.5"], marks=pytest.mark.slow),
+    ["sync=hop"],
+]
+
+
+@pytest.mark.parametrize("mode", ROUNDS, ids=lambda mode: mode[0])
+def test_rounds_give_the_simulators_models(mode, tmp_path):
+    summary = real(tmp_path / "run", *QUICK, "topology=gossip", *mode)
+    sim = simulated(*QUICK, "topology=gossip", *mode)
+    assert summary["params_sha256"] == sim.sha256
+    assert summary["final"]["consensus_distance"] == sim.snapshots[-1][0]["consensus_distance"] > 0
+    assert (summary["steps"], summary["commits"], summary["max_lead"]) == (96, 24, None)
+    assert summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    assert adds_up(summary)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(metric["consensus/distance"] > 0 for metric in metrics)
+
+
+@pytest.mark.parametrize("mode", AT_WILL, ids=lambda mode: "-".join(mode))
+def test_the_others_keep_their_books_and_drain(mode, tmp_path):
+    summary = real(tmp_path / "run", *QUICK, "topology=gossip", *mode)
+    commits = [worker["commits"] for worker in summary["workers"]]
+    assert summary["status"] == "finished"
+    assert adds_up(summary)
+    assert summary["steps"] == sum(worker["steps"] for worker in summary["workers"])
+    assert summary["commits"] == sum(commits)
+    assert summary["max_lead"] is None
+    assert summary["final"]["test_accuracy"] > 0.5
+    if "sync=ad_psgd" in mode:
+        assert commits[0] > commits[3]
+    else:
+        assert max(commits) - min(commits) <= 2 * (2 + 1)  # s + 1 over each of the two edges between ranks 0 and 2
+
+
+@pytest.mark.slow  # it compares times, which a machine that others use may spoil
+@pytest.mark.parametrize(("factor", "least"), [(2, 0.90), (5, 0.85)])
+def test_eight_paced_processes_keep_their_rate_with_a_slow_one(factor, least, tmp_path):
+    pace = ("cluster.step_s=0.1", "cluster.exchange_s=0.01", "cluster.link=null", "stop.seconds=6", "model.hidden=[16]")
+    mode = (*pace, "topology=gossip", "topology.graph=exponential", "sync=ad_psgd")
+    rates = [real(tmp_path / f"{f}", *mode, f"cluster.compute={[1] * 7 + [f]}")["steps_per_s"] for f in (1, factor)]
+    assert least <= rates[1] / rates[0] <= 1.02

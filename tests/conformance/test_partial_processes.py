@@ -1,0 +1,69 @@
+"""Partial all-reduce on four gloo processes and a coordinator: the simulator's parameters, bit for bit, where the order
+of events is the schedule's; the invariants elsewhere."""
+
+from typing import Any
+
+import pytest
+
+from tests.conformance.test_kernels import QUICK, adds_up, real
+from tests.support import simulated
+
+GROUPS = ("topology=partial_all_reduce", "schedule=single", "cluster=homogeneous")
+
+
+def check_books(summary: dict[str, Any]) -> None:
+    workers = summary["workers"]
+    assert adds_up(summary)
+    assert summary["status"] == "finished"
+    assert summary["steps"] == sum(w["steps"] for w in workers) >= 96
+    assert all(w["steps"] == w["commits"] >= w["groups"] for w in workers)
+    assert sum(w["bytes_up"] for w in workers) == sum(w["bytes_down"] for w in workers)
+    assert summary["final"]["consensus_distance"] < 1
+
+
+def test_static_groups_give_the_simulators_parameters(tmp_path):
+    """All four on one machine, so that every second phase is a barrier, and the run ends at one."""
+    static = (*GROUPS, "sync=ripples_static")
+    summary, sim = real(tmp_path / "run", *QUICK, *static), simulated(*QUICK, *static)
+    assert summary["params_sha256"] == sim.sha256
+    assert summary["steps"] == sim.end["steps"] == 96
+    assert [w["groups"] for w in summary["workers"]] == sim.end["groups"]
+    assert summary["final"]["consensus_distance"] == 0
+    check_books(summary)
+
+
+def test_one_group_of_all_is_local_sgd_without_a_process_group(tmp_path):
+    whole = simulated(*QUICK, "schedule=single", "topology=all_reduce", "sync=local_sgd", "sync.local_steps=4")
+    sync = ("sync=ripples_first_come", "sync.group_size=4", "sync.section_length=4")
+    assert real(tmp_path / "run", *QUICK, *GROUPS, *sync)["params_sha256"] == whole.sha256
+
+
+@pytest.mark.parametrize("scheduler", ["smart", pytest.param("random", marks=pytest.mark.slow)])
+def test_dynamic_groups_keep_their_invariants(scheduler, tmp_path):
+    sync = (f"sync=ripples_{scheduler}", "topology.workers_per_node=2")
+    summary = real(tmp_path / "run", *QUICK, *GROUPS, *sync, "cluster.compute=[1, 1, 1, 3]")
+    check_books(summary)
+    assert summary["final"]["test_accuracy"] > 0.5
+    if scheduler == "smart":
+        assert summary["conflicts"] == 0
+        assert summary["workers"][0]["steps"] > summary["workers"][3]["steps"]
+
+
+@pytest.mark.slow  # it compares times, which a machine that others use may spoil
+@pytest.mark.timeout(600)
+def test_eight_paced_processes_keep_the_papers_bands(tmp_path):
+    """On two machines of four, with steps so long that processes need not have a core each."""
+    pace = ("cluster.step_s=0.2", "cluster.exchange_s=0.02", "cluster.jitter=0.05", "schedule=single")
+    nodes = ("cluster=homogeneous", "cluster.node=[0,0,0,0,1,1,1,1]", "model.hidden=[16]")
+
+    def rate(name: str, slow: int, steps: int, *mode: str) -> float:
+        compute = f"cluster.compute=[1,1,1,1,1,1,1,{slow}]"
+        return real(tmp_path / f"{name}{slow}", *nodes, compute, *pace, f"stop.steps={steps}", *mode)["steps_per_s"]
+
+    smart = ("topology=partial_all_reduce", "sync=ripples_smart")
+    equal = rate("smart", 1, 800, *smart)
+    for slow, of_own, of_all_reduce in ((2, 0.75, 1.5), (5, 0.60, 2.5)):
+        groups = rate("smart", slow, 800, *smart)
+        whole = rate("whole", slow, 160, "topology=all_reduce", "sync=bsp")
+        assert groups / equal >= of_own, (slow, groups, equal)
+        assert groups / whole >= of_all_reduce, (slow, groups, whole)

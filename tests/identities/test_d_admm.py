@@ -1,0 +1,76 @@
+"""D-ADMM: duals that add up to zero whatever the order of events, and the optimum itself where averaging after local
+steps stops short of it."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.build import assemble
+from ashl.data.quadratic import optimum
+from ashl.sync import d_admm
+from ashl.topology.graph import edge
+from tests.conf_option import conf_option
+from tests.support import simulated
+
+LATE = ("sync.delay=2", "sync.barrier=1")
+EXACT = (  # every worker's gradient is that of its whole shard
+    "dataset=quadratic",
+    "model=linear",
+    "dataset.batch_size=240",
+    "dataset.partition=interleaved",
+    "optimizer.lr=0.1",
+    "optimizer.weight_decay=0",
+    "schedule=single",
+    "topology=gossip",
+)
+
+
+@pytest.mark.parametrize("form", [(), LATE], ids=["synchronous", "asynchronous"])
+def test_duals_add_up_to_zero(form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, kept = d_admm.opened, []
+    monkeypatch.setattr(d_admm, "opened", lambda *args: kept.append(opened(*args)) or kept[-1])
+    base = ("schedule=single", "topology=gossip", "sync=d_admm", "model.hidden=[16]", "cluster.jitter=0.3")
+    ran = simulated(*base, "topology.graph=complete", "stop.steps=160", *form)
+    everyone = kept[-4:]  # those before were of the forecast
+    assert all(float(edges.dual.norm()) > 0.01 for edges in everyone)
+    total = sum(edges.dual for edges in everyone)
+    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-5)
+    for i, edges in enumerate(everyone):
+        assert all(edges.matched[j] == everyone[j].matched[i] for j in edges.heard), "both ends of an edge agree"
+    assert max(ran.end["stale_max"]) <= (2 if form else 0)
+
+
+def test_it_finds_the_optimum_where_d_psgd_does_not() -> None:
+    admm = simulated(*EXACT, "sync=d_admm", "stop.steps=3200")
+    psgd = simulated(*EXACT, "sync=d_psgd", "sync.local_steps=4", "stop.steps=3200")
+    best, _ = optimum(assemble(admm.plan, "cpu").data)
+    assert float((admm.params - best).norm()) < 1e-3
+    assert admm.snapshots[-1][0]["consensus_distance"] < 1e-6
+    assert psgd.snapshots[-1][0]["consensus_distance"] > 1e-4, "local steps pull its models apart for ever"
+
+
+def test_a_partial_barrier_does_not_go_in_step_with_the_slowest() -> None:
+    base = ("schedule=single", "topology=gossip", "sync=d_admm", "runtime.gradients=false", "stop.steps=800")
+    whole, partial = simulated(*base), simulated(*base, "sync.delay=4", "sync.barrier=1")
+    assert partial.steps_per_s > 1.5 * whole.steps_per_s
+
+
+@given(n=st.integers(2, 12), data=st.data())
+def test_neighbours_have_different_colours(n: int, data: st.DataObject) -> None:
+    pairs = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda pair: pair[0] != pair[1])
+    edges = {edge(*pair) for pair in data.draw(st.lists(pairs))} | {edge(*pair) for pair in pairwise(range(n))}
+    colours = d_admm.colours(tuple(sorted(edges)), n)
+    assert all(colours[i] != colours[j] for i, j in edges)
+
+
+def test_who_may_go_on() -> None:
+    rule = conf_option("sync", "d_admm")
+    assert rule.ready([0, -1])
+    assert not rule.ready([0, 1])
+    late = conf_option("sync", "d_admm", delay=2, barrier=1)
+    assert late.ready([0, 2])
+    assert not late.ready([1, 2]), "one of them has to be in time"
+    assert not late.ready([0, 3]), "and nobody too late"

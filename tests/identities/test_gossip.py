@@ -1,0 +1,149 @@
+"""Gossip at its limits. Bitwise: push-sum on the one-peer exponential graph = D-PSGD; all models of a complete graph
+are one. To rounding: the complete graph with uniform weights = BSP, two relaying workers = BSP, one worker = local
+SGD, CHOCO without compression, MATCHA with all edges and Hop without slack = D-PSGD. Without steps the mean is kept."""
+
+import pytest
+import torch
+
+from ashl.sync.matcha import sampling
+from ashl.sync.relay_sum import relayed, tree
+from ashl.topology.graph import depths, edges_of
+from tests.conf_option import conf_option
+from tests.still import gossip, mixed, spread, start_of
+from tests.support import simulated
+
+BASE = (
+    "optimizer.momentum=0.9",
+    "optimizer.weight_decay=0.01",
+    "optimizer.lr=0.02",
+    "stop.steps=48",
+    "model.hidden=[16]",
+)
+ATC = "sync.order=atc"
+KEEPING = {  # modes without steps on four workers
+    "d_psgd": {"order": "awc"},
+    "matcha": {"budget": 0.5},
+    "choco": {"gamma": 0.4},
+    "ad_psgd": {"overlap": True},
+    "ad_psgd waiting": {"overlap": False},
+    "swarm": {"local_steps": 1},
+    "noloco": {"local_steps": 1, "alpha": 0.0, "gamma": 1.0},
+}
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+
+
+def run(*overrides):
+    return simulated(*BASE, "topology=gossip", *overrides)
+
+
+def test_the_complete_graph_is_bsp():
+    whole = run("sync=d_psgd", ATC, "topology.graph=complete", "topology.weights=uniform")
+    close(whole.params, simulated(*BASE, "sync=bsp").params)
+    assert all(torch.equal(model, whole.params) for model in whole.models.values())
+    assert whole.snapshots[-1][0]["consensus_distance"] == 0
+    assert run("sync=d_psgd").snapshots[-1][0]["consensus_distance"] > 0
+
+
+@pytest.mark.parametrize("sync", ["d_psgd", "ad_psgd", "hop"])
+def test_one_worker_is_alone(sync):
+    one = ("cluster.compute=[1]", "cluster.link=null")
+    alone = simulated(*BASE, *one, "sync=local_sgd", "sync.local_steps=1", "topology=all_reduce")
+    close(run(*one, *f"sync={sync}".split()).params, alone.params)
+
+
+def test_push_sum_with_equal_weights_is_d_psgd():
+    graph = "topology.graph=one_peer_exponential"
+    assert run("sync=sgp", graph).sha256 == run("sync=d_psgd", ATC, graph).sha256
+
+
+def test_two_relaying_workers_are_bsp():
+    two = ("cluster.compute=[1,2]", "cluster.link=null")
+    close(run(*two, "sync=relay_sum").params, simulated(*BASE, *two, "sync=bsp").params)
+
+
+def test_choco_without_compression_is_d_psgd():
+    close(run("sync=choco", "sync.gamma=1").params, run("sync=d_psgd", ATC).params)
+
+
+def test_matcha_with_all_edges_is_d_psgd(tmp_path):
+    alpha = sampling(edges_of("ring", 1, 4, 0), 4, 1.0).alpha
+    path = tmp_path / "ring.edges"
+    path.write_text("".join(f"{i} {(i + step) % 4} {alpha}\n" for i in range(4) for step in (1, 3)))
+    close(run("sync=matcha", "sync.budget=1").params, run("sync=d_psgd", ATC, f"topology.graph={path}").params)
+
+
+def test_hop_without_slack_is_d_psgd():
+    """On equal workers, so that all are at the same iteration when the run ends."""
+    equal = ("cluster=homogeneous", "topology.weights=uniform")
+    strict = run(*equal, "sync=hop", "sync.staleness=0", "sync.backups=0")
+    close(strict.params, run(*equal, "sync=d_psgd", "sync.order=awc").params)
+
+
+@pytest.mark.parametrize("mode", KEEPING)
+@pytest.mark.parametrize("seed", range(4))
+def test_without_steps_the_mean_is_kept_and_all_come_together(mode, seed):
+    sync = conf_option("sync", mode.split()[0], **KEEPING[mode])
+    before, after, _ = mixed(sync, gossip(), 5, 60, seed)
+    torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-5)
+    assert spread(after) < 0.2 * spread(before)
+
+
+def test_a_compressed_choco_keeps_the_mean_too():
+    codec = conf_option("compression", "topk", ratio=0.2)
+    sync = conf_option("sync", "choco", gamma=0.2)
+    before, after, _ = mixed(sync, gossip(), 5, 150, codec=codec)
+    torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=5e-5)
+    assert spread(after) < 0.02 * spread(before)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("graph", ["one_peer_exponential", "star"])
+def test_push_sum_conserves_its_mass(graph, overlap):
+    """On a graph of unequal degrees, with messages that are late: every model becomes the plain mean."""
+    before, after, _ = mixed(conf_option("sync", "sgp", overlap=overlap), gossip(graph=graph), 5, 120 + 100 * overlap)
+    torch.testing.assert_close(after, before.mean(0).expand_as(after), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_one_peer_exponential_is_the_mean_after_log2_n_rounds(n):
+    sync = conf_option("sync", "d_psgd", order="atc")
+    before, after, _ = mixed(sync, gossip(graph="one_peer_exponential"), n, n.bit_length() - 1)
+    torch.testing.assert_close(after, before.mean(0).expand_as(after), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("graph", ["ring", "star", "torus"])
+def test_what_is_relayed_is_the_sum_of_all_after_the_trees_diameter(graph):
+    n = 8
+    near = tree(edges_of(graph, 1, n, 0), n)
+    assert sum(map(len, near)) == 2 * (n - 1)
+    width = 2 * max(depths(near))  # at least the diameter
+    heard = [{} for _ in range(n)]
+    for _ in range(width):
+        told = {(i, j): relayed(start_of(i), heard[i], j) for i in range(n) for j in near[i]}
+        heard = [{j: told[j, i] for j in near[i]} for i in range(n)]
+    whole = sum(start_of(rank) for rank in range(n))
+    for rank in range(n):
+        total, count = relayed(start_of(rank), heard[rank])
+        assert count == n
+        torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_pairs_of_noloco_take_the_mean_of_two():
+    sync = conf_option("sync", "noloco", local_steps=1, alpha=0.0, gamma=1.0)
+    before, after, _ = mixed(sync, gossip(graph="complete"), 4, 1)
+    pairs = {tuple(j for j in range(4) if torch.allclose(after[i], after[j], atol=1e-6)) for i in range(4)}
+    assert sorted(map(len, pairs)) == [2, 2]
+    for pair in pairs:
+        torch.testing.assert_close(after[pair[0]], before[list(pair)].mean(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("sync", ["d_psgd", "ad_psgd"])
+def test_all_costs_times_an_integer(sync):
+    """The clock is multiplied and nothing else changes, for asynchronous modes too."""
+    once = run(f"sync={sync}", "cluster.step_s=0.013", "cluster.exchange_s=0.007")
+    thrice = run(f"sync={sync}", "cluster.step_s=0.039", "cluster.exchange_s=0.021")
+    assert thrice.time_ns == 3 * once.time_ns
+    assert thrice.sha256 == once.sha256

@@ -1,0 +1,116 @@
+"""Partial all-reduce at its limits: one group of all workers is local SGD by all-reduce, bit for bit and to the
+nanosecond; one average is a symmetric, doubly stochastic, idempotent matrix; no sequence of them moves the mean."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.predict import WITHOUT
+from ashl.runtime.node import Node
+from ashl.topology.partial_all_reduce import PartialAllReduce, as_members, as_numbers, averaged
+from ashl.trainer import HollowTrainer, Moments
+from tests.conf_option import conf_option
+from tests.support import simulated
+from tests.swarm.drawn import run
+from tests.swarm.test_swarm import plain
+
+BASE = (
+    "schedule=single",
+    "optimizer.momentum=0.9",
+    "optimizer.lr=0.02",
+    "optimizer.schedule=cosine",
+    "optimizer.horizon_epochs=2",
+    "stop.steps=48",
+    "model.hidden=[16]",
+)
+WORLD = [
+    ["sync=ripples_first_come", "sync.group_size=4"],
+    ["sync=ripples_smart", "sync.group_size=4", "sync.inter_intra=false"],
+]
+SCHEDULERS = ["random", "smart", "static", "first_come"]
+
+
+@pytest.mark.parametrize("sync", WORLD, ids=lambda sync: sync[0])
+def test_one_group_of_all_is_local_sgd(sync: list[str]) -> None:
+    partial = simulated(*BASE, "topology=partial_all_reduce", *sync, "sync.section_length=3")
+    whole = simulated(*BASE, "topology=all_reduce", "sync=local_sgd", "sync.local_steps=3")
+    assert partial.sha256 == whole.sha256
+    assert partial.time_ns == whole.time_ns
+    assert partial.end["steps"] == whole.end["steps"]
+    assert partial.end["merges"] == whole.end["merges"]
+    assert len({model.numpy().tobytes() for model in partial.models.values()}) == 1
+
+
+@pytest.mark.parametrize("scheduler", ["random", "smart"])
+def test_all_costs_times_an_integer(scheduler: str) -> None:
+    base = (*BASE, "topology=partial_all_reduce", f"sync=ripples_{scheduler}")
+    once = simulated(*base, "cluster.step_s=0.012", "cluster.exchange_s=0.0072")
+    thrice = simulated(*base, "cluster.step_s=0.036", "cluster.exchange_s=0.0216")
+    assert thrice.time_ns == 3 * once.time_ns
+    assert thrice.sha256 == once.sha256
+
+
+class Standing(HollowTrainer):
+    """Nothing is learned, and worker i begins with the i-th unit vector: models are rows of the product of all W."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(num_params=n, epoch_samples=100)
+        self.made = itertools.count()
+
+    def init(self) -> tuple[Tensor, Moments]:
+        return torch.eye(self.num_params)[next(self.made) % self.num_params], ()
+
+    def local_step(self, params: Any, moments: Moments, *where: Any) -> tuple[float, Moments, Any]:
+        return 0.0, moments, params
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_averages_alone_keep_the_mean_and_forget_where_they_began(scheduler: str) -> None:
+    n = 8
+    cluster, stage = plain(conf_option("sync", f"ripples_{scheduler}"), PartialAllReduce(workers_per_node=4))
+    # prime costs, so that first-come groups are not always the same
+    cluster = replace(cluster, compute=(2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0, 19.0))
+    plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)
+    stage = replace(stage, trainer=Standing(n), plan=plan, limits=replace(WITHOUT, steps=400))
+    _, seen = run(cluster, (stage,))
+    rows = torch.stack([seen.models[rank] for rank in range(n)])
+    torch.testing.assert_close(rows.sum(dim=0), torch.ones(n))
+    torch.testing.assert_close(rows.sum(dim=1), torch.ones(n))
+    assert rows.min() >= 0
+    assert (rows - 1 / n).abs().max() < 0.2, "everybody has heard of everybody"
+
+
+@pytest.mark.parametrize("members", [(1, 3, 4), (0, 2), (0, 1, 2, 3, 4)])
+def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(members: tuple[int, ...]) -> None:
+    n, rows = 5, {}
+    cluster, stage = plain(conf_option("sync", "ripples_random"), PartialAllReduce(workers_per_node=4))
+
+    async def main(node: Node) -> None:
+        own = torch.eye(n)[node.rank] if node.rank < n else None
+        if node.rank not in members:
+            rows[node.rank] = own
+            return
+        zero = torch.zeros(n)
+        rows[node.rank] = await averaged(node, own, zero, members, common=False)
+        again = await averaged(node, rows[node.rank], zero, members, common=False)
+        torch.testing.assert_close(again, rows[node.rank])
+
+    plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)
+    run(replace(cluster, compute=(1.0,) * n), (replace(stage, plan=plan),), main=main)
+    w = torch.stack([rows[rank] for rank in range(n)])
+    torch.testing.assert_close(w, w.T)
+    torch.testing.assert_close(w @ w, w)
+    torch.testing.assert_close(w.sum(dim=0), torch.ones(n))
+    assert all(float(w[i, j]) == pytest.approx(1 / len(members)) for i in members for j in members)
+
+
+@pytest.mark.parametrize("members", [(), (0,), (51, 52, 53), (0, 60, 200), tuple(range(300))])
+def test_members_travel_in_a_few_exact_numbers(members: tuple[int, ...]) -> None:
+    numbers = as_numbers(members)
+    assert as_members(numbers) == members
+    assert len(numbers) <= 8
+    assert all(number < 2**53 for number in numbers)

@@ -1,0 +1,86 @@
+"""A run that goes on from a checkpoint says and learns the same as one that was never interrupted, bit for bit."""
+
+import io
+from functools import partial
+
+import pytest
+import torch
+
+from ashl.build import assemble
+from ashl.cluster.network import network
+from ashl.cluster.speed import Speed
+from ashl.consensus import Parts
+from ashl.construct import construct
+from ashl.program import program
+from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.sim import Sim
+from tests.support import Ran, simulated
+
+SHORT = ("stop.epochs=3", "cluster.jitter=0.2", "eval.every_s=0.4")
+CASES = {
+    "bsp": ("sync=bsp",),
+    "ssp": ("sync=ssp",),
+    "asp": ("sync=asp", "compression=topk", "topology.pull_ratio=0.05"),
+    "backup": ("sync=backup", "sync.backups=1"),
+    "local_sgd": ("sync=local_sgd", "sync.local_steps=4"),
+    "all_reduce": ("sync=local_sgd", "topology=all_reduce"),
+    "adsp": ("sync=adsp", "stop.epochs=8"),
+    "dssp": ("sync=dssp",),
+    "fedbuff": ("sync=fedbuff", "stop.epochs=8"),
+    "ports": (
+        "sync=asp",
+        "cluster.exchange_s=null",
+        "cluster.bandwidth_mbit_s=5",
+        "cluster.server_bandwidth_mbit_s=8",
+        "cluster.latency_s=0.001",
+    ),
+    "d_psgd": ("topology=gossip", "sync=d_psgd"),
+    "smart": ("topology=partial_all_reduce", "sync=ripples_smart"),
+    "ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8"),
+    "online": ("schedule=ashl", "planner=online", "cluster.events=[{time_s: 1, worker: 0, compute: 3}]"),
+}
+
+
+def run(overrides: tuple[str, ...], ran: Ran, saved: dict | None = None, save_at_ns: int | None = None) -> list:
+    """Run to the end, making a checkpoint now and then; returns them with what had been said by then."""
+    job = assemble(ran.plan, "cpu")
+    cluster, stage, kept = construct(ran.plan.cluster, "cluster"), job.stages[0], []
+    speed = Speed(cluster, stage.plan.workers[0].batch, ran.plan.seed)
+    sim = Sim(ran.plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
+
+    def keep(document: dict) -> int:
+        file = io.BytesIO()
+        torch.save(document, file)
+        kept.append((file.getvalue(), len(ran.records), len(ran.snapshots), packed(ran.parts)))
+        return document["time_ns"] + 700_000_000
+
+    if save_at_ns is not None:
+        sim.save_at(save_at_ns, keep)
+    sim.run(partial(program, stages=job.stages), tick=lambda: None, saved=saved)
+    return kept
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
+    overrides = (*SHORT, *CASES[case])
+    whole = simulated(*overrides)
+    ran = Ran(whole.plan, parts=Parts(whole.plan.num_workers) if whole.parts else None)
+    kept = run(overrides, ran, save_at_ns=300_000_000)
+    assert len(kept) > 1
+    assert ran.records == whole.records, "making a checkpoint changes nothing"
+    for file, records, snapshots, parts in kept[:: max(1, len(kept) // 3)]:
+        saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
+        again = Ran(ran.plan, records=whole.records[:records], snapshots=whole.snapshots[:snapshots])
+        again.parts = unpacked(parts)
+        run(overrides, again, saved)
+        assert again.records == whole.records
+        assert again.sha256 == whole.sha256
+        assert [record for record, _ in again.snapshots] == [record for record, _ in whole.snapshots]
+
+
+def test_a_checkpoint_names_no_foreign_code() -> None:
+    state = packed({"a": (1, [2.0, None]), ("k", True): {3}})
+    assert unpacked(state) == {"a": (1, [2.0, None]), ("k", True): {3}}
+    for name in ("os:system", "ashl.runtime.sim:Sim", "ashl.run:train"):
+        with pytest.raises(ValueError, match="checkpoint names"):
+            unpacked({"kind": "dataclass", "name": name, "items": {}})

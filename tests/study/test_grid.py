@@ -1,0 +1,115 @@
+"""A grid as a whole: what is run, what is left out, and why."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ashl.cli.compose import alternatives, compose
+from ashl.cli.sweep import grid_lines
+from ashl.errors import UsageError
+from ashl.study.grid import MAX_POINTS, Grid, make_grid
+from ashl.study.sweep import folder_of
+
+SIM = ("runtime=sim", "tracking=none")
+
+
+def grid(*overrides: str, strict: bool = False, config_dir: Path | None = None) -> Grid:
+    lines = grid_lines([*SIM, *overrides], config_dir)
+    return make_grid(lines, lambda point: compose(point, config_dir), strict=strict)
+
+
+def chosen(found: Grid) -> list[dict[str, str]]:
+    return [setting.axes for setting in found.settings]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("seed=0,1", ["0", "1"]),
+        ("seed=range(0,3)", ["0", "1", "2"]),
+        ("sync=choice(bsp,ssp)", ["bsp", "ssp"]),
+        ("sync=glob(ads*)", ["adsp", "adsp_ashlrepo"]),
+        ("cluster.compute=[1,2],[1,3]", ["[1,2]", "[1,3]"]),
+        ("seed=4", ["4"]),
+    ],
+)
+def test_one_override_may_stand_for_several(text: str, values: list[str]) -> None:
+    key = text.partition("=")[0]
+    assert alternatives(text) == [f"{key}={value}" for value in values]
+
+
+def test_every_combination_is_a_run() -> None:
+    found = grid("sync=bsp,asp", "seed=0,1")
+    assert chosen(found) == [{"sync": s, "seed": seed} for s in ("bsp", "asp") for seed in ("0", "1")]
+    assert found.axes == {"sync": ["bsp", "asp"], "seed": ["0", "1"]}
+    assert len({setting.hash for setting in found.settings}) == 4
+    assert all(setting.predicted_s and setting.predicted_s > 0 for setting in found.settings)
+
+
+def test_a_key_has_no_say_where_the_option_lacks_it() -> None:
+    found = grid("sync=bsp,ssp", "sync.staleness=1,2,3")
+    assert [axes.get("sync.staleness") for axes in chosen(found)] == [None, "1", "2", "3"]
+    assert found.unused == {"sync.staleness": 3}
+    assert found.merged == 2
+
+
+def test_a_sync_mode_has_no_say_where_the_schedule_names_its_own() -> None:
+    found = grid("schedule=single,ashl", "sync=bsp,asp")
+    assert [(axes["schedule"], axes.get("sync")) for axes in chosen(found)] == [
+        ("single", "bsp"),
+        ("single", "asp"),
+        ("ashl", None),
+    ]
+
+
+def test_what_cannot_be_combined_is_skipped_with_its_reason() -> None:
+    found = grid("sync=bsp,asp", "topology=parameter_server,all_reduce")
+    assert len(found.settings) == 3
+    (skipped,) = found.skipped
+    assert skipped.overrides[-2:] == ("sync=asp", "topology=all_reduce")
+    assert "nobody can be ahead" in skipped.reason
+    with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*nobody can be ahead"):
+        grid("sync=bsp,asp", "topology=parameter_server,all_reduce", strict=True)
+
+
+def test_the_same_grid_finds_the_same_folder_in_whatever_order() -> None:
+    one, other = grid("sync=bsp,asp", "seed=0,1"), grid("seed=1,0", "sync=asp,bsp")
+    assert folder_of(one, None, None) == folder_of(other, None, None)
+    assert folder_of(one, None, "mine") != folder_of(grid("sync=bsp,asp", "seed=0,2"), None, "mine")
+    assert folder_of(one, "there", None) == Path("there")
+
+
+def test_a_preset_may_bring_lines_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    lines = [{"sync": "bsp", "optimizer.lr": "0.1,0.2"}, {"schedule": "ashl", "optimizer.lr": "0.3"}]
+    preset = f"# @package _global_\nsweep: {json.dumps(lines)}\nstop: {{epochs: 3}}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(preset)
+    found = grid("experiment=mine", "seed=0,1", config_dir=tmp_path)
+    assert len(found.settings) == 6
+    assert {setting.config["stop"]["epochs"] for setting in found.settings} == {3}
+    assert {setting.axes["optimizer.lr"] for setting in found.settings} == {"0.1", "0.2", "0.3"}
+    narrowed = grid("experiment=mine", "optimizer.lr=0.5", config_dir=tmp_path)
+    assert [setting.config["optimizer"]["lr"] for setting in narrowed.settings] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("sync=bsp,sspp",), "sspp"),
+        (("optimizer.lrr=0.1,0.2",), "did you mean optimizer.lr"),
+        (("sync.staleness=1,2", "sync=bsp"), "sync=bsp has no key staleness|no option that this grid chooses has"),
+        (("optimizer.lr=interval(0,1)",), "--sweeper optuna"),
+        (("seed=range(0,1000)", "optimizer.lr=range(0,1000)"), "1,000,000 points"),
+        (("sync=glob(zz*)",), "matches nothing"),
+        (("sync=asp,ssp", "topology=all_reduce"), "no point of this grid can be run"),
+        (("seed=",), "seed"),
+    ],
+)
+def test_what_is_wrong_with_the_whole_grid(overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        grid(*overrides)
+
+
+def test_a_grid_has_a_largest_size() -> None:
+    assert MAX_POINTS == 10_000

@@ -1,0 +1,167 @@
+"""The swarm through gossip: whatever cluster, graph and mode are drawn, the run is drained and ends, no message is
+lost, and its books balance; a worker that leaves early is found."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ashl.cluster.spec import Cluster
+from ashl.compression.topk import TopK
+from ashl.errors import AshlError, UsageError
+from ashl.predict import WITHOUT
+from ashl.stage import Stage
+from ashl.sync.ad_psgd import ADPSGD
+from ashl.sync.choco import Choco
+from ashl.sync.d_admm import DADMM
+from ashl.sync.d_psgd import DPSGD
+from ashl.sync.hop import Hop
+from ashl.sync.matcha import Matcha
+from ashl.sync.noloco import NoLoCo
+from ashl.sync.relay_sum import RelaySum
+from ashl.sync.sgp import SGP
+from ashl.sync.swarm import Swarm
+from ashl.topology.gossip import Gossip
+from ashl.topology.graph import NAMES
+from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, run
+from tests.swarm.test_swarm import deserting, plain
+
+SEEDS = 200
+CHUNK = 50
+
+
+def drawn_mode(rng: random.Random) -> Any:
+    h = rng.randint(1, 4)
+    return rng.choice(
+        [
+            DPSGD(local_steps=h, order=rng.choice(["awc", "atc"])),
+            SGP(local_steps=h, overlap=rng.choice([0, 1, 3])),
+            Matcha(local_steps=h, budget=rng.choice([0.2, 0.7, 1.0])),
+            Choco(local_steps=h, gamma=0.5),
+            RelaySum(local_steps=h),
+            NoLoCo(local_steps=h, alpha=0.5, beta=0.7, gamma=0.9),
+            *[ADPSGD(local_steps=h, overlap=overlap) for overlap in (True, False)],
+            *[Swarm(local_steps=h, overlap=overlap) for overlap in (True, False)],
+            Hop(local_steps=h, staleness=rng.choice([0, 1, 3]), backups=rng.choice([0, 1]), gap=4),
+            DADMM(local_steps=h, rho=0.1, delay=rng.choice([0, 1, 3]), barrier=rng.choice([None, 1, 2])),
+        ]
+    )
+
+
+def drawn_stages(rng: random.Random, n: int) -> list[Stage]:
+    """One stage, or two of the same kind (with a coordinator, or without)."""
+    limits = drawn_limits(rng)
+    graph = Gossip(graph=rng.choice(NAMES), weights="metropolis", degree=2)
+    first = drawn_mode(rng)
+    modes = [first]
+    if rng.random() < 0.3:
+        other = drawn_mode(rng)
+        modes += [other] if getattr(other, "coordinated", False) == getattr(first, "coordinated", False) else []
+    stages = []
+    for index, mode in enumerate(modes):
+        stage = bound(rng, mode, graph, n, limits)
+        if isinstance(mode, Choco) and rng.random() < 0.5:
+            stage = replace(stage, codec=TopK(ratio=0.3, indices="packed", feedback=False))
+        until = {"commits": rng.randint(1, 6)} if index + 1 < len(modes) else {}
+        plan = replace(stage.plan, until=until)
+        stages.append(replace(stage, index=index, plan=plan, following=index + 1 < len(modes)))
+    return stages
+
+
+def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
+    """None where the mode cannot keep to the graph."""
+    rng = random.Random(seed)
+    cluster = drawn_cluster(rng)
+    stages = drawn_stages(rng, cluster.num_workers)
+    try:
+        for stage in stages:
+            stage.topology.check(stage.sync, cluster.num_workers, stage.seed)
+    except UsageError:
+        return None
+    return cluster, stages
+
+
+def check_counts(seen: Seen, stages: list[Stage]) -> None:
+    """What was computed was merged or dropped; nothing that was sent was not received."""
+    end, n = seen.of("stage")[-1], stages[0].num_workers
+    done, applied = Counter(), Counter()
+    for record in seen.of("round"):
+        done[record["rank"]] += record["steps"]
+        applied[record["rank"]] += 0 if record["dropped"] else record["steps"]
+    assert end["steps"] == sum(end["steps_by"])
+    for rank in range(n):
+        assert end["steps_by"][rank] + end["dropped_by"][rank] == done[rank]
+        assert end["steps_by"][rank] <= applied[rank]
+    if stages[0].home == 0:
+        assert len(set(end["commits"])) == 1
+        assert sum(end["dropped_by"]) == 0
+    sync = stages[-1].sync
+    if isinstance(sync, Hop) and len(stages) == 1:
+        apart = 2 + (sync.gap if sync.backups else sync.staleness)  # one more where a report came too late
+        assert all(abs(end["commits"][i] - end["commits"][j]) <= apart for i, j in stages[0].topology.edges(stages[0]))
+    if end["reason"] == "steps":
+        assert end["steps"] >= stages[0].limits.steps
+    ledgers = [record for record in seen.of("ledger") if record["rank"] < n]
+    assert sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers)
+    assert [r["bytes_up"] for r in seen.of("ledger") if r["rank"] == n] in ([], [0])
+
+
+def check(seed: int) -> None:
+    if (chosen := drawn(seed)) is None:
+        return
+    cluster, stages = chosen
+    sim, seen = run(cluster, stages, seed)
+    end = seen.of("stage")[-1]
+    check_mail(sim)
+    check_time(seen, cluster.num_workers, end["end_ns"])
+    check_counts(seen, stages)
+    _, again = run(cluster, stages, seed)
+    assert (again.records, again.commits) == (seen.records, seen.commits)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_a_swarm(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        try:
+            check(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}: {drawn(seed)}")
+            raise
+
+
+@pytest.mark.slow
+def test_thousands_of_clusters() -> None:
+    for seed in range(10_000, 13_000):
+        check(seed)
+
+
+FAULTS = {
+    DPSGD(local_steps=1, order="atc"): r"deadlock: .*rank 0 waits for 'gossip' \(stage 0, iteration \d\) from rank 1",
+    ADPSGD(local_steps=1, overlap=True): r"deadlock: .*rank 3 waits for 'report' .* or 'done'",
+    Hop(local_steps=1, staleness=1, backups=0, gap=4): r"deadlock: .*rank 0 waits for 'model'",
+}
+
+
+@pytest.mark.parametrize("sync", FAULTS, ids=lambda sync: type(sync).__name__)
+def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
+    topology = Gossip(graph="ring", weights="metropolis", degree=2)
+    cluster, stage = plain(sync, topology, replace(WITHOUT, steps=60))
+    with pytest.raises(AshlError, match=FAULTS[sync]):
+        run(cluster, (stage,), main=deserting(stage, rank=1, rounds=2))
+
+
+def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
+    """Its verdict holds after the round by which all have heard of it: nobody is left waiting, and nobody goes on."""
+    cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", weights="metropolis", degree=2))
+    cluster = replace(cluster, compute=(1.0,) * 7)
+    plan = replace(stage.plan, workers=(stage.plan.workers[0],) * 7)
+    stage = replace(stage, plan=plan, limits=replace(WITHOUT, seconds=0.5, eval_every_s=0.125))
+    _, seen = run(cluster, (stage,))
+    end = seen.of("stage")[-1]
+    assert end["reason"] == "seconds"
+    assert end["commits"] == [53] * 7  # round 50 ends at 0.5 s, and the far side of a ring of 7 is three rounds away
+    ticks = Counter(record["tick"] for record in seen.commits if not record.get("final"))
+    assert set(ticks.values()) == {7}
+    assert len(ticks) == 4

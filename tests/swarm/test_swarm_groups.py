@@ -1,0 +1,120 @@
+"""Many small clusters through partial all-reduce, without gradients: whatever is drawn, nobody waits for ever, no
+message is lost, everybody is drained, and the books balance to the nanosecond, the step and the byte. A planted
+desertion is caught."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ashl.cluster.spec import Cluster
+from ashl.errors import AshlError
+from ashl.predict import WITHOUT
+from ashl.runtime.sim import Sim
+from ashl.stage import Stage
+from ashl.topology.partial_all_reduce import PartialAllReduce
+from tests.conf_option import conf_option
+from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, run
+from tests.swarm.test_swarm import deserting, plain
+
+SEEDS = 300
+CHUNK = 60
+
+
+def drawn_sync(rng: random.Random, n: int) -> Any:
+    scheduler = rng.choice(["random", "smart", "static", "first_come"]) if n > 1 else "static"
+    fields: dict[str, Any] = {"section_length": rng.randint(1, 4)}
+    if scheduler != "static":
+        fields["group_size"] = rng.randint(2, n)
+    if scheduler == "smart":
+        fields |= {"threshold": rng.randint(1, 6), "inter_intra": rng.random() < 0.5}
+    if scheduler == "first_come":
+        fields["window_s"] = rng.choice([None, 1e-9, 0.05])
+    return conf_option("sync", f"ripples_{scheduler}", **fields)
+
+
+def drawn(seed: int) -> tuple[Cluster, Stage]:
+    rng = random.Random(seed)
+    cluster = drawn_cluster(rng)
+    n = cluster.num_workers
+    topology = PartialAllReduce(workers_per_node=rng.choice([None, 1, 2, 3]))
+    stage = bound(rng, drawn_sync(rng, n), topology, n, drawn_limits(rng))
+    return cluster, replace(stage, seed=seed, nodes=cluster.node)
+
+
+def played(seed: int) -> tuple[Sim, Seen, Stage]:
+    cluster, stage = drawn(seed)
+    return *run(cluster, (stage,), seed), stage
+
+
+def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
+    """What was computed was averaged or dropped, or was under way at the end."""
+    n = stage.num_workers
+    steps_each = [worker.local_steps for worker in stage.plan.workers]
+    assert end["steps"] == sum(end["steps_by"])
+    assert end["steps_by"] == [c * h for c, h in zip(end["commits"], steps_each, strict=True)]
+    done, met = Counter(), Counter()
+    for record in seen.of("round"):
+        done[record["rank"]] += record["steps"]
+        met[record["rank"]] += len(record["group"]) > 1 and not record["dropped"]
+    for rank in range(n):
+        assert done[rank] - end["steps_by"][rank] - end["dropped_by"][rank] in (0, steps_each[rank])
+        assert met[rank] == end["groups"][rank] <= end["commits"][rank]
+    if end["reason"] == "steps":
+        assert end["steps"] >= stage.limits.steps
+
+
+def check_groups(seen: Seen, stage: Stage) -> None:
+    """Every member of a group was in it, and at the same point of the order."""
+    meetings = Counter()
+    for record in seen.of("round"):
+        if len(record["group"]) > 1 and not record["dropped"]:
+            assert record["rank"] in record["group"]
+            meetings[tuple(record["group"])] += 1
+    assert all(count % len(group) == 0 for group, count in meetings.items())
+    size = getattr(stage.sync, "group_size", None)
+    if size and not getattr(stage.sync, "inter_intra", False):
+        assert all(len(group) <= size for group in meetings)
+
+
+def check(seed: int) -> None:
+    sim, seen, stage = played(seed)
+    (end,) = seen.of("stage")
+    check_mail(sim)
+    check_time(seen, stage.num_workers, end["end_ns"])
+    check_counts(seen, stage, end)
+    check_groups(seen, stage)
+    ledgers = [record for record in seen.of("ledger") if record["rank"] < stage.num_workers]
+    assert sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers)
+    _, again, _ = played(seed)
+    assert again.records == seen.records
+
+
+def check_all(seeds: range) -> None:
+    for seed in seeds:
+        try:
+            check(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}: {drawn(seed)}")
+            raise
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_a_swarm(first: int) -> None:
+    check_all(range(first, first + CHUNK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SEEDS, 4100, 200))
+def test_a_large_swarm(first: int) -> None:
+    check_all(range(first, first + 200))
+
+
+@pytest.mark.parametrize("scheduler", ["random", "static"])
+def test_a_worker_that_leaves_early_is_a_deadlock_with_names(scheduler: str) -> None:
+    sync = conf_option("sync", f"ripples_{scheduler}")
+    cluster, stage = plain(sync, PartialAllReduce(workers_per_node=3), replace(WITHOUT, steps=60))
+    with pytest.raises(AshlError, match=r"deadlock: rank 0 waits for 'group' .* rank 3 waits for 'done' .* or 'ask'"):
+        run(cluster, (stage,), main=deserting(stage, rank=1, rounds=2))

@@ -1,0 +1,340 @@
+"""What runs say together: settings, ranks, intervals, words; the numbers are worked out by hand."""
+
+import json
+import math
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ashl.errors import UsageError
+from ashl.report.board import Board, ordering, rank
+from ashl.report.records import read
+from ashl.report.settings import settings_of
+from ashl.report.stats import effect, seeds_needed, spread
+from ashl.report.terminal import show
+from ashl.report.words import answer
+from tests.run_folders import write_run, write_sweep
+
+KEYS = [(seed, 0) for seed in range(10)]
+
+
+def by_seed(*values: float) -> dict[tuple[int, int], float]:
+    return dict(zip(KEYS, values, strict=False))
+
+
+def sweep(folder: Path, **times: tuple[float | None, ...]) -> Path:
+    """One setting of each sync mode, with its time to target by seed."""
+    runs = [({"sync": sync, "seed": str(s)}, reach) for sync, seeds in times.items() for s, reach in enumerate(seeds)]
+    return write_sweep(folder / "sweep", runs)
+
+
+def ranked(*folders: Path, **options) -> Board:
+    return rank(read(folders), **options)
+
+
+# --- statistics ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "coverage"),
+    [(1, 0, 0, 0.0), (2, 0, 1, 0.5), (3, 0, 2, 0.75), (5, 0, 4, 0.9375), (6, 0, 5, 0.96875), (9, 1, 7, 0.9609375)],
+)
+def test_the_interval_of_a_median_says_what_it_covers(count: int, low: int, high: int, coverage: float) -> None:
+    found = spread([float(value) for value in reversed(range(count))])
+    assert (found.low, found.high, found.middle) == (low, high, (count - 1) / 2)
+    assert found.coverage == pytest.approx(coverage)
+
+
+def test_what_never_came_is_infinitely_late() -> None:
+    assert spread([3.0, math.inf, 2.0]).middle == 3.0
+    assert spread([math.inf, math.inf, 2.0]).middle == math.inf
+
+
+def test_a_paired_effect_by_hand() -> None:
+    found = effect(by_seed(1.0, 1.0, 2.0), by_seed(2.0, 1.0, 8.0), ratio=True, lower_is_better=True)
+    assert found is not None
+    assert (found.pairs, found.wins, found.losses) == (3, 2, 0)
+    assert found.middle == pytest.approx(2.0)  # the geometric mean of 2, 1 and 4
+    half = 4.303 * math.log(2) / math.sqrt(3)  # t for two degrees of freedom; the logarithms' deviation is log 2
+    assert found.low == pytest.approx(2 * math.exp(-half))
+    assert found.high == pytest.approx(2 * math.exp(half))
+    assert not found.ahead
+    assert seeds_needed(found) == 7  # t(6) = 2.447: 2.447 / sqrt(7) < 1; t(5) = 2.571: 2.571 / sqrt(6) > 1
+
+
+def test_without_every_number_there_is_no_interval_but_a_sign_test() -> None:
+    ours, theirs = by_seed(*[1.0] * 6), by_seed(*[2.0] * 5, math.inf)
+    found = effect(ours, theirs, ratio=True, lower_is_better=True)
+    assert found is not None
+    assert (found.wins, found.low, found.chance) == (6, None, 2 / 64)
+    assert found.ahead
+    both = effect(by_seed(math.inf), by_seed(math.inf), ratio=True, lower_is_better=True)
+    assert both is not None
+    assert (both.wins, both.losses, both.middle) == (0, 0, None)
+
+
+def test_seeds_are_paired_with_themselves() -> None:
+    found = effect({(0, 0): 1.0, (7, 0): 1.0}, {(7, 0): 3.0, (1, 0): 9.0}, ratio=True, lower_is_better=True)
+    assert found is not None
+    assert (found.pairs, found.middle) == (1, pytest.approx(3.0))
+    assert effect({(0, 0): 1.0}, {(1, 0): 1.0}, ratio=True, lower_is_better=True) is None
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_the_axes_of_loose_runs_are_what_differs(tmp_path) -> None:
+    for index, (sync, lr) in enumerate([("bsp", 0.1), ("bsp", 0.2), ("ssp", 0.1), ("ssp", 0.2)]):
+        values = {"optimizer.lr": lr, "sync.staleness": 3 if sync == "ssp" else None, "eval.every_s": index}
+        for seed in (0, 1):
+            write_run(tmp_path / f"{index}-{seed}", seed=seed, choices={"sync": sync}, values=values)
+    axes, settings = settings_of(read(sorted(tmp_path.iterdir())))
+    assert axes == ("sync", "optimizer.lr")  # not sync.staleness, which comes with the mode, nor the evaluations
+    assert [setting.label for setting in settings] == ["bsp lr=0.1", "bsp lr=0.2", "ssp lr=0.1", "ssp lr=0.2"]
+    assert [[run.seed for run in setting.runs] for setting in settings] == [[0, 1]] * 4
+
+
+def test_a_key_that_a_mode_lacks_is_no_part_of_its_name(tmp_path) -> None:
+    write_sweep(tmp_path / "s", [({"sync": "bsp", "seed": "0"}, 1.0), ({"sync": "ssp", "sync.staleness": "3"}, 2.0)])
+    assert [row.label for row in ranked(tmp_path / "s").rows] == ["bsp", "ssp staleness=3"]
+
+
+def test_the_same_run_twice_is_two_seeds_of_one_setting(tmp_path) -> None:
+    board = ranked(write_run(tmp_path / "a", reach_s=1.0), write_run(tmp_path / "b", reach_s=3.0))
+    assert [(row.label, row.spread.middle, row.spread.count) for row in board.rows] == [("a run", 2.0, 2)]
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_leaderboard_by_hand(tmp_path) -> None:
+    board = ranked(sweep(tmp_path, bsp=(4.0, 4.0, 8.0), ssp=(2.0, 4.0, 2.0), asp=(9.0, None, None)))
+    assert [row.label for row in board.rows] == ["ssp", "bsp", "asp"]
+    assert board.baseline is board.rows[1]
+    ssp, _, asp = board.rows
+    assert (ssp.spread.low, ssp.spread.middle, ssp.spread.high) == (2.0, 2.0, 4.0)
+    assert ssp.against is not None
+    assert ssp.against.middle == pytest.approx(2.0)  # the geometric mean of 2, 1 and 4
+    assert (asp.reached, asp.spread.middle) == (1, math.inf)
+    assert (ssp.mb_up, ssp.mb_down, ssp.wait_share) == (4.0, 2.0, 0.25)
+
+
+def test_the_answer_in_words(tmp_path) -> None:
+    said = answer(ranked(sweep(tmp_path, bsp=(4.0, 4.0, 8.0), ssp=(2.0, 4.0, 2.0))))
+    assert said.headline == (
+        "ssp leads: time to 90.0 % accuracy 2 s (median of 3 seeds, range 2 s to 4 s), 2.00 times as fast as the "
+        "baseline bsp (95 % interval 0.36 to 11.19, better in 2 of 3 paired seeds)."
+    )
+    assert "The first two are not separated: the interval includes equality." in said.sentences
+    assert any("about 7 seeds (now 3)" in sentence for sentence in said.sentences)
+
+
+def test_a_clear_winner_is_called_one(tmp_path) -> None:
+    said = answer(ranked(sweep(tmp_path, bsp=(4.0, 4.1, 4.2), ssp=(2.0, 2.1, 2.0))))
+    assert said.headline.startswith("ssp is first: ")
+    assert "The first two are separated: in 3 of 3 seeds the winner was ahead." in said.sentences
+
+
+def test_a_difference_below_one_evaluation_is_none(tmp_path) -> None:
+    said = answer(ranked(sweep(tmp_path, bsp=(2.0, 2.0, 2.0), ssp=(1.95, 1.95, 1.95))))  # evaluated every 0.1 s
+    assert any("less than the distance between two evaluations, 0.0975 s" in sentence for sentence in said.sentences)
+    assert any("eval.every_s" in sentence for sentence in said.sentences)
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        ({"bsp": (4.0,), "ssp": (2.0,)}, "one seed"),
+        ({"bsp": (4.0, 4.0, None), "ssp": (2.0, 2.0, None)}, "sign test"),
+        ({"bsp": (None, None), "ssp": (None, 1.0)}, "lower target"),
+        ({"bsp": (1.0, 1.0)}, "Name other runs"),
+        ({"bsp": (None, None), "ssp": (1.0, 2.0)}, "the baseline bsp got there in none of its seeds"),
+        ({"bsp": (None, None), "ssp": (1.0, 2.0)}, "got there in no seed together"),
+    ],
+)
+def test_what_is_not_known_is_said(tmp_path, times: dict, says: str) -> None:
+    said = answer(ranked(sweep(tmp_path, **times)))
+    assert says in " ".join([said.headline, *said.sentences])
+
+
+def test_baselines(tmp_path) -> None:
+    folder = sweep(tmp_path, ssp=(2.0,), bsp=(4.0,), local_sgd=(5.0,))
+    assert ranked(folder, baseline="local_sgd").baseline.label == "local_sgd"  # type: ignore[union-attr]
+    assert ranked(folder, baseline="sync=ssp").baseline.label == "ssp"  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match='--baseline "asp" is no setting; name one of: ssp; bsp; local_sgd'):
+        ranked(folder, baseline="asp")
+    slowest = ranked(sweep(tmp_path / "other", ssp=(2.0,), asp=(7.0,), local_sgd=(None,)))
+    assert slowest.baseline.label == "asp"  # type: ignore[union-attr]
+
+
+def test_another_target_is_found_in_the_evaluations(tmp_path) -> None:
+    folders = [
+        write_run(tmp_path / name, reach_s=reach_s, choices={"sync": name})
+        for name, reach_s in (("bsp", 2.0), ("ssp", 1.0))
+    ]
+    board = ranked(*folders, target=0.5)
+    assert [row.spread.middle for row in board.rows] == pytest.approx([0.4, 0.7])  # 1 - 0.1^(t/reach) first >= 0.5
+    assert [row.spread.middle for row in ranked(*folders, target=0.5, hold=3).rows] == pytest.approx([0.6, 0.9])
+    higher = ranked(*folders, target=0.95)
+    assert [row.reached for row in higher.rows] == [0, 0]
+    assert "2 of 2 runs had ended at a target of their own (90.0 % accuracy" in higher.notes[0]
+
+
+def test_mixed_targets_are_refused_by_name(tmp_path) -> None:
+    folders = [write_run(tmp_path / "low", target=0.8), write_run(tmp_path / "high", target=0.9)]
+    with pytest.raises(UsageError, match=r"80.0 % accuracy \(low\), 90.0 % accuracy \(high\).*--target 0.9"):
+        ranked(*folders)
+    assert len(ranked(*folders, target=0.7).rows) == 2
+
+
+def test_without_a_target_they_are_judged_at_an_equal_time(tmp_path) -> None:
+    slow = write_run(tmp_path / "slow", reach_s=4.0, target=None, end_s=1.0, choices={"sync": "ssp"})
+    quick = write_run(tmp_path / "quick", reach_s=2.0, target=None, end_s=2.0)
+    board = ranked(slow, quick)
+    assert board.measure.title == "accuracy after 1 s"
+    assert [row.spread.middle for row in board.rows] == pytest.approx([1 - 0.1**0.5, 1 - 0.1**0.25])
+    assert board.rows[1].against.middle == pytest.approx(0.1**0.5 - 0.1**0.25)  # type: ignore[union-attr]
+    assert "24.6 points better than" in answer(ranked(slow, quick, baseline="ssp")).headline
+
+
+def test_timing_only_runs_are_judged_by_their_speed(tmp_path) -> None:
+    folders = [
+        write_run(tmp_path / n, target=None, end_s=e, choices={"sync": n}) for n, e in (("bsp", 4.0), ("ssp", 2.0))
+    ]
+    for folder in folders:
+        (folder / "metrics.jsonl").write_text("")
+    board = ranked(*folders)
+    assert (board.measure.title, board.rows[0].label, board.rows[0].spread.middle) == ("speed", "ssp", 1600.0)
+
+
+def test_kinds_of_time_are_never_mixed_silently(tmp_path) -> None:
+    real = write_run(tmp_path / "real", time_kind="wall", choices={"runtime": "local"})
+    board = ranked(real, write_run(tmp_path / "sim", choices={"runtime": "sim"}))
+    assert "1 of wall time and 1 of virtual time" in board.notes[0]
+    assert board.notes[0] in answer(board).sentences
+
+
+def test_other_orders(tmp_path) -> None:
+    board = ranked(sweep(tmp_path, bsp=(4.0,), ssp=(2.0,), asp=(None,)))
+    assert [row.label for row in ordering("setting")(board)] == ["asp", "bsp", "ssp"]
+    assert [row.label for row in ordering("accuracy")(board)][-1] == "asp"
+    with pytest.raises(UsageError, match="did you mean accuracy"):
+        ordering("acuracy")
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("summary.json", "{", "summary.json is broken"),
+        ("summary.json", "[]", "summary.json is broken"),
+        ("summary.json", '{"status": "finished", "seed": "0"}', "summary.json is broken"),
+        ("summary.json", '{"status": "finished", "seed": 0, "final": [1]}', "summary.json is broken"),
+        ("summary.json", '{"status": "finished", "seed": 0, "time_s": "1"}', "summary.json is broken"),
+        ("summary.json", '{"status": "finished", "seed": 0, "workers": [{"wait_s": "1"}]}', "summary.json is broken"),
+        ("summary.json", None, "it has not ended"),
+        ("config.yaml", "a: [", "config.yaml is missing or broken"),
+        ("config.yaml", "text", "config.yaml is missing or broken"),
+        ("config.yaml", None, "config.yaml is missing or broken"),
+    ],
+)
+def test_a_broken_run_is_left_out_by_name(tmp_path, file: str, content: str | None, reason: str) -> None:
+    good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", seed=1)
+    (bad / file).unlink() if content is None else (bad / file).write_text(content)
+    study = read([good, bad])
+    assert [run.name for run in study.runs] == ["good"]
+    assert [(Path(out.name).name, reason in out.reason) for out in study.left_out] == [("bad", True)]
+
+
+def test_broken_evaluations_leave_a_run_out_only_where_they_are_needed(tmp_path) -> None:
+    folder = sweep(tmp_path, bsp=(4.0,), ssp=(2.0,))
+    (folder / "00000001" / "metrics.jsonl").write_text('{"time_s": 1}\n{"time\n')
+    assert len(ranked(folder).rows) == 2
+    board = ranked(folder, target=0.5)
+    assert [row.label for row in board.rows] == ["bsp"]
+    assert "metrics.jsonl" in board.left_out[0].reason
+
+
+def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
+    folder = sweep(tmp_path, bsp=(4.0,), ssp=(2.0,), asp=(1.0,))
+    study = json.loads((folder / "sweep.json").read_text())
+    study["settings"].append({"hash": "gone", "axes": {"sync": "shl", "seed": "0"}})
+    study["dropped"] = [{"hash": "00000002", "at_s": 1.5, "rung": 1, "reason": "behind ssp"}]
+    study["skipped"] = [{"overrides": ["sync=ssp", "topology=all_reduce"], "reason": "needs a server"}]
+    (folder / "sweep.json").write_text(json.dumps(study))
+    found = read([folder])
+    assert [out.reason for out in found.left_out] == ["has not run"]
+    assert [(out.name, out.reason) for out in found.dropped] == [
+        ("sync=asp seed=0 (00000002)", "after 1.5 s, rung 1, behind ssp")
+    ]
+    assert [out.name for out in found.skipped] == ["sync=ssp topology=all_reduce"]
+    assert [row.label for row in rank(found).rows] == ["ssp", "bsp"]
+
+
+def test_what_a_race_leaves_keeps_its_name(tmp_path) -> None:
+    folder = sweep(tmp_path, bsp=(4.0,), ssp=(2.0,))
+    study = json.loads((folder / "sweep.json").read_text())
+    study["dropped"] = [{"hash": "00000000", "at_s": 0.5, "rung": 1, "reason": "far behind"}]
+    (folder / "sweep.json").write_text(json.dumps(study))
+    said = answer(ranked(folder))
+    assert said.headline.startswith("ssp is what the race has left: time to 90.0 % accuracy 2 s")
+    assert "sync=bsp seed=0 (00000000): after 0.5 s, rung 1, far behind" in said.sentences[0]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_a_narrow_terminal_loses_columns_and_no_names(tmp_path, width: int) -> None:
+    file = StringIO()
+    show(Console(file=file, width=width), ranked(sweep(tmp_path, bsp=(4.0, 4.5), local_sgd=(2.0, None))))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("1  local_sgd" in line or "2  local_sgd" in line for line in lines)
+    assert any("baseline" in line and "4.25 s" in line for line in lines)
+    assert ("no room for best" in file.getvalue()) == (width < 200)
+
+
+def test_failed_and_diverged_runs_are_listed_and_diverged_ones_count(tmp_path) -> None:
+    folder = sweep(tmp_path, bsp=(4.0, 4.0), ssp=(2.0, None))
+    for name, status in (("00000003", "diverged"), ("00000001", "failed")):
+        file = folder / name / "summary.json"
+        summary = json.loads(file.read_text()) | {"status": status, "exit_reason": "NaN", "time_to_target_s": None}
+        file.write_text(json.dumps(summary))
+    board = ranked(folder)
+    assert {row.label: (row.reached, len(row.values)) for row in board.rows} == {"bsp": (1, 1), "ssp": (1, 2)}
+    assert sorted(out.reason for out in board.ended_badly) == ["diverged: NaN", "failed: NaN"]
+
+
+def test_no_run_at_all(tmp_path) -> None:
+    with pytest.raises(UsageError, match="is no folder"):
+        read([tmp_path / "nowhere"])
+    with pytest.raises(UsageError, match=r"There is no finished run to read .*is no run folder"):
+        read([tmp_path])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"settings": [1]}', '{"dropped": [{}]}', '{"settings": [{}]}'])
+def test_a_broken_sweep_is_left_out_and_the_others_go_on(tmp_path, content: str) -> None:
+    folder = sweep(tmp_path, bsp=(4.0,))
+    (folder / "sweep.json").write_text(content)
+    study = read([folder, write_run(tmp_path / "run")])
+    assert [(Path(out.name).name, out.reason) for out in study.left_out] == [("sweep", "sweep.json is broken")]
+    assert [run.name for run in study.runs] == ["run"]
+
+
+def test_a_bare_sweep_has_no_runs(tmp_path) -> None:
+    folder = sweep(tmp_path, bsp=(4.0,))
+    (folder / "sweep.json").write_text('{"schema": 1}')
+    with pytest.raises(UsageError, match="the sweep has none"):
+        read([folder])
+
+
+def test_hold_counts_for_all(tmp_path) -> None:
+    folders = [
+        write_run(tmp_path / n, values={"stop.target_hold": h}, choices={"sync": n})
+        for n, h in (("bsp", 1), ("ssp", 2))
+    ]
+    with pytest.raises(UsageError, match="2 times in a row"):
+        ranked(*folders)
+    assert len(ranked(*folders, hold=1).rows) == 2

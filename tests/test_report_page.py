@@ -1,0 +1,126 @@
+"""The page: one small offline file of well-formed figures, in which nothing that was read is taken for markup."""
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from ashl.errors import AshlError
+from ashl.report.compare import compare
+from ashl.report.curves import curve
+from ashl.report.records import read_run
+from ashl.report.svg import Scale, linear_ticks, log_ticks, tick_text
+from tests.run_folders import lines, metric, write_run, write_sweep
+
+SECTIONS = (
+    "Leaderboard",
+    "Against time",
+    "Against bytes",
+    "By axis",
+    "Where the workers",
+    "The first rounds",
+    "Staleness",
+)
+
+
+def study(folder: Path, cluster: tuple[str, ...] = ()) -> Path:
+    runs = [
+        ({"sync": sync, **({"cluster.exchange_s": at} if at else {}), "seed": str(seed)}, reach * (1 + seed / 10))
+        for sync, reach in (("bsp", 2.0), ("ssp", 1.0), ("asp", 3.0))
+        for at in cluster or ("",)
+        for seed in (0, 1)
+    ]
+    return write_sweep(folder / "sweep", runs)
+
+
+def figures(page: str) -> list[ET.Element]:
+    return [ET.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_the_page_of_a_sweep(tmp_path) -> None:
+    found = compare([study(tmp_path)], command="ashl compare sweep")
+    assert found.report == tmp_path / "sweep" / "report.html"
+    page = found.report.read_text()
+    assert [section for section in SECTIONS if f"<h2>{section}" not in page.replace("&#x27;", "'")] == []
+    assert len(figures(page)) == 6
+    assert len(page) < 1_000_000
+    assert not re.search(
+        r"<script|https?://(?!www\.w3\.org/2000/svg)|<link|<img|@import", page
+    )  # offline, and without scripts
+    assert "ashl compare sweep" in page
+    assert "ashl sweep sync=bsp,ssp,asp seed=0,1" in page
+
+
+def test_the_page_of_a_study_over_clusters_has_the_map(tmp_path) -> None:
+    page = compare([study(tmp_path, ("0.1", "0.2", "0.4"))]).report.read_text()
+    assert "<h2>Who wins where</h2>" in page
+    assert len(figures(page)) == 7
+
+
+def test_what_was_read_is_text_and_not_markup(tmp_path) -> None:
+    evil = "<script>alert('1')</script>&\"'"
+    folders = [write_run(tmp_path / f"{seed}", seed=seed, choices={"sync": evil if seed else "bsp"}) for seed in (0, 1)]
+    bad = write_run(tmp_path / "<b>bad", status="failed", exit_reason=evil, time_to_target_s=None)
+    page = compare([*folders, bad], out=tmp_path / "r.html", command=evil).report.read_text()
+    assert "<script" not in page
+    assert "<b>bad" not in page
+    assert "&lt;script&gt;" in page
+    assert figures(page)
+
+
+def test_a_large_study_stays_small(tmp_path) -> None:
+    runs = [({"sync": f"mode{i}", "seed": "0"}, 1 + 0.1 * i) for i in range(210)]
+    found = compare([write_sweep(tmp_path / "s", runs, {"every_s": 1.0, "rounds": 1})])
+    page = found.report.read_text()
+    assert len(found.board.rows) == 210
+    assert len(page) < 300_000
+    assert "The best 7 of 210 settings and the baseline." in page
+    assert "10 more settings are in `ashl export`" in page
+
+
+def test_long_runs_of_many_workers_stay_small(tmp_path) -> None:
+    runs = [({"sync": f"mode{i}", "seed": "0"}, 1 + 0.1 * i) for i in range(6)]
+    page = compare(
+        [write_sweep(tmp_path / "s", runs, {"every_s": 0.005, "rounds": 60, "workers": 40})]
+    ).report.read_text()
+    assert len(page) < 500_000
+    assert "workers 0 to 15 of 40" in page
+
+
+@pytest.mark.parametrize("lacking", ["events.jsonl", "metrics.jsonl"])
+def test_a_figure_without_its_records_is_left_out(tmp_path, lacking: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / lacking).unlink()
+    page = compare([folder], out=tmp_path / "r.html").report.read_text()
+    assert ("The first rounds" in page, "Against time" in page) == (lacking[0] == "m", lacking[0] == "e")
+    assert figures(page)
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path) -> None:
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(
+        AshlError, match=r"cannot be written \(no such file or directory\); name another place with --out"
+    ):
+        compare([folder], out=tmp_path / "nowhere" / "r.html")
+
+
+def test_the_mean_over_seeds_by_hand(tmp_path) -> None:
+    runs = [write_run(tmp_path / f"{seed}", seed=seed) for seed in (0, 1)]
+    lines(runs[0] / "metrics.jsonl", [metric(1.0, 0.2, 1), metric(3.0, 0.6, 1)])
+    lines(runs[1] / "metrics.jsonl", [metric(2.0, 0.6, 1), metric(4.0, 0.8, 1)])
+    found = curve([read_run(folder) for folder in runs], "time_s", "test/acc")
+    assert found is not None
+    assert found.xs == (2.0, 3.0, 4.0)  # from where both have a value
+    assert found.mean == pytest.approx((0.5, 0.65, 0.7))  # the first keeps its 0.6
+    assert found.low == pytest.approx((0.4, 0.6, 0.6))
+    assert found.high == pytest.approx((0.6, 0.7, 0.8))
+
+
+def test_ticks_are_round() -> None:
+    assert linear_ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [tick_text(tick, linear_ticks(0.0, 1.0)) for tick in linear_ticks(0.0, 1.0)][:2] == ["0.0", "0.2"]
+    assert log_ticks(1.0, 100.0) == pytest.approx([1, 2, 5, 10, 20, 50, 100])
+    assert log_ticks(1e-3, 1e3) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100, 1000])
+    assert Scale(1.0, 100.0, 0.0, 10.0, log=True)(10.0) == pytest.approx(5.0)
+    assert Scale(3.0, 3.0, 0.0, 10.0)(3.0) == 0.0
