@@ -94,6 +94,20 @@ def check_replicas(parts: Mapping[str, Any], choices: Mapping[str, str], lossles
         )
 
 
+def check_checkpoints(every_s: float | None, runtime: Any, stages: Sequence[StagePlan], allow: Sequence[str]) -> None:
+    """Refuse to promise checkpoints where none can be made."""
+    if every_s is None:
+        return
+    if runtime.name != "sim":
+        raise UsageError("run.checkpoint_s is for virtual time; real processes leave no checkpoints yet: drop it")
+    for stage in stages:
+        if not getattr(construct(stage.sync, "sync", allow), "resumable", True):
+            raise UsageError(
+                f"run.checkpoint_s: no checkpoint can hold stage {stage.name}, whose workers do several things at "
+                "once; drop it, or take a mode that goes in rounds, as sync=d_psgd"
+            )
+
+
 def check_stages(stages: Sequence[StagePlan], topology: Any, gradients: bool, allow: Sequence[str]) -> None:
     """Refuse a schedule whose stages the topology cannot run, or that needs a loss where nothing is learned."""
     name = mechanism(topology)

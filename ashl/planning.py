@@ -8,6 +8,7 @@ from typing import Any
 
 from ashl.build import declared_profile, payload_of, rules
 from ashl.checks import (
+    check_checkpoints,
     check_combination,
     check_stages,
     check_targets,
@@ -84,6 +85,7 @@ def _plan_and_data(
     batch = parts["dataset"].batch_size
     given = given_profile(profile, settings, config, num_workers, num_params, batch)
     stages = parts["schedule"].stages(choices_of(config, parts, num_workers, num_params, given))
+    check_checkpoints(settings.run.checkpoint_s, parts["runtime"], stages, settings.allow_targets)
     check_stages(stages, parts["topology"], parts["runtime"].gradients, settings.allow_targets)
     plan = Plan(
         schema=SCHEMA,

@@ -51,10 +51,18 @@ def sweep(
                 raise UsageError(f"{option} needs to know the whole grid, and --sweeper chooses as it goes; drop one.")
         return search(typed, theirs, config_dir, launcher, sweeper, jobs, rerun_failed=rerun_failed, quiet=quiet)
     lines = grid_lines(typed, config_dir)
+    from rich.console import Console
+
     from ashl.study import sweep as study
     from ashl.study.grid import make_grid
 
-    grid = make_grid(lines, lambda point: compose(point, config_dir), strict=strict)
+    with Console(stderr=True).status("composing") as status:  # seen on a terminal only
+        grid = make_grid(
+            lines,
+            lambda point: compose(point, config_dir),
+            strict=strict,
+            progress=lambda done, size: status.update(f"composing {done} of {size} settings"),
+        )
     if cfg:
         for setting in grid.settings:
             typer.echo(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", nl=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
@@ -219,7 +220,7 @@ def play_trial(place: Path, number: int, values: Sequence[float], compose: Compo
         if not leave.exists():
             raise WithdrawnError
         Event().wait(LOOK_S)
-    return statistics.fmean(cost(sweep.standing(folder / s.hash, s.config), s.config) for s in settings)
+    return statistics.fmean(cost(sweep.standing(folder / s.hash, math.inf, s.config), s.config) for s in settings)
 
 
 def made(asked: Search, keys: Sequence[str], point: Sequence[str], compose: Compose) -> list[Setting]:

@@ -31,7 +31,7 @@ from ashl.study.slots import Job, run_all
 from ashl.tracking import jsonl, mlflow, mlflow_study
 from ashl.tracking.board import Board
 from ashl.tracking.console import seconds
-from ashl.tracking.recorder import SUMMARY
+from ashl.tracking.recorder import METRICS, SUMMARY, UNWRITABLE
 
 SCHEMA = 1
 SWEEP = "sweep.json"
@@ -166,7 +166,8 @@ def race_to_the_end(
         alive = {name: team for name, team in teams.items() if team[0].hash not in dropped}
         run([setting for team in alive.values() for setting in team], at_s)
         standings = {
-            name: {s.config["seed"]: standing(folder / s.hash, s.config) for s in team} for name, team in alive.items()
+            name: {s.config["seed"]: standing(folder / s.hash, at_s, s.config) for s in team}
+            for name, team in alive.items()
         }
         found = verdicts(standings, half_time(history), at_s)
         history.append(standings)
@@ -180,13 +181,18 @@ def race_to_the_end(
     run([setting for setting in grid.settings if setting.hash not in dropped], None)
 
 
-def standing(path: Path, config: dict[str, Any]) -> Standing:
-    """How a run stands where it has ended or paused."""
+def standing(path: Path, at_s: float, config: dict[str, Any]) -> Standing:
+    """How a run stood at this moment: where it paused or ended, or by its records if it could not be stopped there."""
     summary = read_summary(path) or {"status": "failed"}
     if summary["status"] in ("diverged", "failed"):
         return Standing(math.inf, None)
-    loss = summary["final"]["test_loss" if config["stop"]["target_loss"] is None else "train_loss"]
-    return Standing(math.inf if loss is None else loss, summary["time_to_target_s"])
+    name = "test" if config["stop"]["target_loss"] is None else "train"
+    loss, reached_s = summary["final"][f"{name}_loss"], summary["time_to_target_s"]
+    if summary["status"] == "finished" and summary["time_s"] > at_s:
+        lines = list(jsonl.read(path / METRICS))
+        loss = ([line for line in lines if line["time_s"] <= at_s] or lines[:1])[-1][f"{name}/loss"]
+        reached_s = reached_s if reached_s is not None and reached_s <= at_s else None
+    return Standing(math.inf if loss is None else loss, reached_s)
 
 
 def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -208,7 +214,9 @@ def slots_for(grid: Grid) -> int:
 def ended(folder: Path, rerun_failed: bool) -> bool:
     """Whether this run need not be made (again)."""
     summary = read_summary(folder)
-    return summary is not None and summary["status"] in (ENDED[:1] if rerun_failed else ENDED)
+    if summary is None or str(summary.get("exit_reason")).startswith(UNWRITABLE):  # not the setting's fault
+        return False
+    return summary["status"] in (ENDED[:1] if rerun_failed else ENDED)
 
 
 def passed(folder: Path, pause_s: float | None) -> bool:

@@ -16,6 +16,7 @@ A rule that steers more than that keeps its state in `clock.control` and has of 
                                       and, where it is to change, its batch
 `interval_s`                          seconds of the first local work, where seconds count instead of H
 `anneal(clock)`                       what the server's learning rate is multiplied with
+`resumable`                           False where no checkpoint can hold the mode: its workers do several things at once
 `drains`                              that the server takes in all that has come before it answers anyone
 
 and a mode whose loops are its own, like profiling, has `role(stage, rank)`. What a mode of partial all-reduce has

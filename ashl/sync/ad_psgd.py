@@ -30,6 +30,7 @@ class ADPSGD:
 
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    resumable: ClassVar[bool] = False  # no checkpoint holds it
     coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     overlap: bool

@@ -41,6 +41,7 @@ class DADMM:
 
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    resumable: ClassVar[bool] = False  # no checkpoint holds it
     coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     rho: Positive

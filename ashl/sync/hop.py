@@ -35,6 +35,7 @@ class Hop:
 
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    resumable: ClassVar[bool] = False  # no checkpoint holds it
     coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     staleness: Natural

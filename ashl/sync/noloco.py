@@ -32,6 +32,7 @@ class NoLoCo:
 
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    resumable: ClassVar[bool] = False  # no checkpoint holds it
     early: ClassVar[bool] = False
     lag: ClassVar[int] = 0
     local_steps: Count | Literal["plan"]

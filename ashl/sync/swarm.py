@@ -27,6 +27,7 @@ class Swarm:
 
     exchange: ClassVar[str] = "difference"
     topologies: ClassVar[tuple[str, ...]] = ("gossip",)
+    resumable: ClassVar[bool] = False  # no checkpoint holds it
     coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     overlap: bool

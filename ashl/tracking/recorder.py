@@ -9,6 +9,8 @@ from ashl.tracking import jsonl, timeline
 
 EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.gz", "summary.json"
 
+UNWRITABLE = "Cannot write to the run folder"  # how the sentence about a full or read-only disk begins
+
 BLOCK = 16  # rounds that are kept or left out together, so that a thinned trace still shows how workers interact
 WHOLE_BLOCKS = 64  # blocks at the start that are all kept: the first 1024 rounds of every worker
 
@@ -95,5 +97,5 @@ def _writing(run_dir: Path) -> Generator[None, None, None]:
         raise UsageError(f"{run_dir} {what}; choose another run.dir.") from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        text = f"Cannot write to the run folder {run_dir} ({reason}); free some space or choose another run.dir."
+        text = f"{UNWRITABLE} {run_dir} ({reason}); free some space or choose another run.dir."
         raise AshlError(text) from error

@@ -54,6 +54,10 @@ def said(workplace, capsys):
         ("cluster.server_step_s=null", "runtime=sim needs cluster.server_step_s"),
         ("cluster=real cluster.num_workers=2", "take another cluster, or runtime=local"),
         ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
+        # checkpoints
+        ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
+        ("runtime=local run.checkpoint_s=1", "real processes leave no checkpoints yet"),
+        ("topology=gossip sync=ad_psgd run.checkpoint_s=1", "take a mode that goes in rounds, as sync=d_psgd"),
         # combinations
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),

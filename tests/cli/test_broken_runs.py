@@ -113,7 +113,10 @@ def test_a_stopped_worker_is_late(train, workplace) -> None:
     check_records(workplace / "run", "failed")
 
 
-@pytest.mark.parametrize("mode", ["sync=ssp", "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]"])
+MODES = ["sync=ssp", "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]", "sync=ad_psgd topology=gossip"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_ctrl_c(mode: str, train, workplace) -> None:
     code, err = train(lambda run: os.kill(os.getpid(), signal.SIGINT), *mode.split())
     assert (code, err) == (130, "")

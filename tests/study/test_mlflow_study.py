@@ -1,0 +1,75 @@
+"""A sweep in MLflow: each run once below the sweep, also after the store was locked or deleted. Read back by SQLite."""
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ashl.tracking import mlflow, mlflow_study
+from tests.run_folders import write_sweep
+
+RUN = {"workers": 2, "rounds": 4, "every_s": 0.5}
+SETTINGS = [({"sync": sync, "seed": seed}, 1.0) for sync in ("bsp", "asp") for seed in ("0", "1")]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return write_sweep(tmp_path / "study", SETTINGS, RUN)
+
+
+def copy(sweep: Path, timeout_s: float = 100.0) -> tuple[str | None, str | None]:
+    """Tell MLflow of all runs of the sweep."""
+    store = sweep.parent / "store"
+    store.mkdir(exist_ok=True)
+    writer = mlflow_study.start(sweep, store=store, name="study", axes=["sync", "seed"], command="ashl sweep")
+    for setting in json.loads((sweep / "sweep.json").read_text())["settings"]:
+        name = " ".join(f"{key}={value}" for key, value in setting["axes"].items())
+        mlflow_study.add(writer, sweep / setting["folder"], name, {"seed": int(setting["axes"]["seed"])})
+    return mlflow.finish(writer, timeout_s)
+
+
+def runs(sweep: Path) -> dict[str, tuple[str, str | None]]:
+    """Status and parent's name by name, of the runs that are not deleted."""
+    query = """SELECT r.name, r.status, p.name FROM runs r
+        LEFT JOIN tags t ON t.run_uuid = r.run_uuid AND t.key = 'mlflow.parentRunId'
+        LEFT JOIN runs p ON p.run_uuid = t.value WHERE r.lifecycle_stage = 'active'"""
+    with closing(sqlite3.connect(sweep.parent / "store/mlflow.db", timeout=10)) as connection:
+        rows = connection.execute(query).fetchall()
+    found = {name: (status, parent) for name, status, parent in rows}
+    assert len(found) == len(rows), "no run is there twice"
+    return found
+
+
+def whole() -> dict[str, tuple[str, str | None]]:
+    children = {f"sync={axes['sync']} seed={axes['seed']}": ("FINISHED", "study") for axes, _ in SETTINGS}
+    return {"study": ("FINISHED", None)} | children
+
+
+def test_every_run_is_there_once(sweep: Path) -> None:
+    link, warning = copy(sweep)
+    assert warning is None
+    assert link is not None
+    assert "viewStateShareKey" in link
+    assert runs(sweep) == whole()
+    copy(sweep)
+    assert runs(sweep) == whole()
+
+
+@pytest.mark.slow
+def test_what_a_deleted_or_locked_store_has_lost_comes_back(sweep: Path) -> None:
+    copy(sweep)
+    (sweep.parent / "store/mlflow.db").unlink()
+    copy(sweep)
+    assert runs(sweep) == whole()
+    (sweep.parent / "store/mlflow.db").unlink()
+    copy(sweep)
+    with closing(sqlite3.connect(sweep.parent / "store/mlflow.db")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        link, warning = copy(sweep, timeout_s=15.0)
+    assert link is None
+    assert "locked" in str(warning)
+    copy(sweep)
+    assert runs(sweep) == whole()
