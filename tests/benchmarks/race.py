@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.race [STUDIES]`: does a race find the full grid's winner, and at what share of its cost?
+"""`python -m tests.benchmarks.race [STUDIES [SEED]]`: does a race find the winner, and at what share of the full cost?
 
 Each study is a grid of sync modes and learning rates on digits with three seeds of its own, in virtual time. The full
 grid is run once; the race is then decided on its records by the rules of `ashl.study.race`, rung by rung, which is what
@@ -82,22 +82,22 @@ def name_of(setting: Setting) -> str:
     return " ".join(f"{key}={value}" for key, value in setting.axes.items() if key != "seed")
 
 
-def main(studies: int) -> None:
+def main(studies: int, first: int) -> None:
     with TemporaryDirectory() as place:
         folder = Path(place)
-        overrides = [*GRID, f"seed=range(0,{SEEDS * studies})"]
+        overrides = [*GRID, f"seed=range({first},{first + SEEDS * studies})"]
         grid = make_grid(grid_lines(overrides, None), compose)
         sweep(grid, overrides, folder, slots=None, rerun_failed=False, race=False, quiet=True)
-        report(grid.settings, folder, studies)
+        report(grid.settings, folder, studies, first)
 
 
-def report(settings: tuple[Setting, ...], folder: Path, studies: int) -> None:
+def report(settings: tuple[Setting, ...], folder: Path, studies: int, first: int) -> None:
     teams: dict[int, dict[str, dict[int, list[dict]]]] = {}
     for setting in settings:
         seed = setting.config["seed"]
         assert read_summary(folder / setting.hash) is not None
         lines = curve(folder / setting.hash)
-        teams.setdefault(seed // SEEDS, {}).setdefault(name_of(setting), {})[seed] = lines
+        teams.setdefault((seed - first) // SEEDS, {}).setdefault(name_of(setting), {})[seed] = lines
     moments = rungs([setting.predicted_s for setting in settings])
     table = Table("study", "winner of the full grid", "its times", "winner of the race", "its median", "inside", "cost")
     hits, costs = 0, []
@@ -118,4 +118,5 @@ def report(settings: tuple[Setting, ...], folder: Path, studies: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    given = [int(text) for text in sys.argv[1:]]
+    main(*given, *(10, 0)[len(given) :])
