@@ -102,7 +102,7 @@ def explore(place: Path, *, launcher: str | None, sweeper: str, overrides: Seque
 
 
 def command(task: str, place: Path, overrides: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", "from ashl.cli.plugins import main; main()", task, str(place), *overrides]
+    return [sys.executable, "-P", "-c", "from ashl.cli.plugins import main; main()", task, str(place), *overrides]
 
 
 def main() -> None:

@@ -145,13 +145,20 @@ def children(
 
 def start_fork_server() -> None:
     """A Ctrl-C in the terminal reaches every process, and the fork server would die of it while it imports torch. It
-    inherits that the signal is blocked; here the signal waits until it is not."""
+    inherits that the signal is blocked; here the signal waits until it is not.
+
+    Python's fork server looks for what it preloads in the working directory first: in a checkout it would find half of
+    this package. PYTHONSAFEPATH keeps it from that; the processes it makes have this one's path.
+    """
     resource_tracker.ensure_running()  # it would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before, safe = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}), os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if safe is None:
+            del os.environ["PYTHONSAFEPATH"]
 
 
 def attend(plan: Plan, run_dir: Path, watch: Watch, store: dist.Store, processes: dict[int, BaseProcess]) -> dict:

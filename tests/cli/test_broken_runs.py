@@ -216,3 +216,27 @@ def test_ctrl_c_at_the_very_start(workplace) -> None:
         process.kill()
     assert (process.returncode, err) == (130, "")
     assert json.loads((workplace / "run/summary.json").read_text())["status"] == "interrupted"
+
+
+def test_half_of_the_package_in_the_working_directory(train_elsewhere: Callable[[Path], int], workplace: Path) -> None:
+    """As in a checkout, beside an installation: ranks import what their parent has imported."""
+    (workplace / "ashl").mkdir()
+    (workplace / "ashl/__init__.py").write_text("")
+    assert train_elsewhere(workplace) == 0
+
+
+@pytest.fixture
+def train_elsewhere() -> Callable[[Path], int]:
+    """`ashl train` as a command in this folder: what a script looks in first is its own folder, not the current one."""
+
+    def run(folder: Path) -> int:
+        script = folder / "bin/start.py"
+        script.parent.mkdir()
+        script.write_text(
+            "import sys\nfrom ashl.cli.app import main\n\nif __name__ == '__main__':\n    sys.exit(main())\n"
+        )
+        short = [option for option in LONG if not option.startswith("stop.")]
+        command = [sys.executable, str(script), "train", *short, "sync=ssp", "stop.steps=20"]
+        return subprocess.run(command, cwd=folder, timeout=PATIENCE_S).returncode
+
+    return run
