@@ -25,6 +25,7 @@ BYTES = "Bytes as sent, headers and indices included."
 AXES = "Rings: settings, by their median over seeds, with what lies around it; bars: the median of the rings."
 SHARES = "Means over seeds."
 GANTT = "One run of each."
+MEDIANS = "medians over seeds."
 STALENESS = f"Pushes that were applied; one run of each, its first {staleness.MAX_ROUNDS:,} events."
 
 STYLE = """
@@ -44,18 +45,10 @@ def page(study: Study, board: Board, command: str) -> str:
     """The whole page; `command` is what was typed."""
     name = str(study.sweep.get("name") or "") if study.sweep else ""
     title = f"ashl: {name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings"
-    main = board.environments[0]  # the others differ in their cluster, say, and are compared in the map and by axis
-    drawn, panels, gantts = (_drawn(main, most) for most in (CURVES, PANELS, GANTTS))
     sections = [
         _answer(board),
         _table(board),
-        _crossover(board),
-        _section("Against time", curves.chart(main, drawn, "time_s"), CURVE + _few(board, main, drawn)),
-        _section("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + _few(board, main, drawn)),
-        _section("By axis", grid.multiples(board), AXES),
-        _section("Where the workers' time goes", shares.bars(main, panels), SHARES + _few(board, main, panels)),
-        _section("The first rounds", gantt.gantt(main, gantts), GANTT + _few(board, main, gantts)),
-        _section("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
+        *(_section(title, figure, note) for title, figure, note in figures(board)),
         _list("Ended badly", board.ended_badly),
         _list("Left out", board.left_out),
         _list("Dropped by racing", study.dropped),
@@ -66,6 +59,34 @@ def page(study: Study, board: Board, command: str) -> str:
     body = "\n".join(filter(None, [f"<h1>{escape(title)}</h1>", *sections]))
     top = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>'
     return f"{top}\n<body>\n{body}\n</body></html>\n"
+
+
+def figures(board: Board) -> list[tuple[str, str, str]]:
+    """(title, SVG, note) of every figure that there is something to draw in."""
+    main = board.environments[0]  # the others differ in their cluster, say, and are compared in the map and by axis
+    drawn, panels, gantts = (_drawn(main, most) for most in (CURVES, PANELS, GANTTS))
+    ground = crossover.terrain(board)
+    wins = ("", "") if ground is None else (crossover_map.figure(ground), f"By {ground.measure.title}, {MEDIANS}")
+    found = [
+        ("Who wins where", *wins),
+        ("Against time", curves.chart(main, drawn, "time_s"), CURVE + _few(board, main, drawn)),
+        ("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + _few(board, main, drawn)),
+        ("By axis", grid.multiples(board), AXES),
+        ("Where the workers' time goes", shares.bars(main, panels), SHARES + _few(board, main, panels)),
+        ("The first rounds", gantt.gantt(main, gantts), GANTT + _few(board, main, gantts)),
+        ("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
+    ]
+    return [(title, figure, note) for title, figure, note in found if figure]
+
+
+def leaderboard(board: Board) -> str:
+    """The answer and the leaderboard as Markdown, which MLflow shows as a table."""
+    said = answer(board)
+    columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in board.rows)]
+    rows = [[title for title, _ in columns], ["---"] * len(columns)]
+    rows += [[cell(row).replace("|", "\\|") for _, cell in columns] for row in board.rows[:TABLE_ROWS]]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    return f"**{said.headline}**\n\n{' '.join(said.sentences)}\n\n{table}\n\n{method(board)}\n"
 
 
 def _drawn(board: Board, most: int) -> list[Row]:
@@ -104,8 +125,6 @@ def _rows(board: Board, rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def _section(title: str, figure: str, note: str = "") -> str:
-    if not figure:
-        return ""
     said = f'<p class="note">{escape(note)}</p>' if note else ""
     return f"<section><h2>{escape(title)}</h2>{figure}{said}</section>"
 
@@ -121,13 +140,6 @@ def _few(board: Board, main: Board, drawn: Sequence[Row]) -> str:
     return f"{note} Of {main.rows[0].environment} only." if len(main.rows) < len(board.rows) else note
 
 
-def _crossover(board: Board) -> str:
-    ground = crossover.terrain(board)
-    if ground is None:
-        return ""
-    return _section("Who wins where", crossover_map.figure(ground), f"By {ground.measure.title}, medians over seeds.")
-
-
 def _list(title: str, found: Sequence[LeftOut]) -> str:
     if not found:
         return ""
@@ -137,9 +149,12 @@ def _list(title: str, found: Sequence[LeftOut]) -> str:
 
 
 def _origin(study: Study, command: str) -> str:
-    lines = [f"<code>{escape(command)}</code>"] if command else []
-    if study.sweep and study.sweep.get("overrides"):
-        lines.append(f"<code>ashl sweep {escape(' '.join(map(str, study.sweep['overrides'])))}</code>")
+    swept = (
+        ["ashl sweep " + " ".join(map(str, study.sweep["overrides"]))]
+        if study.sweep and study.sweep.get("overrides")
+        else []
+    )
+    lines = [f"<code>{escape(text)}</code>" for text in dict.fromkeys(filter(None, [command, *swept]))]
     lines.append(escape(", ".join([f"ashl {__version__}", f"Python {platform.python_version()}", f"torch {_torch()}"])))
     return f"<section><h2>How this was made</h2>{''.join(f'<p>{line}</p>' for line in lines)}</section>"
 

@@ -85,7 +85,10 @@ def gain(found: Effect, measure: Measure) -> str:
     if found.ratio:
         join = "as" if measure.better.endswith("fast") else "than"
         return f"{found.middle:.2f} {measure.better} {join}"
-    return f"{100 * found.middle:+.1f} {measure.better} than".replace("+-", "-")
+    points = round(100 * found.middle, 1)
+    if points < 0:  # the medians say one thing, the paired means another
+        return f"on average {-points:.1f} {measure.better.replace('better', 'worse')} than"
+    return f"{points:.1f} {measure.better} than"
 
 
 def number_of(value: float, ratio: bool) -> str:

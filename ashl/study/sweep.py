@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from ashl.construct import construct
 from ashl.digest import config_hash
 from ashl.errors import AshlError, UsageError
 from ashl.report import terminal
-from ashl.report.compare import compare
+from ashl.report.compare import compare, write
+from ashl.report.page import figures, leaderboard
 from ashl.run import PAUSED, RUNS
 from ashl.runtime.checkpoint import FILE
 from ashl.study.elsewhere import Launch, run_elsewhere
@@ -98,6 +100,12 @@ def conclude(folder: Path, command: str, console: Console, quiet: bool) -> None:
         if not quiet:
             console.print(str(error), soft_wrap=True)
         return
+    files = {"leaderboard.md": leaderboard(found.board)}
+    for title, svg, _ in figures(found.board):
+        files[f"figures/{'-'.join(re.findall('[a-z]+', title.lower()))}.svg"] = svg
+    (folder / "figures").mkdir(exist_ok=True)
+    for name, text in files.items():
+        write(folder / name, text)
     if not quiet:
         terminal.show(console, found.board)
         console.print(f"report {found.report}", soft_wrap=True)

@@ -20,7 +20,7 @@ from ashl.tracking import mlflow, view
 from ashl.tracking import store as stores
 from ashl.tracking.recorder import SUMMARY
 
-ARTIFACTS = ("sweep.json", "leaderboard.md", "report.html")
+ARTIFACTS = ("sweep.json", "leaderboard.md", "report.html", "figures")
 MODULE = "ashl.tracking.mlflow_study"
 WRITER = "ashl.summary"  # the tag that says which outcome a run was copied with
 ENOUGH = 10_000  # runs of one sweep
@@ -127,7 +127,8 @@ class Study:
         """The sweep's own files, its end, and the view on its experiment; returns the deep link."""
         assert self.parent is not None
         for path in filter(Path.exists, (self.folder / name for name in ARTIFACTS)):
-            self.client.log_artifact(self.parent, str(path))
+            log = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+            log(self.parent, str(path), *([path.name] if path.is_dir() else []))
         with suppress(Exception):  # a plainer page is no reason to record nothing
             axes = json.loads(self.job["tags"]["ashl.axes"])
             self.client.set_experiment_tag(self.experiment, view.TAG, view.tag(axes=axes))
