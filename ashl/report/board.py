@@ -53,6 +53,7 @@ class Row:
     wait_share: float | None
     mb_up: float | None
     mb_down: float | None
+    consensus: float | None  # distance of the models from their mean, where each worker has its own
 
     @property
     def reached(self) -> int:
@@ -258,6 +259,7 @@ def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool
         wait_share=mean("wait_share"),
         mb_up=None if up is None else up / 1e6,
         mb_down=None if down is None else down / 1e6,
+        consensus=mean("consensus_distance", "final"),
     )
 
 

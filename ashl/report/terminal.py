@@ -20,6 +20,7 @@ MAX_NAMED = 10  # runs that ended badly, in full
 
 TITLE, WORDS = 14, 24  # characters: of a line of a title, of a name before it is wrapped
 EXPENDABLE = (
+    "consensus distance",
     "best",
     "loss",
     "between",
@@ -114,6 +115,7 @@ def columns_of(board: Board) -> list[Column]:
         ("waiting", lambda row: percent(row.wait_share)),
         ("MB up", lambda row: number(row.mb_up)),
         ("MB down", lambda row: number(row.mb_down)),
+        ("consensus distance", lambda row: number(row.consensus)),
     ]
 
 

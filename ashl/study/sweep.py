@@ -138,18 +138,17 @@ def run_on(
     pause_s: float | None,
 ) -> None:
     """Run these settings on, to their end or until they have passed `pause_s`."""
-    labels = {folder / setting.hash: label(setting) for setting in settings}
     by_folder = {folder / setting.hash: setting for setting in settings}
     jobs = [
         Job(path, inside(s.config, path), s.overrides, resume=(path / FILE).exists(), pause_s=pause_s)
         for s in settings
         if not passed(path := folder / s.hash, pause_s)
     ]
-    for job in run_jobs(jobs, lambda running: board.look([labels[job.folder] for job in running])):
-        summary = read_summary(job.folder)
+    for job in run_jobs(jobs, lambda running: board.look([label(by_folder[job.folder]) for job in running])):
+        summary, setting = read_summary(job.folder), by_folder[job.folder]
         if summary is not None and summary["status"] in ENDED:
-            board.ended(labels[job.folder], summary)
-            tell(by_folder[job.folder])
+            board.ended(label(setting), summary)
+            tell(setting)
 
 
 def race_to_the_end(

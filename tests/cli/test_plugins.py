@@ -36,7 +36,8 @@ def test_joblib_runs_what_is_missing_and_leaves_nothing_behind(workplace: Path, 
     assert main(grid) == 0
     whole = summaries(workplace / "study")
     assert [summary["status"] for summary in whole.values()] == ["finished"] * 2
-    assert names(workplace / "study") == sorted([".lock", "report.html", "sweep.json", *whole])
+    own = [".lock", "figures", "leaderboard.md", "report.html", "sweep.json"]
+    assert names(workplace / "study") == sorted([*own, *whole])
     assert names(workplace) == ["study"]
     assert "[2/2]" in capsys.readouterr().out
     assert main([*grid, "-q"]) == 0

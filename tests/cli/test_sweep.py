@@ -43,6 +43,8 @@ def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.Capt
     assert f"{len(first)} of them done, {4 - len(first)} to go" in out
     assert all(summary["status"] == "finished" for summary in whole.values())
     assert (workplace / "study/report.html").is_file()
+    assert "asp" in (workplace / "study/leaderboard.md").read_text()
+    assert {path.suffix for path in (workplace / "study/figures").iterdir()} == {".svg"}
     assert main(["sweep", *GRID, "-q"]) == 0
     assert summaries(workplace / "study") == whole
 
