@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ashl.errors import AshlError
 from ashl.report.board import Board, rank
-from ashl.report.page import page
+from ashl.report.page import Figure, figures, page
 from ashl.report.records import Study, read
 
 REPORT = "report.html"
@@ -17,10 +17,11 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was read, how it ranks, and where the report lies."""
+    """What was read, how it ranks, what was drawn of it, and where the report lies."""
 
     study: Study
     board: Board
+    figures: list[Figure]
     report: Path
 
 
@@ -41,8 +42,9 @@ def compare(
     study = read(paths)
     board = rank(study, target=target, hold=hold, baseline=baseline)
     report = out or (study.folder or Path()) / REPORT
-    write(report, page(study, board, command))
-    return Comparison(study, board, report)
+    drawn = figures(board)
+    write(report, page(study, board, drawn, command))
+    return Comparison(study, board, drawn, report)
 
 
 def write(file: Path, text: str) -> None:

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from ashl import __version__
 from ashl.report import crossover, crossover_map, curves, gantt, grid, shares, staleness
@@ -41,14 +42,22 @@ code{font-size:13px;overflow-wrap:anywhere}li{overflow-wrap:anywhere}
 """.strip()
 
 
-def page(study: Study, board: Board, command: str) -> str:
-    """The whole page; `command` is what was typed."""
+class Figure(NamedTuple):
+    """A figure of the page."""
+
+    title: str
+    svg: str
+    note: str
+
+
+def page(study: Study, board: Board, drawn: Sequence[Figure], command: str) -> str:
+    """The whole page with these figures; `command` is what was typed."""
     name = str(study.sweep.get("name") or "") if study.sweep else ""
     title = f"ashl: {name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings"
     sections = [
         _answer(board),
         _table(board),
-        *(_section(title, figure, note) for title, figure, note in figures(board)),
+        *(_section(title, figure, note) for title, figure, note in drawn),
         _list("Ended badly", board.ended_badly),
         _list("Left out", board.left_out),
         _list("Dropped by racing", study.dropped),
@@ -61,8 +70,8 @@ def page(study: Study, board: Board, command: str) -> str:
     return f"{top}\n<body>\n{body}\n</body></html>\n"
 
 
-def figures(board: Board) -> list[tuple[str, str, str]]:
-    """(title, SVG, note) of every figure that there is something to draw in."""
+def figures(board: Board) -> list[Figure]:
+    """Every figure that there is something to draw in."""
     main = board.environments[0]  # the others differ in their cluster, say, and are compared in the map and by axis
     drawn, panels, gantts = (_drawn(main, most) for most in (CURVES, PANELS, GANTTS))
     ground = crossover.terrain(board)
@@ -76,7 +85,7 @@ def figures(board: Board) -> list[tuple[str, str, str]]:
         ("The first rounds", gantt.gantt(main, gantts), GANTT + _few(board, main, gantts)),
         ("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
     ]
-    return [(title, figure, note) for title, figure, note in found if figure]
+    return [Figure(*entry) for entry in found if entry[1]]
 
 
 def leaderboard(board: Board) -> str:

@@ -23,7 +23,7 @@ from ashl.digest import config_hash
 from ashl.errors import AshlError, UsageError
 from ashl.report import terminal
 from ashl.report.compare import compare, write
-from ashl.report.page import figures, leaderboard
+from ashl.report.page import leaderboard
 from ashl.run import PAUSED, RUNS
 from ashl.runtime.checkpoint import FILE
 from ashl.study.elsewhere import Launch, run_elsewhere
@@ -101,8 +101,8 @@ def conclude(folder: Path, command: str, console: Console, quiet: bool) -> None:
             console.print(str(error), soft_wrap=True)
         return
     files = {"leaderboard.md": leaderboard(found.board)}
-    for title, svg, _ in figures(found.board):
-        files[f"figures/{'-'.join(re.findall('[a-z]+', title.lower()))}.svg"] = svg
+    for figure in found.figures:
+        files[f"figures/{'-'.join(re.findall('[a-z]+', figure.title.lower()))}.svg"] = figure.svg
     (folder / "figures").mkdir(exist_ok=True)
     for name, text in files.items():
         write(folder / name, text)
