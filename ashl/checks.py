@@ -10,6 +10,7 @@ from ashl.cluster.spec import RealCluster
 from ashl.compression.feedback import with_feedback
 from ashl.construct import construct
 from ashl.errors import UnusedKeyError, UsageError
+from ashl.override import key_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.stage import extra_ranks
 
@@ -19,12 +20,12 @@ NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "plateau"}  # rules by which 
 
 def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
     """A schedule that says which sync mode each stage has leaves nothing for `sync=` to say."""
-    given = [override for override in overrides if override.lstrip("+").startswith(("sync=", "sync."))]
+    given = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
     if given:
         raise UnusedKeyError(
             f"schedule={schedule} names the sync mode of each of its stages, so {given[0]} has no say; drop it, or "
             "take schedule=single",
-            given[0].lstrip("+").partition("=")[0],
+            key_of(given[0]),
         )
 
 

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ashl.errors import UnusedKeyError, UsageError
+from ashl.override import key_of
 
 from .catalog import CONF, Catalog, catalog, lacking, nearest, parameters
 
@@ -37,7 +38,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     one sentence, for whatever does not exist or cannot be read.
     """
     known = catalog(config_dir)
-    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    named = {key_of(text) for text in overrides}
     if any(key.partition(".")[0] == "sync" for key in named) and "schedule" not in named:
         overrides = [*overrides, "schedule=single"]
     changes = [_change(text, known) for text in overrides]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ashl.errors import UsageError
+from ashl.override import key_of
 
 from .train import ConfigDir, Debug, Overrides, as_yaml
 
@@ -101,7 +102,7 @@ def search(
     from . import plugins
     from .compose import alternatives, compose
 
-    last = {text.lstrip("+").partition("=")[0]: text for text in typed}  # of a key written twice, as in train
+    last = {key_of(text): text for text in typed}  # of a key written twice, as in train
     seeds = tuple(alternatives(last.pop("seed", "seed=0"), config_dir))
     axes = {text: plugins.axis_of(text, config_dir) for text in last.values()}
     asked = study.Search(
@@ -141,10 +142,10 @@ def grid_lines(overrides: list[str], config_dir: Path | None) -> list[list[list[
     """
     from .compose import alternatives, compose
 
-    last = {text.lstrip("+").partition("=")[0]: text for text in overrides}  # of a key written twice, as in train
+    last = {key_of(text): text for text in overrides}  # of a key written twice, as in train
     typed = [alternatives(text, config_dir) for text in last.values()]
     keys = last.keys()
-    preset = next((s for s in typed if s[0].lstrip("+").startswith("experiment=")), None)
+    preset = next((s for s in typed if key_of(s[0]) == "experiment"), None)
     lines = compose([preset[0]], config_dir)["sweep"] if preset and len(preset) == 1 else None
     if lines is None:
         return [typed]

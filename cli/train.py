@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ashl.errors import UsageError
+from ashl.override import key_of
 
 from .complete import complete
 
@@ -64,7 +65,7 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
     if not config["runtime"]["_target_"].endswith("SimRuntime"):
         raise UsageError(f"--resume {run_dir}: only runs in virtual time leave checkpoints so far; run it anew.")
     asked = compose(overrides, config_dir)
-    for key in (text.lstrip("+").partition("=")[0] for text in overrides):
+    for key in map(key_of, overrides):
         group, _, name = key.partition(".")
         if group != "stop" or name not in config["stop"]:
             raise UsageError(f"{key}: only stop.* may change when a run goes on; start a new one.")

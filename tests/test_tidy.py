@@ -16,7 +16,7 @@ MAX_FILE, MAX_FUNCTION = 400, 70
 
 # From the bottom up: a module imports from its own level and from those below it.
 LEVELS = (
-    {"errors", "option", "digest"},
+    {"errors", "option", "digest", "override"},
     {"plan", "planner", "data", "optimizer", "cluster", "tracking", "report"},
     {"model", "learner", "runtime"},
     {"stage", "trainer", "consensus"},

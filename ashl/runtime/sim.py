@@ -34,7 +34,6 @@ class Sim:
         self._push_end = [0] * num_ranks  # when the last transfer that this rank sent ends
         self._heap: list[tuple[int, int, Any, Any]] = []
         self._seq = 0
-        self._live = 0
         self._tasks: set[Task] = set()
         self._collectives: dict[tuple, dict[int, tuple[Task, Any]]] = {}
         self._mains: list[Task] = []

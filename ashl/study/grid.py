@@ -10,6 +10,7 @@ from typing import Any
 
 from ashl.digest import config_hash
 from ashl.errors import DataMissingError, UnusedKeyError, UsageError
+from ashl.override import key_of
 from ashl.plan.plan import Plan
 from ashl.planning import make_plan
 
@@ -68,16 +69,10 @@ def axes_of(lines: Sequence[Line]) -> dict[str, list[str]]:
     for line in lines:
         for alternatives in line:
             for single in alternatives:
-                key, _, value = single.lstrip("+").partition("=")
-                values.setdefault(key, []).append(value)
-    everywhere = {key for key in values if all(any(key == keys_of(a) for a in line) for line in lines)}
+                values.setdefault(key_of(single), []).append(single.partition("=")[2])
+    everywhere = {key for key in values if all(any(key == key_of(a[0]) for a in line) for line in lines)}
     found = {key: list(dict.fromkeys(options)) for key, options in values.items()}
     return {key: options for key, options in found.items() if len(options) > 1 or key not in everywhere}
-
-
-def keys_of(alternatives: Sequence[str]) -> str:
-    """The key that these are values of."""
-    return alternatives[0].lstrip("+").partition("=")[0]
 
 
 def make_grid(
@@ -111,9 +106,9 @@ def make_grid(
             first = first or error
             skipped.append(Skipped(point, str(error)))
             continue
-        chosen = {single.lstrip("+").partition("=")[0]: single.partition("=")[2] for single in kept}
+        chosen = {key_of(single): single.partition("=")[2] for single in kept}
         used |= chosen.keys()
-        for key in {keys_of([single]) for single in point} - chosen.keys():
+        for key in {key_of(single) for single in point} - chosen.keys():
             unused[key] = unused.get(key, 0) + 1
         digest = config_hash(config)
         if digest in settings:
@@ -163,7 +158,7 @@ def checked(
                 raise plan
             return point, config, plan.predicted_s
         except UnusedKeyError as error:
-            rest = tuple(single for single in point if keys_of([single]) != error.key)
+            rest = tuple(single for single in point if key_of(single) != error.key)
             if len(rest) == len(point):
                 raise
             point = rest

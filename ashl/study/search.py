@@ -23,9 +23,10 @@ from rich.console import Console
 
 from ashl.digest import config_hash
 from ashl.errors import AshlError, UsageError
+from ashl.override import key_of
 from ashl.study import sweep
 from ashl.study.elsewhere import WithdrawnError, at_work, begun, last_words, over, run_while
-from ashl.study.grid import Grid, Setting, Skipped, checked, keys_of, points
+from ashl.study.grid import Grid, Setting, Skipped, checked, points
 from ashl.study.race import Standing
 from ashl.study.slots import LOG, LOOK_S, Job
 from ashl.tracking import jsonl
@@ -229,7 +230,7 @@ def made(asked: Search, keys: Sequence[str], point: Sequence[str], compose: Comp
     settings, plans = [], {}
     for wanted in points([asked.line(*point)]):
         kept, config, predicted_s = checked(wanted, lambda single: compose(single, config_dir), plans)
-        chosen = {keys_of([single]): single.partition("=")[2] for single in kept}
+        chosen = {key_of(single): single.partition("=")[2] for single in kept}
         axes = {key: chosen[key] for key in keys if key in chosen}
         digest = config_hash(config)
         settings.append(Setting(hash=digest, overrides=kept, axes=axes, config=config, predicted_s=predicted_s))

@@ -105,8 +105,12 @@ def judge(node: Node, stage: Stage, clock: Clock) -> str | None:
 
 def leave(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge."""
-    clock, state.word = state.clock, None
-    clock.end_ns = node.now_ns
+    state.clock.end_ns, state.word = node.now_ns, None
+    return ended(node, stage, state.clock, reason)
+
+
+def ended(node: Node, stage: Stage, clock: Clock, reason: str) -> int:
+    """Close the books of a stage that rank 0 judges; returns the last word."""
     word = NEXT if reason == "next" and stage.following else STOP
     if node.rank == 0:
         rule = stage.reached(clock, node.now, node.scores) or next(iter(stage.plan.until), reason)

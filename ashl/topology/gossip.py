@@ -33,8 +33,8 @@ import torch
 from ashl.option import Count, option
 from ashl.runtime.effects import Hollow, Message
 from ashl.runtime.node import Node
-from ashl.stage import NEXT, STOP, Clock, Stage
-from ashl.topology.all_reduce import WORDS, judge
+from ashl.stage import Clock, Stage
+from ashl.topology.all_reduce import WORDS, ended, judge
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
 from ashl.topology.graph import Edge, Round, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
@@ -245,19 +245,9 @@ def rounds_to_all(stage: Stage, first: int) -> int:
 
 async def leave(node: Node, stage: Stage, state: RoundState, reason: str) -> int:
     """The stage ended with this round; at the moment when the last worker had finished it."""
-    clock = state.clock
     moment = await node.all_reduce(torch.tensor([node.now_ns]), stage.workers, "max", riders=1)
-    clock.end_ns = int(moment)
-    word = NEXT if reason == "next" and stage.following else STOP
-    if node.rank == 0:
-        rule = stage.reached(clock, node.now, node.scores) or next(iter(stage.plan.until), reason)
-        end = {"end_ns": clock.end_ns, "reason": rule if reason == "next" else reason}
-        node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
-    if word == NEXT:
-        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(clock.end_ns))
-    else:
-        node.ledger.close(clock.end_ns)
-    return word
+    state.clock.end_ns = int(moment)
+    return ended(node, stage, state.clock, reason)
 
 
 def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:

@@ -16,11 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ashl.tracking import jsonl, view
 from ashl.tracking import store as stores
@@ -145,18 +145,24 @@ def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
 
 
 def main() -> None:
-    """The writer's process: `python -m ashl.tracking.mlflow RUN_DIR`; its input begins with the job, a line of JSON."""
+    """The writer's process: `python -m ashl.tracking.mlflow RUN_DIR`."""
+    serve(Copy)
+
+
+def serve(make: Callable[[Path, dict], Any]) -> None:
+    """The whole of a writer's process. Its argument is the folder, its input begins with the job, a line of JSON, and
+    its answer is the deep link and a warning; `make(folder, job)` is what copies."""
     os.nice(10)  # the run comes first
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever MLflow prints belongs in the log
-    run_dir = Path(sys.argv[1])
+    folder = Path(sys.argv[1])
     job = json.loads(sys.stdin.readline())
-    with open(run_dir / LOG, "ab") as log, answer:
+    with open(folder / LOG, "ab") as log, answer:
         fcntl.flock(log, fcntl.LOCK_EX)
-        json.dump(_follow(Copy(run_dir, job)), answer)
+        json.dump(_follow(make(folder, job)), answer)
 
 
-def _follow(copy: "Copy") -> tuple[str | None, str | None]:
+def _follow(copy: Any) -> tuple[str | None, str | None]:
     """Copy until the input is closed, trying again after each failure; returns the deep link and a warning."""
     ended = False
     while True:
@@ -169,9 +175,12 @@ def _follow(copy: "Copy") -> tuple[str | None, str | None]:
             print(f"{type(error).__name__}: {reason}", file=sys.stderr)
             if ended:
                 return None, warning_of(copy.run_dir, copy.loss() or reason)
-        ended = bool(select.select([sys.stdin], [], [], PERIOD_S)[0])
-        if ended:
-            signal.alarm(LAST_WORDS_S)
+        while not ended and select.select([sys.stdin], [], [], PERIOD_S)[0]:
+            if line := sys.stdin.readline():
+                copy.hear(json.loads(line))
+            else:
+                ended = True
+                signal.alarm(LAST_WORDS_S)
 
 
 class Copy:
@@ -215,9 +224,10 @@ class Copy:
         self.client.set_terminated(run_id, STATUS.get(summary["status"], "FAILED"))
         if loss := self.loss():
             return None, warning_of(self.run_dir, loss)
-        uri = self.job["uri"]
-        address = stores.public(uri) if stores.database(uri) is None else stores.ADDRESS
-        return stores.link(address, str(self.experiment)), warning
+        return page_of(self.job["uri"], str(self.experiment)), warning
+
+    def hear(self, line: dict) -> None:
+        """A run is all that there is to copy: nothing is told of it but its end."""
 
     def loss(self) -> str | None:
         """What became of the database, if it is not the one that the run was begun in; SQLite itself may not notice."""
@@ -260,6 +270,11 @@ def connect(job: Mapping) -> tuple["MlflowClient", str]:
     with stores.schema_lock(job["uri"]):
         client = MlflowClient(job["uri"])
         return client, _experiment(client, job["experiment"], job["artifacts"])
+
+
+def page_of(uri: str, experiment: str) -> str:
+    """Deep link to an experiment, on the store's own server or on the one that `ashl ui` starts."""
+    return stores.link(stores.public(uri) if stores.database(uri) is None else stores.ADDRESS, experiment)
 
 
 def points(record: dict) -> Iterator[tuple[str, float, int, float]]:

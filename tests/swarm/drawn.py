@@ -23,6 +23,16 @@ WHAT = ("compute", "link")
 MOST_EVENTS = 50_000  # of one run: many times what the longest needs
 
 
+def each(seeds: range, check: Callable[[int], None], drawn: Callable[[int], Any]) -> None:
+    """Check every seed; a failure says which one it was, and what it draws."""
+    for seed in seeds:
+        try:
+            check(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}: {drawn(seed)}")
+            raise
+
+
 @dataclass
 class Seen:
     """An observer that keeps everything."""

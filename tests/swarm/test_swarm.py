@@ -25,7 +25,7 @@ from ashl.sync.local_sgd import LocalSGD
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
-from tests.swarm.drawn import BATCH, Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, run
+from tests.swarm.drawn import BATCH, Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
 
 SEEDS = 500
 CHUNK = 50  # seeds of one test: enough tests to name the seed that fails, few enough to be quick
@@ -129,12 +129,7 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_a_swarm(first: int) -> None:
-    for seed in range(first, first + CHUNK):
-        try:
-            check(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}: {drawn(seed)}")
-            raise
+    each(range(first, first + CHUNK), check, drawn)
 
 
 def plain(sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3) -> tuple[Cluster, Stage]:

@@ -25,7 +25,7 @@ from ashl.sync.sgp import SGP
 from ashl.sync.swarm import Swarm
 from ashl.topology.gossip import Gossip
 from ashl.topology.graph import NAMES
-from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, run
+from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
 from tests.swarm.test_swarm import deserting, plain
 
 SEEDS = 200
@@ -123,12 +123,7 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_a_swarm(first: int) -> None:
-    for seed in range(first, first + CHUNK):
-        try:
-            check(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}: {drawn(seed)}")
-            raise
+    each(range(first, first + CHUNK), check, drawn)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from ashl.sync.ringmaster import Ringmaster
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
-from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, run
+from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, each, run
 
 SEEDS = 200
 CHUNK = 50
@@ -153,9 +153,4 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_a_swarm_of_stages(first: int) -> None:
-    for seed in range(first, first + CHUNK):
-        try:
-            check(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}: {drawn(seed)}")
-            raise
+    each(range(first, first + CHUNK), check, drawn)
