@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.feedback import with_feedback
+from ashl.compression.layers import Layer, Layout
+from ashl.compression.link import bare, linked
 from ashl.construct import construct
 from ashl.data.batches import Batches
 from ashl.data.dataset import Data
@@ -39,9 +40,15 @@ def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> P
     return declared(cluster, model, num_params, batch)
 
 
-def payload_of(codec: Any, num_params: int) -> Callable[[float | None], float]:
+def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
+    """A plan's layers, as codecs know them."""
+    return tuple(Layer(*layer) for layer in layers)
+
+
+def payload_of(option: Any, layout: Layout) -> Callable[[float | None], float]:
     """Bytes on the wire at a ratio, as a share of the dense vector's."""
-    return lambda ratio: codec.payload(ratio, num_params) / (4 * num_params)
+    codec, d = linked(option, layout), sum(layer.size for layer in layout)
+    return lambda ratio: codec.payload(ratio, d) / (4 * d)
 
 
 def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
@@ -50,6 +57,7 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
     planner = construct(plan.planner, "planner", plan.allow_targets)
     cluster = construct(plan.cluster, "cluster", plan.allow_targets)
     known = declared_profile(cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
+    layout = layout_of(plan.layers)
     for index, (stage, trainer) in enumerate(zip(plan.stages, trainers, strict=True)):
         parts = {
             group: construct(getattr(stage, group), group, plan.allow_targets)
@@ -62,7 +70,9 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
                 topology=parts["topology"],
                 sync=parts["sync"],
                 aggregate=parts["aggregate"],
-                codec=with_feedback(parts["compression"]),
+                codec=linked(parts["compression"], layout),
+                bare_codec=bare(parts["compression"], layout),
+                layout=layout,
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
@@ -71,7 +81,7 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
                 profile=known,
                 seed=plan.seed,
                 nodes=getattr(cluster, "node", None),
-                payload=payload_of(parts["compression"], plan.num_params),
+                payload=payload_of(parts["compression"], layout),
                 replan=partial(replanned, plan, index + 1, planner, parts["compression"]),
             )
         )
@@ -91,7 +101,7 @@ def replanned(
         source="measured",
         workers=measured,
     )
-    payload = payload_of(codec, plan.num_params)
+    payload = payload_of(codec, layout_of(plan.layers))
     stages = plan.stages[first:]
     return profile, [s if s.h_preset is None else with_assignments(s, planner, profile, payload) for s in stages]
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ashl.cluster.spec import RealCluster
-from ashl.compression.feedback import with_feedback
 from ashl.construct import construct
 from ashl.errors import UnusedKeyError, UsageError
 from ashl.override import key_of
@@ -48,17 +47,16 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
             f"aggregate={choices['aggregate']} makes no sense with sync={sync_name}: its workers' batches differ, and "
             "only weights by samples make one mean gradient of them; take aggregate=samples"
         )
-    codec = with_feedback(parts["compression"])
+    lossless = parts["compression"].flags.lossless
     if getattr(topology, "replicas", False):
         if sync is not None:
-            check_replicas(parts, choices, codec.flags.lossless)
-    elif not topology.has_server and not codec.flags.lossless:
+            check_replicas(parts, choices, lossless)
+    elif mechanism(topology) == "partial_all_reduce" and not lossless:
         raise UsageError(
-            f"compression={choices['compression']} makes no sense with topology={topology_name}: what a sum meets on "
-            "its way must add up, and compressed vectors do not; take compression=none, or topology=parameter_server"
-            + (", or one sync mode for the whole run, as in sync=bsp" if sync is None else "")
+            f"compression={choices['compression']} makes no sense with topology={topology_name}: whole models are "
+            "averaged, and most of a compressed model would be zero; take compression=none, or another topology"
         )
-    if topology.has_server and topology.pull_ratio is not None and codec.flags.lossless:
+    if topology.has_server and topology.pull_ratio is not None and lossless:
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
     if runtime.name == "sim":
         if isinstance(cluster, RealCluster):

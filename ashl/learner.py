@@ -57,6 +57,7 @@ class Learner:
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
         self.epoch_samples = len(data.train)
         self.num_params = sum(p.numel() for p in self._parameters)
+        self.layers = tuple((name, tuple(p.shape)) for name, p in self._module.named_parameters() if p.requires_grad)
 
     def init(self) -> Tensor:
         """The first parameters, float32 [d] on the CPU: a pure function of the seed."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ashl.build import declared_profile, payload_of, rules
+from ashl.build import declared_profile, layout_of, payload_of, rules
 from ashl.checks import (
     check_checkpoints,
     check_combination,
@@ -17,6 +17,8 @@ from ashl.checks import (
     refuse_sync,
 )
 from ashl.cluster.spec import Cluster
+from ashl.compression.layers import Layout
+from ashl.compression.rules import check_compression
 from ashl.construct import construct, own_faults
 from ashl.data.dataset import Data
 from ashl.data.partition import shards
@@ -81,10 +83,12 @@ def _plan_and_data(
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
     check_targets(limits, parts["runtime"].gradients, data.loss)
     device_of(parts["runtime"])
-    num_params = Learner(parts["model"], data, seed=settings.seed).num_params
+    learner = Learner(parts["model"], data, seed=settings.seed)
+    num_params, layout = learner.num_params, layout_of(learner.layers)
+    found = check_compression(parts, config["choices"], layout, num_workers)
     batch = parts["dataset"].batch_size
     given = given_profile(profile, settings, config, num_workers, num_params, batch)
-    stages = parts["schedule"].stages(choices_of(config, parts, num_workers, num_params, given))
+    stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, given))
     check_checkpoints(settings.run.checkpoint_s, parts["runtime"], stages, settings.allow_targets)
     check_stages(stages, parts["topology"], parts["runtime"].gradients, settings.allow_targets)
     plan = Plan(
@@ -94,6 +98,7 @@ def _plan_and_data(
         num_workers=num_workers,
         num_ranks=num_workers + extra_ranks(parts["topology"], parts["sync"]),
         num_params=num_params,
+        layers=learner.layers,
         choices={g: option for g, option in config["choices"].items() if parts.get(g, option) is not None},
         model=dict(config["model"]),
         dataset=dict(config["dataset"]),
@@ -102,6 +107,7 @@ def _plan_and_data(
         planner=dict(config["planner"]),
         limits=limits,
         stages=tuple(stages),
+        notes=tuple(found),
         allow_targets=settings.allow_targets,
     )
     if settings.plan is not None:
@@ -112,10 +118,10 @@ def _plan_and_data(
 
 
 def choices_of(
-    config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, num_params: int, given: Profile | None
+    config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, layout: Layout, given: Profile | None
 ) -> Choices:
     """What the schedule is given to make stages of."""
-    batch = parts["dataset"].batch_size
+    batch, num_params = parts["dataset"].batch_size, sum(layer.size for layer in layout)
     return Choices(
         names=config["choices"],
         specs={group: dict(config[group]) for group in STAGE_GROUPS},
@@ -124,7 +130,7 @@ def choices_of(
         num_workers=num_workers,
         planner=parts["planner"],
         profile=given or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
-        payload=payload_of(parts["compression"], num_params),
+        payload=payload_of(parts["compression"], layout),
         ratio=getattr(parts["compression"], "ratio", None),
         given=given is not None,
     )

@@ -88,11 +88,7 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     net = network(steady, stage.trainer.dense_bytes)
     workers = []
     for rank, worker in enumerate(plan.workers):
-        if hasattr(stage.topology, "exchange_ns"):
-            exchange_ns = stage.topology.exchange_ns(stage, net, rank)
-        else:
-            exchange_ns = net.exchange_ns(rank, n, stage.trainer.dense_bytes, stage.topology.has_server)
-        cycle_ns = local_steps[rank] * step_ns[rank] + exchange_ns
+        cycle_ns = local_steps[rank] * step_ns[rank] + stage.topology.exchange_ns(stage, net, rank)
         workers.append(replace(worker, predicted_cycle_s=cycle_ns / NS))
     return replace(
         plan,

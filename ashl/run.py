@@ -159,7 +159,7 @@ def how_it_ended(watch: Watch, failure: Exception | None) -> tuple[str, str]:
         return "interrupted", watch.stopping or "interrupted"
     reason = watch.stages[-1]["reason"]
     if watch.final["diverged"]:
-        return "diverged", watch.final["diverged"]
+        return "diverged", watch.ill or watch.final["diverged"]
     return ("interrupted" if reason == "interrupted" else "finished"), reason
 
 

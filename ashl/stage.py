@@ -165,13 +165,15 @@ class Stage:
     topology: Any
     sync: Any
     aggregate: Any
-    codec: Any
+    codec: Any  # of a worker's link, see `compression.link`
     trainer: Any
     limits: Limits
     epoch_samples: int
     following: bool = False  # whether another stage comes after this one
     planner: Any = None
     profile: Profile | None = None  # what the configuration declares of the workers
+    bare_codec: Any = None  # without memory or schedule around it
+    layout: tuple[Any, ...] = ()  # the model's layers, see `compression.layers`
     seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
@@ -205,11 +207,6 @@ class Stage:
     def resets(self) -> bool:
         """Whether momentum starts from zero here, instead of being handed over by the stage before."""
         return self.index > 0 and self.plan.handover.get("momentum") == "reset"
-
-    @property
-    def bare_codec(self) -> Any:
-        """The codec without error feedback around it."""
-        return getattr(self.codec, "codec", self.codec)
 
     @cached_property
     def quorum(self) -> int:

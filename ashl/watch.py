@@ -41,6 +41,7 @@ class Watch:
         self.stages: list[dict] = []
         self.ledgers: dict[int, dict] = {}
         self.final: dict | None = None
+        self.ill: str | None = None  # what was no number before any loss was
         self.sha256: str | None = None
         self.reached_s: float | None = None
         self._parts = Parts(plan.num_workers) if job.stages[0].replicas else None
@@ -73,6 +74,8 @@ class Watch:
             self.ledgers[record["rank"]] = record
         elif kind == "profile":
             self.recorder.document("profile.json", record["profile"])
+        elif kind == "ill":
+            self.ill = self.ill or f"{record['where']} is not finite in its round {record['round'] + 1}"
         elif kind == "plan":
             self.plan = replanned(self.plan, record["first"], record["stages"])
             self.recorder.document("plan.json", self.plan.to_json())

@@ -37,7 +37,7 @@ def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
     found: dict[str, dict[str, Path]] = {}
     for group in defaults():
         roots = [root for root in (config_dir, CONF) if root]  # ours last: a user's file never hides a shipped one
-        options = {file.stem: file for root in roots for file in (root / group).glob("*.yaml")}
+        options = {file.stem: file for root in roots for file in (root / group).glob("[!_]*.yaml")}
         found[group] = dict(sorted(options.items()))
     return found
 

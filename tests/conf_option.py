@@ -11,7 +11,15 @@ CONF = Path(__file__).parents[1] / "conf"
 
 def conf_option(group: str, option: str, /, **fields: Any) -> Any:
     """The option that `group=option group.field=value …` chooses."""
-    spec = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"), resolve=True)
-    assert isinstance(spec, dict)
+    spec = values(group, option)
     module, _, kind = str(spec.pop("_target_")).rpartition(".")
     return getattr(import_module(module), kind)(**{**spec, **fields})
+
+
+def values(group: str, option: str) -> dict[str, Any]:
+    """What an option's file says, and the files that it starts from."""
+    own: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"), resolve=True)
+    found: dict[str, Any] = {}
+    for parent in own.pop("defaults", ()):
+        found |= values(group, parent)
+    return found | own

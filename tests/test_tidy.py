@@ -135,7 +135,7 @@ def test_nothing_prints_but_the_command_line_and_the_tracking() -> None:
 
 
 def test_no_global_random_state() -> None:
-    own = r"(np|numpy)\.random\.(default_rng|Generator|SeedSequence|Philox|PCG64)|torch\.Generator"
+    own = r"(np|numpy)\.random\.(default_rng|Generator|SeedSequence|Philox|PCG64|SFC64)|torch\.Generator"
     shared = r"(np|numpy)\.random\.\w+|torch\.(random\.)?(manual_seed|seed|set_rng_state)"
     wrong = {
         f"{name(file)}: {call}"

@@ -44,12 +44,6 @@ class Exchange:
         """One uncontended transfer."""
         return self.cost_ns(src, dst, nbytes, 0)
 
-    def exchange_ns(self, rank: int, num_workers: int, nbytes: int, server: bool) -> int:
-        """One uncontended exchange of a worker: push and pull through a server, or an all-reduce of all workers."""
-        if not server:
-            return self.all_reduce_ns(tuple(range(num_workers)), nbytes, 0)
-        return self.cost_ns(rank, num_workers, nbytes, 0) + self.cost_ns(num_workers, rank, nbytes, 0)
-
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         g = len(group)
         factor = max(self.factors.at(rank, now_ns) for rank in group)
@@ -101,12 +95,6 @@ class Ports:
         key = (dst, "in", inner)
         self._free[key] = max(head_ns, self._free.get(key, 0)) + self.service_ns(dst, nbytes, head_ns, inner)
         return max(self._free[key], tail_ns)
-
-    def exchange_ns(self, rank: int, num_workers: int, nbytes: int, server: bool) -> int:
-        """One uncontended exchange of a worker: push and pull through a server, or an all-reduce of all workers."""
-        if not server:
-            return self.all_reduce_ns(tuple(range(num_workers)), nbytes, 0)
-        return 2 * self.transfer_ns(rank, num_workers, nbytes)
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         """One uncontended transfer."""

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ashl.compression import Codec
+from ashl.compression import Codec, Turn
 from ashl.runtime.effects import Hollow
 
 
-def pull(codec: Codec, held: Any, model: Any, ratio: float | None = None) -> tuple[Any, Any]:
+def pull(codec: Codec, held: Any, model: Any, turn: Turn) -> tuple[Any, Any]:
     """At the server: (what the worker will hold, the body to send it). `held` is None at the first pull."""
-    if held is None or codec.payload(ratio, model.nbytes // 4) >= model.nbytes:
+    if held is None or codec.payload(turn.ratio, model.nbytes // 4) >= model.nbytes:
         return model, model
-    _, body = codec.encode(None, model - held, ratio)
+    _, body = codec.encode(None, model - held, turn)
     return advance(codec, held, body), body
 
 

@@ -1,11 +1,13 @@
 """Error feedback: what a codec left out is kept at the sender and added to what is sent next.
 
-Rule: p = x + e, send C(p), e ← p − C(p), with e = 0 at first. Hence what was sent and the residual e add up to the sum
-of all x: nothing is lost, only late. A dropped message returns its content to e.
+Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first. α = β = 1 is plain error feedback, e ← p −
+C(p): what was sent and the residual e add up to the sum of all x, so that nothing is lost, only late. Smaller ones are
+ECQ-SGD, which forgets old errors. A dropped message returns its content to e.
 
-x is an update, the learning rate inside it, so that e keeps its meaning when the rate changes. C has to be a
+e is kept in units of the model: where x is a gradient, it is rescaled when the learning rate changes. C has to be a
 contraction. Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
-Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
+Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et al., "Error Compensated Quantized SGD",
+ICML 2018.
 """
 
 from __future__ import annotations
@@ -13,71 +15,55 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ashl.compression import Codec, Flags
-from ashl.errors import UsageError
+from ashl.compression import TURN, Flags, Turn
+from ashl.compression.around import Around
 from ashl.runtime.effects import Hollow
 
 
 class Residual(NamedTuple):
-    """The sender's state: e (None = 0) and the state of the codec inside."""
+    """The sender's state: e (None = 0), the state of the codec inside, and the learning rate that e goes with."""
 
     error: Any = None
     inner: Any = None
+    lr: float = 1.0
 
 
 @dataclass(frozen=True)
-class Feedback:
-    """A codec around a codec; on the wire they are the same."""
+class Feedback(Around):
+    """Keeps e around a codec."""
 
-    codec: Codec
+    gain: float = 1.0
+    decay: float = 1.0
 
     @property
     def flags(self) -> Flags:
         return self.codec.flags._replace(unbiased=False)
 
-    def encode(self, sender: Residual | None, x: Any, ratio: float | None = None) -> tuple[Residual, Any]:
-        error, inner = sender or Residual()
-        p = x if error is None else x + error
-        inner, body = self.codec.encode(inner, p, ratio)
+    def encode(self, sender: Residual | None, x: Any, turn: Turn = TURN) -> tuple[Residual, Any]:
+        error, inner, lr = sender or Residual()
+        error = rescaled(error, lr, turn.lr)
+        p = x if error is None else x + (error if self.gain == 1 else error * self.gain)
+        inner, body = self.codec.encode(inner, p, turn)
         if isinstance(x, Hollow):
-            return Residual(None, inner), body
+            return Residual(None, inner, turn.lr), body
+        if error is not None and (self.gain != 1 or self.decay != 1):
+            p = x + error * self.decay
         rest = p.clone() if p is x or p is body else p
         self.codec.add(rest, body, -1.0)
-        return Residual(rest, inner), body
-
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        return self.codec.decode(receiver, body, d)
+        return Residual(rest, inner, turn.lr), body
 
     def undo(self, sender: Residual, body: Any) -> Residual:
-        error, inner = sender
+        error, inner, lr = sender
         inner = self.codec.undo(inner, body)
         if isinstance(body, Hollow):
-            return Residual(None, inner)
+            return Residual(None, inner, lr)
         restored = error.clone()
         self.codec.add(restored, body)
-        return Residual(restored, inner)
-
-    def payload(self, ratio: float | None, d: int) -> int:
-        return self.codec.payload(ratio, d)
-
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
-        self.codec.add(out, body, scale)
+        return Residual(restored, inner, lr)
 
 
-def with_feedback(codec: Any) -> Any:
-    """The codec as a link uses it: inside `Feedback` where its option says `feedback: true`. Raises UsageError."""
-    if not getattr(codec, "feedback", False):
-        return codec
-    if not codec.flags.contraction:
-        raise UsageError(
-            f"compression.feedback=true needs a codec that never enlarges an update, and {type(codec).__name__} may; "
-            "set compression.feedback=false"
-        )
-    return Feedback(codec)
-
-
-def handed_over(sender: Any, codec: Any) -> Any:
-    """What a sender keeps when a stage with another codec begins: its residual, where that codec takes it up."""
-    if isinstance(sender, Residual) and isinstance(codec, Feedback):
-        return sender._replace(inner=None)
-    return None
+def rescaled(vector: Any, before: float, now: float) -> Any:
+    """What is kept in units of a gradient, so that lr · vector stays what it was; unchanged where either rate is 0."""
+    if vector is None or before == now or not before or not now:
+        return vector
+    return vector * (before / now)

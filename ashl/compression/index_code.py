@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 
 from ashl.compression import BodyError
+from ashl.compression.bits import pack, packed_bytes, unpack
 
 IndexCode = Literal["int32", "packed", "bitmap"]
 INDEX_CODES: Sequence[IndexCode] = ("int32", "packed", "bitmap")
-GROUP = 32  # indices of w bits fill w words of 32 bits
 
 
 def width(d: int) -> int:
@@ -25,7 +25,7 @@ def width(d: int) -> int:
 
 def index_bytes(code: IndexCode, k: int, d: int) -> int:
     """The size of k indices below d."""
-    return {"int32": 4 * k, "packed": -(-k * width(d) // 8), "bitmap": -(-d // 8)}[code]
+    return {"int32": 4 * k, "packed": packed_bytes(k, width(d)), "bitmap": -(-d // 8)}[code]
 
 
 def write_indices(code: IndexCode, indices: np.ndarray, d: int) -> np.ndarray:
@@ -33,7 +33,7 @@ def write_indices(code: IndexCode, indices: np.ndarray, d: int) -> np.ndarray:
     if code == "int32":
         return indices.astype("<i4").view(np.uint8)
     if code == "packed":
-        return _pack(indices, width(d))[: index_bytes(code, indices.size, d)]
+        return pack(indices, width(d))
     mask = np.zeros(d, bool)
     mask[indices] = True
     return np.packbits(mask, bitorder="little")
@@ -46,38 +46,11 @@ def read_indices(code: IndexCode, buffer: np.ndarray, k: int, d: int) -> np.ndar
     if code == "int32":
         indices = buffer.view("<i4")
     elif code == "packed":
-        indices = _unpack(buffer, width(d), k)
+        indices = unpack(buffer, width(d), k)
     else:
         indices = np.flatnonzero(np.unpackbits(buffer, count=d, bitorder="little").view(bool))
+    if k == 0 and not indices.size:
+        return np.empty(0, np.int64)
     if indices.size != k or indices[0] < 0 or indices[-1] >= d or not (indices[1:] > indices[:-1]).all():
         raise BodyError(f"the indices that came are not {k} ascending numbers below {d}")
     return indices
-
-
-def _pack(indices: np.ndarray, bits: int) -> np.ndarray:
-    """The low `bits` of each index, one after the other in a little-endian stream, up to a full group."""
-    groups = -(-indices.size // GROUP)
-    columns = np.zeros((groups, GROUP), np.uint32)
-    columns.reshape(-1)[: indices.size] = indices
-    words = np.zeros((groups, bits), "<u4")
-    for j in range(GROUP):
-        word, shift = divmod(j * bits, 32)
-        words[:, word] |= columns[:, j] << np.uint32(shift)
-        if shift + bits > 32:
-            words[:, word + 1] |= columns[:, j] >> np.uint32(32 - shift)
-    return words.reshape(-1).view(np.uint8)
-
-
-def _unpack(buffer: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The first `count` indices of such a stream, uint32."""
-    groups = -(-count // GROUP)
-    words = np.zeros((groups, bits), "<u4")
-    words.reshape(-1).view(np.uint8)[: buffer.size] = buffer
-    columns = np.empty((groups, GROUP), np.uint32)
-    for j in range(GROUP):
-        word, shift = divmod(j * bits, 32)
-        columns[:, j] = words[:, word] >> np.uint32(shift)
-        if shift + bits > 32:
-            columns[:, j] |= words[:, word + 1] << np.uint32(32 - shift)
-    columns &= np.uint32((1 << bits) - 1)
-    return columns.reshape(-1)[:count]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.compression import BodyError, Flags
+from ashl.compression import TURN, BodyError, Flags, Turn
 from ashl.option import option
 from ashl.runtime.effects import Hollow
 
@@ -17,7 +17,7 @@ class Dense:
 
     flags: ClassVar[Flags] = Flags(unbiased=True, contraction=True, linear=True, lossless=True)
 
-    def encode(self, sender: Any, x: Any, ratio: float | None = None) -> tuple[Any, Any]:
+    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
         return sender, x
 
     def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
@@ -30,6 +30,9 @@ class Dense:
 
     def payload(self, ratio: float | None, d: int) -> int:
         return 4 * d
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return 0.0
 
     def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
         _, x = self.decode(None, body, out.numel())

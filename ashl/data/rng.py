@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     PAIRS = 10  # who meets whom in a round
     PEER = 11  # whom a worker asks next
     GROUPS = 12  # who averages with whom in partial all-reduce
+    CODEC = 13  # masks, dither and signs of one message
 
 
 def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:
@@ -34,6 +35,11 @@ def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.rand
 def stream(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Generator:
     """A generator at the start of one stream."""
     return np.random.Generator(bits(seed, purpose, worker, step))
+
+
+def quick(seed: int, purpose: Purpose, *words: int) -> np.random.Generator:
+    """A generator for bulk, several times as fast as Philox, at the start of the stream of these non-negative words."""
+    return np.random.Generator(np.random.SFC64(np.random.SeedSequence((seed, int(purpose), *words))))
 
 
 def permutation(length: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.ndarray:

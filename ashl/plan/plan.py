@@ -78,6 +78,7 @@ class Plan:
     num_workers: int
     num_ranks: int  # the workers, and the server where there is one
     num_params: int
+    layers: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and shape of each parameter tensor
     choices: dict[str, str] = field(default_factory=dict)  # each group's option by name; no sync where stages name it
     model: Spec
     dataset: Spec
@@ -88,6 +89,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted_s: float | None = None  # the whole run on its own clock, if no target ends it before
     allow_targets: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is legal and worth knowing
 
     @property
     def home(self) -> int:
@@ -113,5 +115,7 @@ class Plan:
             stage["workers"] = tuple(WorkerPlan(**worker) for worker in stage["workers"])
         data["stages"] = tuple(StagePlan(**stage) for stage in data["stages"])
         data["limits"] = Limits(**data["limits"])
-        data["allow_targets"] = tuple(data["allow_targets"])
+        data["layers"] = tuple((name, tuple(shape)) for name, shape in data.get("layers", ()))
+        for key in ("allow_targets", "notes"):
+            data[key] = tuple(data.get(key, ()))
         return Plan(**data)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ashl.runtime.sums import sum_in_rank_order
+from ashl.runtime.sums import HALVES, sum_in_rank_order
 
 HOPS_COUNT = 2**15  # elements: up to here a hop takes longer than the bytes in it
 
@@ -21,10 +21,10 @@ def all_reduce(tensor: Tensor, group: tuple[int, ...], op: str, pg: dist.Process
     g = len(group)
     if g == 1:
         return tensor
-    if exact and op == "sum":
+    if op == "sum" and (exact or tensor.dtype in HALVES):  # gloo itself knows no bfloat16
         if g > 2:
             return _exact_sum(tensor, g, pg)
-        if tensor.numel() <= HOPS_COUNT:
+        if tensor.numel() <= HOPS_COUNT or tensor.dtype in HALVES:
             return _gathered_sum(tensor, pg)
     total = tensor.clone()
     dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=pg)
@@ -33,9 +33,8 @@ def all_reduce(tensor: Tensor, group: tuple[int, ...], op: str, pg: dist.Process
 
 def _gathered_sum(tensor: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
     both = tensor.new_empty(2 * tensor.numel())
-    dist.all_gather_into_tensor(both, tensor, group=pg)
-    first, second = both.chunk(2)
-    return first.add_(second)
+    dist.all_gather_into_tensor(raw(both), raw(tensor), group=pg)
+    return sum_in_rank_order(both.chunk(2))
 
 
 def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None) -> Tensor:
@@ -43,11 +42,16 @@ def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None) -> Tensor:
     chunk = -(-d // g)
     padded = tensor if d == chunk * g else torch.nn.functional.pad(tensor, (0, chunk * g - d))
     parts = torch.empty_like(padded)
-    dist.all_to_all_single(parts, padded, group=pg)
+    dist.all_to_all_single(raw(parts), raw(padded), group=pg)
     mine = sum_in_rank_order(parts.view(g, chunk).unbind())
     total = torch.empty_like(padded)
-    dist.all_gather_into_tensor(total, mine, group=pg)
+    dist.all_gather_into_tensor(raw(total), raw(mine), group=pg)
     return total[:d]
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """16-bit floats as the bytes that the backend carries."""
+    return tensor.view(torch.uint8) if tensor.dtype in HALVES else tensor
 
 
 def all_gather(tensor: Tensor, group: tuple[int, ...], pg: dist.ProcessGroup | None) -> list[Tensor]:

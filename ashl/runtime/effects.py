@@ -98,10 +98,12 @@ class AllReduce(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order."""
+    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last `riders` bytes ride along
+    and count for neither bytes nor time."""
 
     tensor: Any
     group: tuple[int, ...]
+    riders: int = 0
 
     def __await__(self) -> Generator[AllGather, Any, list]:
         return (yield self)

@@ -80,8 +80,8 @@ class Node:
     def all_reduce(self, tensor: Any, group: tuple[int, ...], op: str = "sum", riders: int = 0) -> AllReduce:
         return AllReduce(tensor, group, op, riders)
 
-    def all_gather(self, tensor: Any, group: tuple[int, ...]) -> AllGather:
-        return AllGather(tensor, group)
+    def all_gather(self, tensor: Any, group: tuple[int, ...], riders: int = 0) -> AllGather:
+        return AllGather(tensor, group, riders)
 
     def sleep(self, seconds: float) -> Sleep:
         return Sleep(seconds)

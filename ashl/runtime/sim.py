@@ -246,16 +246,17 @@ class Sim:
         del self._collectives[type(effect), effect.group]
         tensors = [arrived[rank][1] for rank in effect.group]
         g = len(tensors)
+        hollow = isinstance(tensors[0], fx.Hollow)
         if isinstance(effect, fx.AllReduce):
-            hollow = isinstance(tensors[0], fx.Hollow)
             nbytes = tensors[0].nbytes - (0 if hollow else effect.riders * tensors[0].element_size())
             result = sum_in_rank_order(tensors, effect.op)
             cost = self.network.all_reduce_ns(effect.group, nbytes, self.now)
             moved = 2 * (g - 1) * nbytes // g  # each way, by each member of a ring
         else:
             result = tensors
-            moved = sum(t.nbytes for t in tensors) * (g - 1) // g
-            cost = self.network.all_reduce_ns(effect.group, moved, self.now) // 2
+            total = sum(t.nbytes for t in tensors) - (0 if hollow else g * effect.riders)
+            moved = total * (g - 1) // g
+            cost = self.network.all_reduce_ns(effect.group, total, self.now) // 2  # a ring that goes round once
         for rank in effect.group:
             member, ledger = arrived[rank][0], self.nodes[rank].ledger
             ledger.traffic(self.now, moved, moved)

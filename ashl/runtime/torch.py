@@ -266,9 +266,9 @@ class TorchKernel:
         g, world = len(group), dist.get_world_size()
         pg = self._groups.get(group)
         loose = g < world and pg is None  # nobody has made a process group for it
-        riders = effect.riders if isinstance(effect, fx.AllReduce) else 0
-        nbytes = tensor.nbytes - riders * tensor.element_size()
-        cost = self.pace.collective_ns(group, nbytes, ledger.cursor)
+        nbytes = tensor.nbytes - effect.riders * tensor.element_size()
+        asked_ns = ledger.cursor
+        cost = self.pace.collective_ns(group, nbytes, asked_ns)
         begin = self.clock_ns()
         if cost is not None and g > 1:
             partial.meet(group, self.node.rank) if loose else dist.barrier(pg)
@@ -286,7 +286,10 @@ class TorchKernel:
         else:
             assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
             value = collectives.all_gather(tensor, group, pg)
-            moved = sum(t.nbytes for t in value) * (g - 1) // g
+            total = sum(t.nbytes for t in value) - g * effect.riders
+            moved = total * (g - 1) // g
+            if cost is not None:  # a ring that goes round once; how long the others' bytes are is known only now
+                cost = (self.pace.collective_ns(group, total, asked_ns) or 0) // 2
         ledger.traffic(begin, moved, moved)
         end = self.clock_ns()
         if cost is not None:

@@ -26,6 +26,7 @@ from ashl.runtime.node import Node
 from ashl.stage import Stage
 from ashl.topology.gossip import RoundState
 from ashl.topology.graph import Round
+from ashl.topology.local_work import turn_of
 
 
 class Replicas(NamedTuple):
@@ -72,7 +73,7 @@ class Choco:
     ) -> dict[int, tuple[Any, tuple[float, ...]]]:
         state.params = state.params + delta
         codec, own = stage.bare_codec, state.memory.own
-        encode = partial(codec.encode, None, state.params - own, state.ratio)
+        encode = partial(codec.encode, None, state.params - own, turn_of(stage, node.rank, state))
         if codec.flags.lossless:
             _, body = encode()
         else:

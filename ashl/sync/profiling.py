@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ashl.compression import Turn
 from ashl.option import Natural, option
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, WorkerProfile
@@ -91,9 +92,9 @@ async def time_steps(node: Node, stage: Stage, state: Any) -> tuple[float, float
 
 async def time_encoding(node: Node, stage: Stage, state: Any) -> float:
     """Seconds of encoding a dense vector."""
-    ratio = min(worker.compression_ratio for worker in stage.plan.workers)
+    turn = Turn(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, node.rank)
     start = node.now
-    await node.compute(partial(stage.codec.encode, None, state.params, ratio), work=1, kind="compress")
+    await node.compute(partial(stage.codec.encode, None, state.params, turn), work=1, kind="compress")
     return node.now - start
 
 

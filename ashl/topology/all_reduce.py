@@ -12,28 +12,34 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-
 from ashl.option import option
-from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
 from ashl.stage import NEXT, STOP, Clock, Stage
+from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import WorkerState, local_work
 
 # What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
 WORDS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
-RIDERS = 2
 
 
 @option
 class AllReduce:
-    """No server: the workers' bodies are summed in rank order and everybody keeps the sum."""
+    """No server: the workers' bodies are summed in rank order, or gathered where they do not add up (see
+    `topology.exchange`), and everybody keeps the sum."""
 
     has_server: ClassVar[bool] = False
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only: no point-to-point links."""
         return ()
+
+    def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
+        """What a merge takes: a sum on its way, or a ring of bodies that goes round once."""
+        flags, n = stage.codec.flags, stage.num_workers
+        nbytes = stage.codec.payload(stage.worker(rank).compression_ratio, stage.trainer.dense_bytes // 4)
+        if flags.lossless or flags.linear or hasattr(stage.codec, "collective"):
+            return network.all_reduce_ns(stage.workers, nbytes, 0)
+        return network.all_reduce_ns(stage.workers, n * nbytes, 0) // 2
 
     def begin(self, stage: Stage, rank: int) -> PeerState:
         """A rank's state before the first stage: the initial model, alike everywhere."""
@@ -50,10 +56,13 @@ class PeerState(WorkerState):
     clock: Clock = field(default_factory=lambda: Clock(0))
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     memory: Any = None  # of the aggregation rule
+    receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker, where bodies are gathered
+    reduced: Any = None  # of a codec that reduces
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
         if self.entered != stage.index:
             self.clock.begin(now_s)
+            self.receivers, self.reduced = {}, None
             if stage.resets:
                 self.memory = None
         super().enter(stage, rank)
@@ -73,9 +82,8 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         node.mark(stage.index, state)
         work = await local_work(node, stage, state)
         body = stage.aggregate.clip(work.body)
-        packed = pack(body, weight, work.loss / len(group), WORDS.index(state.word) if node.rank == 0 else 0)
-        total = await node.all_reduce(packed, group, riders=RIDERS)
-        update, mean_loss, word = unpack(total)
+        said = WORDS.index(state.word) if node.rank == 0 else 0
+        update, mean_loss, word = await exchanged(node, stage, state, body, weight, (work.loss / len(group), said))
         for rank in group:
             clock.observe(rank, 0, mean_loss, mean=True)
         if not clock.diverged:
@@ -131,21 +139,3 @@ def merge(stage: Stage, state: PeerState, total: Any) -> None:
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         state.params = state.params + update
-
-
-def pack(body: Any, weight: float, loss: float, word: int) -> Any:
-    """c·body and two scalars that ride along, in one vector."""
-    if isinstance(body, Hollow):
-        return Hollow(body.nbytes, word)
-    packed = torch.empty(body.numel() + RIDERS)
-    torch.mul(body, weight, out=packed[:-RIDERS])
-    packed[-2], packed[-1] = loss, word
-    return packed
-
-
-def unpack(total: Any) -> tuple[Any, float, int]:
-    """(update, mean loss, word)."""
-    if isinstance(total, Hollow):
-        return Hollow(total.nbytes), 0.0, total.word
-    loss, word = total[-RIDERS:].tolist()
-    return total[:-RIDERS], loss, int(word)

@@ -5,11 +5,17 @@ Source: exchange of gradients as in synchronous SGD; exchange of differences as 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from ashl.compression.feedback import handed_over
+import torch
+
+from ashl.compression import Turn
+from ashl.compression.layers import layer_at
+from ashl.compression.link import handed_over
+from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
 from ashl.stage import Stage
 
@@ -86,6 +92,40 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
         total += loss
     body = local - params if grads is None else grads
     return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps)
+
+
+async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> tuple[Any, float]:
+    """(body, loss) of what is to be sent. What is not finite is not encoded, and told of by a loss that is none: it
+    would reach every element, and the run is lost."""
+    if stage.codec.flags.lossless:
+        return work.body, work.loss
+    if (layer := ill(work.body, stage)) is not None:
+        node.emit("ill", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
+        return work.body, math.nan
+    encode = partial(stage.codec.encode, state.sender, work.body, turn_of(stage, node.rank, state))
+    state.sender, body = await node.compute(encode, work=1, kind="compress")
+    return body, work.loss
+
+
+def turn_of(stage: Stage, rank: int, state: WorkerState) -> Turn:
+    """What a worker's next message is encoded for."""
+    return Turn(
+        ratio=state.ratio,
+        seed=stage.seed,
+        worker=rank,
+        round=state.round,
+        workers=stage.num_workers,
+        epoch=state.samples / stage.epoch_samples,
+        lr=stage.trainer.rate(state.samples) if stage.sync.exchange == "gradient" else 1.0,
+    )
+
+
+def ill(x: Any, stage: Stage) -> str | None:
+    """The first layer in which x is not finite."""
+    if isinstance(x, Hollow) or torch.isfinite(x.sum()):  # one pass; a sum of finite numbers may be infinite, too
+        return None
+    finite = torch.isfinite(x)
+    return None if finite.all() else layer_at(stage.layout, int(finite.int().argmin()))
 
 
 def draw(state: WorkerState) -> tuple[int, range]:

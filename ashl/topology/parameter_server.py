@@ -8,12 +8,13 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from ashl.compression import downlink
+from ashl.compression import Turn, downlink
 from ashl.option import Ratio, option
 from ashl.plan.plan import WorkerPlan, assigned
 from ashl.plan.profile import Profile
@@ -21,7 +22,7 @@ from ashl.planner.online import Averages
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.stage import GO, NEXT, STOP, Clock, Push, Stage
-from ashl.topology.local_work import WorkerState, local_work
+from ashl.topology.local_work import WorkerState, encoded, local_work
 
 
 @option
@@ -37,6 +38,13 @@ class ParameterServer:
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The ranks that this one exchanges messages with."""
         return stage.workers if rank == stage.server else (stage.server,)
+
+    def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
+        """What a push and a pull take, uncontended."""
+        dense, ratio = stage.trainer.dense_bytes, stage.worker(rank).compression_ratio
+        up = stage.codec.payload(ratio, dense // 4)
+        down = dense if self.pull_ratio is None else min(dense, stage.bare_codec.payload(self.pull_ratio, dense // 4))
+        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
     def begin(self, stage: Stage, rank: int) -> WorkerState | ServerState:
         """A rank's state before the first stage: the initial model, alike everywhere."""
@@ -59,6 +67,7 @@ class ServerState:
     buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
     receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker
     memory: Any = None  # of the aggregation rule
+    reduced: Any = None  # of a codec that reduces
     held: dict[int, Any] = field(default_factory=dict)  # the model that each worker holds, where pulls are compressed
     profile: Profile | None = None  # as measured by a profiling stage
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
@@ -75,7 +84,7 @@ class ServerState:
             return  # it goes on from a checkpoint
         self.entered, self.word, self.reason, self.ahead = stage.index, GO, None, None
         self.clock.begin(now_s)
-        self.workers, self.receivers = stage.plan.workers, {}
+        self.workers, self.receivers, self.reduced = stage.plan.workers, {}, None
         if stage.resets:
             self.moments, self.memory = stage.trainer.moments(), None
 
@@ -102,16 +111,13 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     while word == GO:
         node.mark(stage.index, state)
         work = await local_work(node, stage, state)
-        body = work.body
-        if not stage.codec.flags.lossless:
-            encode = partial(stage.codec.encode, state.sender, work.body, state.ratio)
-            state.sender, body = await node.compute(encode, work=1, kind="compress")
-        meta = (work.steps, work.samples, work.loss, state.version, work.step_s, state.pull_s)
+        body, loss = await encoded(node, stage, state, work)
+        meta = (work.steps, work.samples, loss, state.version, work.step_s, state.pull_s)
         await node.send(stage.server, stage.tag("push"), body, meta)
         message = await node.recv(stage.tag("pull"))
         reply = Reply(*message.meta)
         word, end_ns = int(reply.word), int(reply.end_ns)
-        if reply.dropped and not stage.codec.flags.lossless:
+        if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             state.sender = stage.codec.undo(state.sender, body)
         if message.body is not None:
             state.params = downlink.advance(stage.bare_codec, state.params, message.body)
@@ -124,7 +130,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         elif word == STOP:
             node.ledger.close(end_ns)
         staleness, dropped = int(reply.staleness), bool(reply.dropped)
-        what = {"steps": work.steps, "staleness": staleness, "dropped": dropped, "loss": work.loss}
+        what = {"steps": work.steps, "staleness": staleness, "dropped": dropped, "loss": loss}
         node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
     return word
@@ -182,8 +188,9 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     if late or clock.diverged:
         clock.drop(worker, int(steps))
         return False
-    d = stage.trainer.num_params
-    state.receivers[worker], body = stage.codec.decode(state.receivers.get(worker), message.body, d)
+    body, d = message.body, stage.trainer.num_params
+    if not stage.codec.flags.reduces:
+        state.receivers[worker], body = stage.codec.decode(state.receivers.get(worker), body, d)
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
     push = Push(worker, body, int(steps), int(samples), staleness, loss, *times)
     merged = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
@@ -202,7 +209,14 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> bool:
     if push is not None and len(members) < stage.quorum:
         state.buffer = members
         return False
-    state.memory, update = stage.aggregate.fold(stage.doing(state.workers), state.memory, members)
+    now = stage.doing(state.workers)
+    if stage.codec.flags.reduces:
+        members = tuple(sorted(members, key=lambda push: push.worker))
+        bodies, weights = [member.body for member in members], now.weights_of(members)
+        state.reduced, total = stage.codec.reduce(state.reduced, bodies, weights, stage.trainer.num_params)
+        state.memory, update = stage.aggregate.outer(state.memory, total)
+    else:
+        state.memory, update = stage.aggregate.fold(now, state.memory, members)
     state.buffer = ()
     if stage.sync.exchange != "difference":
         lr = stage.trainer.rate(clock.samples) * (stage.sync.anneal(clock) if hasattr(stage.sync, "anneal") else 1.0)
@@ -245,7 +259,8 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
     meta = Reply(GO, clock.version, clock.samples, staleness, late, 0, *what)
     body = None if held else state.params
     if body is not None and (ratio := stage.topology.pull_ratio) is not None:
-        pull = partial(downlink.pull, stage.bare_codec, state.held.get(rank), state.params, ratio)
+        turn = Turn(ratio, stage.seed, stage.server + 1 + rank, clock.version)
+        pull = partial(downlink.pull, stage.bare_codec, state.held.get(rank), state.params, turn)
         state.held[rank], body = await node.compute(pull, work=1, kind="compress")
     await node.send(rank, stage.tag("pull"), body, meta)
 

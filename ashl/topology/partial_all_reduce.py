@@ -42,6 +42,10 @@ class PartialAllReduce:
         """Words go between the workers and the coordinator; models by all-reduce."""
         return stage.workers if rank == stage.home else (stage.home,)
 
+    def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
+        """What averaging in the largest possible group takes: all workers."""
+        return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
+
     def begin(self, stage: Stage, rank: int) -> Replica | MakerState:
         """A rank's state before the first stage: the initial model, alike on all workers."""
         if rank == stage.home:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ashl.compression.feedback import with_feedback
 from ashl.compression.index_code import INDEX_CODES
+from ashl.compression.link import linked
 from ashl.compression.select import largest
 from ashl.memory import keep_pages
 from tests.benchmarks.table import ratio, show
@@ -57,7 +57,7 @@ def coding(x: torch.Tensor) -> list[list[str]]:
     rows = []
     for share in RATIOS:
         for code in INDEX_CODES:
-            codec = with_feedback(conf_option("compression", "topk", ratio=share, indices=code))
+            codec = linked(conf_option("compression", "topk", ratio=share, indices=code), ())
             sender, body = codec.encode(None, x)
             select, encode, feedback, decode = turns(
                 lambda share=share: largest(values, round(share * d)),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.topk import TopK
 from ashl.errors import AshlError, UsageError
 from ashl.predict import WITHOUT
 from ashl.stage import Stage
@@ -25,6 +24,7 @@ from ashl.sync.sgp import SGP
 from ashl.sync.swarm import Swarm
 from ashl.topology.gossip import Gossip
 from ashl.topology.graph import NAMES
+from tests.conf_option import conf_option
 from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
 from tests.swarm.test_swarm import deserting, plain
 
@@ -63,7 +63,8 @@ def drawn_stages(rng: random.Random, n: int) -> list[Stage]:
     for index, mode in enumerate(modes):
         stage = bound(rng, mode, graph, n, limits)
         if isinstance(mode, Choco) and rng.random() < 0.5:
-            stage = replace(stage, codec=TopK(ratio=0.3, indices="packed", feedback=False))
+            topk = conf_option("compression", "topk", ratio=0.3, feedback=False)
+            stage = replace(stage, codec=topk, bare_codec=topk)
         until = {"commits": rng.randint(1, 6)} if index + 1 < len(modes) else {}
         plan = replace(stage.plan, until=until)
         stages.append(replace(stage, index=index, plan=plan, following=index + 1 < len(modes)))

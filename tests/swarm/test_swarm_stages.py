@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.feedback import with_feedback
-from ashl.compression.topk import TopK
+from ashl.compression.link import linked
 from ashl.predict import WITHOUT
 from ashl.runtime.sim import Sim
 from ashl.stage import Stage
@@ -28,6 +27,7 @@ from ashl.sync.ringmaster import Ringmaster
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
+from tests.conf_option import conf_option
 from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, each, run
 
 SEEDS = 200
@@ -75,7 +75,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     seconds = rng.choice([None, None, rng.uniform(0, 3)])
     limits = replace(WITHOUT, steps=rng.randint(1, 300), seconds=seconds, eval_every_commits=1)
     topology = rng.choice([ParameterServer(pull_ratio=None), ParameterServer(pull_ratio=None), AllReduce()])
-    codec = TopK(ratio=0.1, indices="packed", feedback=True)
+    codec = conf_option("compression", "topk", ratio=0.1)
     stages = []
     for index in range(rng.randint(2, 3)):
         stage = bound(rng, drawn_sync(rng, topology, n), topology, n, limits)
@@ -88,7 +88,8 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 stage,
                 index=index,
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
-                codec=with_feedback(codec) if compressed else stage.codec,
+                codec=linked(codec, ()) if compressed else stage.codec,
+                bare_codec=codec if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
             )
         )

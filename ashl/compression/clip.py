@@ -1,0 +1,29 @@
+"""Local gradient clipping: every worker shortens its own update before anything is added to it.
+
+Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, so that the norm of their sum is about bounded by θ.
+Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ashl.compression import TURN, Turn
+from ashl.compression.around import Around
+from ashl.runtime.effects import Hollow
+
+
+@dataclass(frozen=True)
+class Clipped(Around):
+    """Shortens what goes into a codec."""
+
+    norm: float
+
+    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        if not isinstance(x, Hollow):
+            length, bound = float(torch.linalg.vector_norm(x)), self.norm / turn.workers**0.5
+            x = x if length <= bound else x * (bound / length)
+        return self.codec.encode(sender, x, turn)

@@ -1,0 +1,64 @@
+"""From the option to the codec of a link: its layers, its schedule, its memory, its clipping, from the inside out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ashl.compression.around import Around
+from ashl.compression.clip import Clipped
+from ashl.compression.feedback import Feedback, Residual
+from ashl.compression.layers import Layerwise, Layout
+from ashl.compression.momentum import MomentumCorrection, Velocity
+from ashl.compression.ratio import Accordion, Regime, WarmUp
+from ashl.errors import UsageError
+
+
+def linked(option: Any, layout: Layout) -> Any:
+    """The codec as a worker's link uses it: `bare` with the aids that the option asks for. Raises UsageError."""
+    codec = bare(option, layout)
+    if getattr(option, "momentum", None) is not None:
+        codec = MomentumCorrection(codec, option.momentum, option.masking)
+    elif getattr(option, "feedback", False):
+        codec = Feedback(codec, option.feedback_gain, option.feedback_decay)
+    if isinstance(codec, Feedback | MomentumCorrection) and not codec.codec.flags.contraction:
+        raise UsageError(
+            f"compression.feedback=true needs a codec that never enlarges an update, and {type(option).__name__} may; "
+            "set compression.feedback=false"
+        )
+    if getattr(option, "warmup_epochs", 0):
+        codec = WarmUp(codec, option.warmup_epochs)
+    if getattr(option, "critical_ratio", None) is not None:
+        codec = Accordion(codec, option.critical_ratio)
+    if getattr(option, "clip_norm", None) is not None:
+        codec = Clipped(codec, option.clip_norm)
+    return codec
+
+
+def bare(option: Any, layout: Layout) -> Any:
+    """The codec alone, as a pull and gossip use it: for the model's layers where it treats them as such."""
+    codec = option.shaped(layout) if hasattr(option, "shaped") else option
+    return Layerwise(codec, tuple(layer.size for layer in layout)) if getattr(option, "layers", False) else codec
+
+
+def handed_over(sender: Any, codec: Any) -> Any:
+    """What a sender keeps when a stage with another codec begins: its residual, where that codec takes it up."""
+    rest = sender
+    while rest is not None and not isinstance(rest, Residual | Velocity):
+        rest = getattr(rest, "inner", None)
+    memory = codec
+    while isinstance(memory, Around) and not isinstance(memory, Feedback | MomentumCorrection):
+        memory = memory.codec
+    kinds = {Feedback: Residual, MomentumCorrection: Velocity}
+    if rest is None or type(rest) is not kinds.get(type(memory)):
+        return None
+    kept = rest._replace(inner=None)
+    return within_schedules(kept, codec)
+
+
+def within_schedules(sender: Any, codec: Any) -> Any:
+    """A residual as the state of the codec that has been put around its keeper."""
+    while isinstance(codec, Around) and not isinstance(codec, Feedback | MomentumCorrection):
+        if isinstance(codec, Accordion):
+            return Regime(inner=sender)
+        codec = codec.codec
+    return sender

@@ -1,0 +1,122 @@
+"""How the workers of an all-reduce come to the weighted sum of what they have, with and without compression.
+
+Rule: everybody ends with Σ_j c_j·C(x_j), the same to the bit on all. A codec without loss, or one that is linear, is
+summed on its way: 2(n − 1)/n of a body each way. The bodies of any other are gathered, (n − 1) bodies each way, and
+every worker decodes and sums all of them in rank order: it grows with n, and beats a dense sum while a body is shorter
+than 2/n of the vector. A codec with a protocol of its own has `collective`:
+
+    await collective(node, stage, state, x, turn, weight, riders) -> (update, sums of the riders)
+
+Two scalars ride along, of which the sums come back: a share of the mean loss, and what rank 0 has to say.
+
+Source: gathering as in Alistarh et al., "QSGD", NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ashl.runtime.effects import Hollow
+from ashl.runtime.node import Node
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage import Stage
+from ashl.topology.local_work import ill, turn_of
+
+Riders = tuple[float, float]  # (loss, word)
+
+
+async def exchanged(
+    node: Node, stage: Stage, state: Any, body: Any, weight: float, riders: Riders
+) -> tuple[Any, float, int]:
+    """(Σ c·C(x), mean loss, word). Of an update that is not finite nothing is made: the mean loss says so."""
+    codec, flags = stage.codec, stage.codec.flags
+    if flags.lossless:
+        return await summed(node, stage, body, weight, riders)
+    if (layer := ill(body, stage)) is not None:
+        node.emit("ill", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
+        body, riders = torch.zeros_like(body), (math.nan, riders[1])
+    turn = turn_of(stage, node.rank, state)
+    if hasattr(codec, "collective"):
+        return await codec.collective(node, stage, state, body, turn, weight, riders)
+    if flags.linear:
+        encode = partial(codec.encode, state.sender, body * weight, turn)
+        state.sender, encoded = await node.compute(encode, work=1, kind="compress")
+        return await summed_bodies(node, stage, state, encoded, riders)
+    encode = partial(codec.encode, state.sender, body, turn)
+    state.sender, encoded = await node.compute(encode, work=1, kind="compress")
+    return await gathered(node, stage, state, encoded, riders)
+
+
+async def summed(node: Node, stage: Stage, tensor: Any, weight: float, riders: Riders) -> tuple[Any, float, int]:
+    """Σ c · one flat tensor of each."""
+    total = await node.all_reduce(pack(tensor, weight, riders), stage.workers, riders=len(riders))
+    return unpack(total)
+
+
+async def summed_bodies(node: Node, stage: Stage, state: Any, body: Any, riders: Riders) -> tuple[Any, float, int]:
+    """What the sum of linear bodies decodes to."""
+    codec, d = stage.codec, stage.trainer.num_params
+    summand = body if isinstance(body, Hollow) else codec.summand(body)
+    total, loss, word = await summed(node, stage, summand, 1.0, riders)
+    whole = body if isinstance(body, Hollow) else codec.summed(body, total)
+    if codec.flags.reduces and not isinstance(body, Hollow):
+        decode = partial(codec.reduce, state.reduced, [whole], [1.0], d)
+    else:
+        decode = partial(codec.decode, None, whole, d)
+    kept, update = await node.compute(decode, work=0, kind="compress")
+    state.reduced = kept if codec.flags.reduces else None
+    return update, loss, word
+
+
+async def gathered(node: Node, stage: Stage, state: Any, body: Any, riders: Riders) -> tuple[Any, float, int]:
+    """Everybody's bodies, decoded and summed by everybody alike."""
+    group = stage.workers
+    if isinstance(body, Hollow):
+        bodies = await node.all_gather(Hollow(body.nbytes, int(riders[1])), group)
+        return Hollow(stage.trainer.dense_bytes), 0.0, sum(b.word for b in bodies)
+    tail = torch.tensor(riders, dtype=torch.float64).view(torch.uint8)
+    parts = await node.all_gather(torch.cat([body, tail]), group, riders=tail.numel())
+    told = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts]).tolist()
+    bodies = [part[: -tail.numel()] for part in parts]
+    if math.isnan(told[0]):
+        return torch.zeros(stage.trainer.num_params), told[0], int(told[1])
+    combine = partial(combined, stage, state, bodies)
+    update = await node.compute(combine, work=0, kind="compress")
+    return update, told[0], int(told[1])
+
+
+def combined(stage: Stage, state: Any, bodies: Sequence[Tensor]) -> Tensor:
+    """Σ c_j·C(x_j) in rank order, or what the codec makes of the bodies together."""
+    codec, d, weights = stage.codec, stage.trainer.num_params, stage.weights(stage.workers)
+    if codec.flags.reduces:
+        state.reduced, update = codec.reduce(state.reduced, bodies, weights, d)
+        return update
+    terms = []
+    for rank, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
+        state.receivers[rank], x = codec.decode(state.receivers.get(rank), body, d)
+        terms.append(x * weight)
+    return sum_in_rank_order(terms)
+
+
+def pack(body: Any, weight: float, riders: Riders) -> Any:
+    """c·body and two scalars that ride along, in one vector."""
+    if isinstance(body, Hollow):
+        return Hollow(body.nbytes, int(riders[1]))
+    packed = torch.empty(body.numel() + len(riders), dtype=body.dtype)
+    torch.mul(body, weight, out=packed[: -len(riders)])
+    packed[-2], packed[-1] = riders
+    return packed
+
+
+def unpack(total: Any) -> tuple[Any, float, int]:
+    """(sum, mean loss, word)."""
+    if isinstance(total, Hollow):
+        return Hollow(total.nbytes), 0.0, total.word
+    loss, word = total[-2:].tolist()
+    return total[:-2], loss, int(word)
