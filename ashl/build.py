@@ -79,6 +79,9 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
                 following=index + 1 < len(plan.stages),
                 planner=planner,
                 profile=known,
+                health_every=plan.health_every,
+                health_layers=plan.health_layers,
+                health_mean=plan.health_mean,
                 seed=plan.seed,
                 nodes=getattr(cluster, "node", None),
                 payload=payload_of(parts["compression"], layout),
@@ -106,6 +109,13 @@ def replanned(
     return profile, [s if s.h_preset is None else with_assignments(s, planner, profile, payload) for s in stages]
 
 
+def hollow_trainer(plan: Plan, epoch_samples: int) -> HollowTrainer:
+    """For a plan that is only timed."""
+    optimizer = construct(plan.stages[0].optimizer, "optimizer", plan.allow_targets)
+    statistics = optimizer.size(plan.layers) if hasattr(optimizer, "sweep") else 0
+    return HollowTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
+
+
 def assemble(plan: Plan, device: str, data: Data | None = None) -> Job:
     """Everything that a process needs to run or to evaluate a plan; `data` where it is loaded already."""
     dataset = construct(plan.dataset, "dataset", plan.allow_targets)
@@ -113,7 +123,7 @@ def assemble(plan: Plan, device: str, data: Data | None = None) -> Job:
     learner = Learner(construct(plan.model, "model", plan.allow_targets), data, seed=plan.seed, device=device)
     runtime = construct(plan.runtime, "runtime", plan.allow_targets)
     if not runtime.gradients:
-        hollow = HollowTrainer(plan.num_params, len(data.train))
+        hollow = hollow_trainer(plan, len(data.train))
         return Job(data, learner, rules(plan, [hollow] * len(plan.stages)))
     sizes = [worker.batch for worker in plan.stages[0].workers]
 

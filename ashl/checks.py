@@ -47,15 +47,14 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
             f"aggregate={choices['aggregate']} makes no sense with sync={sync_name}: its workers' batches differ, and "
             "only weights by samples make one mean gradient of them; take aggregate=samples"
         )
+    if hasattr(parts["optimizer"], "sweep"):
+        check_sweeping(parts, choices)
+    if hasattr(sync, "absorb"):
+        check_absorbing(parts, choices)
     lossless = parts["compression"].flags.lossless
     if getattr(topology, "replicas", False):
         if sync is not None:
             check_replicas(parts, choices, lossless)
-    elif mechanism(topology) == "partial_all_reduce" and not lossless:
-        raise UsageError(
-            f"compression={choices['compression']} makes no sense with topology={topology_name}: whole models are "
-            "averaged, and most of a compressed model would be zero; take compression=none, or another topology"
-        )
     if topology.has_server and topology.pull_ratio is not None and lossless:
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
     if runtime.name == "sim":
@@ -73,6 +72,43 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
         raise UsageError(
             "runtime.backend=nccl is not built yet; take runtime.backend=gloo, which carries the vectors of CUDA "
             "workers through the host's memory"
+        )
+
+
+def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """An optimizer that solves for the weights needs sums over all workers, and a model that it can solve."""
+    name, sync, aggregate = f"optimizer={choices['optimizer']}", parts["sync"], parts["aggregate"]
+    if mechanism(parts["model"]) != "mlp":
+        raise UsageError(f"{name} solves for the layers of a multi-layer perceptron; take model=mlp")
+    bsp = sync is not None and mechanism(sync) == "bsp" and sync.exchange == "gradient"
+    if not bsp or mechanism(parts["topology"]) != "all_reduce":
+        raise UsageError(f"{name} needs sums over all workers at once; take sync=bsp topology=all_reduce")
+    if not parts["compression"].flags.lossless:
+        raise UsageError(f"{name} exchanges no updates that a codec would know; take compression=none")
+    if choices["aggregate"] != "mean" or aggregate.weights != "samples" or aggregate.clip_norm or aggregate.scale != 1:
+        raise UsageError(f"{name} needs means over all samples as they are; leave aggregate as it is")
+
+
+def check_absorbing(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """A sync mode that makes the model itself leaves nothing to weigh, and has pulls of its own."""
+    sync, aggregate, codec = f"sync={choices['sync']}", parts["aggregate"], parts["compression"]
+    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key, None) is not None]
+    if choices["aggregate"] != "mean" or guards or aggregate.scale != 1:
+        what = f".{(guards or ['scale'])[0]}" if choices["aggregate"] == "mean" else f"={choices['aggregate']}"
+        raise UsageError(f"{sync} makes of each push what its rule says, which aggregate{what} has no say in; drop it")
+    if parts["topology"].pull_ratio is not None:
+        raise UsageError(f"{sync} has pulls of its own; drop topology.pull_ratio")
+    if getattr(parts["sync"], "sparse", False) and not codec.flags.lossless:
+        raise UsageError(f"{sync} sends few elements as it is; take compression=none")
+    if getattr(parts["sync"], "unbiased", False) and not codec.flags.unbiased:
+        raise UsageError(
+            f"{sync} needs a codec that keeps the mean, and compression={choices['compression']} does not; take "
+            "compression=grid, or none"
+        )
+    plain = choices["optimizer"] == "sgd" and not parts["optimizer"].momentum and not parts["optimizer"].weight_decay
+    if getattr(parts["sync"], "plain", False) and not plain:
+        raise UsageError(
+            f"{sync} takes plain steps of its own; take optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0"
         )
 
 

@@ -89,6 +89,13 @@ class Learner:
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
         return loss.item(), _flatten_dense_tensors(gradients).cpu()
 
+    def samples(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs [features, samples] and targets [values, samples] on the CPU, float32; classes as 0 and 1."""
+        inputs, targets = self._data.train.batch(indices)
+        if self._data.loss == "cross_entropy":
+            targets = functional.one_hot(targets, self._data.num_classes)
+        return inputs.flatten(1).T.float(), targets.flatten(1).T.float()
+
     @torch.no_grad()
     def evaluate(self, params: Tensor) -> dict[str, float | None]:
         """`train_loss` over a fixed subset of the training set, `test_loss` and `test_accuracy` over the test set.

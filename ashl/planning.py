@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ashl.build import declared_profile, layout_of, payload_of, rules
+from ashl.build import declared_profile, hollow_trainer, layout_of, payload_of, rules
 from ashl.checks import (
     check_checkpoints,
     check_combination,
@@ -33,7 +33,6 @@ from ashl.runtime.device import device_of
 from ashl.schedule.choices import Choices
 from ashl.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.stage import extra_ranks
-from ashl.trainer import HollowTrainer
 
 
 def make_plan(
@@ -108,6 +107,9 @@ def _plan_and_data(
         limits=limits,
         stages=tuple(stages),
         notes=tuple(found),
+        health_every=settings.run.health_every,
+        health_layers=settings.run.health_layers,
+        health_mean=settings.run.health_mean,
         allow_targets=settings.allow_targets,
     )
     if settings.plan is not None:
@@ -153,7 +155,7 @@ def predicted(plan: Plan, cluster: Any, epoch_samples: int, batch: int) -> Plan:
     """The plan with what each stage should reach, where the cluster declares its costs."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan
-    hollow = HollowTrainer(plan.num_params, epoch_samples)
+    hollow = hollow_trainer(plan, epoch_samples)
     stages = rules(plan, [hollow] * len(plan.stages))
     plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
     return replace(plan, predicted_s=duration_s(plan, epoch_samples))

@@ -78,7 +78,7 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     steady = replace(cluster, jitter=0.0, events=())
     num_ranks = n + extra_ranks(stage.topology, stage.sync)
     speed = Speed(steady, batch, seed=0)
-    step_ns = [speed.cost_ns(rank, "compute", worker.batch, 0) or 1 for rank, worker in enumerate(plan.workers)]
+    step_ns = [speed.cost_ns(rank, "compute", stage.samples_of(rank), 0) or 1 for rank in stage.workers]
     local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(plan.workers, step_ns, strict=True)]
     per_cycle = sum(local_steps)
     cycles = max(4, min(CYCLES, ROUNDS // n))

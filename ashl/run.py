@@ -27,7 +27,7 @@ from ashl.simulate import PausedError, simulate
 from ashl.summary import summarise
 from ashl.tracking import mlflow
 from ashl.tracking.console import Progress, outcome
-from ashl.tracking.forecast import forecast, show_profile
+from ashl.tracking.forecast import forecast, notes, show_profile
 from ashl.tracking.option import Tracking
 from ashl.tracking.recorder import Recorder
 from ashl.watch import Watch
@@ -61,6 +61,8 @@ def train(
     recorder = Recorder(run_dir, tracking.events, saved and saved["sizes"])
     write_inputs(recorder, config, overrides, None if saved else plan)
     console = Console(highlight=False)
+    if not quiet:
+        notes(console, plan)
     runtime = construct(plan.runtime, "runtime")
     torch.set_num_threads(runtime.threads)
     progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
@@ -85,7 +87,7 @@ def train(
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not quiet:
         outcome(console, summary, run_dir, link)
-    if warning:
+    for warning in filter(None, (watch.health.warning, warning)):
         Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
     if failure:
         raise failure

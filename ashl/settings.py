@@ -41,6 +41,9 @@ class Run:
     """Where a run writes, and how often it leaves a checkpoint."""
 
     dir: str | None
+    health_every: Count | None
+    health_layers: bool
+    health_mean: bool
     checkpoint_s: Positive | None
 
 

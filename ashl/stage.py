@@ -14,6 +14,7 @@ from ashl.planner.assignment import Assignment
 from ashl.runtime.effects import Tag
 
 GO, NEXT, STOP = 0, 1, 2  # the word that every reply carries
+OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
 
 
 class Push(NamedTuple):
@@ -174,6 +175,9 @@ class Stage:
     profile: Profile | None = None  # what the configuration declares of the workers
     bare_codec: Any = None  # without memory or schedule around it
     layout: tuple[Any, ...] = ()  # the model's layers, see `compression.layers`
+    health_every: int | None = None  # rounds between two looks at what compression loses
+    health_layers: bool = False
+    health_mean: bool = False
     seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
@@ -184,6 +188,11 @@ class Stage:
     @property
     def num_workers(self) -> int:
         return len(self.plan.workers)
+
+    @property
+    def pull_codec(self) -> Any:
+        """What compresses a pull, which is a difference between models: some codecs have another form for it."""
+        return self.bare_codec.pulled() if hasattr(self.bare_codec, "pulled") else self.bare_codec
 
     @property
     def server(self) -> int:
@@ -229,7 +238,25 @@ class Stage:
     @cached_property
     def _weights(self) -> list[float]:
         """scale · w_i of all workers."""
-        return self._weighed(self.plan.workers)
+        return self._weighed(self._sized)
+
+    @property
+    def estimator(self) -> str:
+        """Which gradient the workers exchange, see `topology.estimate`."""
+        if self.trainer.statistics:
+            return "statistics"
+        return getattr(self.sync, "estimator", getattr(self.codec, "estimator", "minibatch"))
+
+    def samples_of(self, rank: int) -> int:
+        """The samples of one gradient: those of a minibatch, or all that the worker has."""
+        return self.trainer.shard_size(rank) if self.estimator in OF_SHARDS else self.worker(rank).batch
+
+    @cached_property
+    def _sized(self) -> tuple[WorkerPlan, ...]:
+        """The workers with the samples that they compute at once."""
+        if self.estimator not in OF_SHARDS:
+            return self.plan.workers
+        return tuple(replace(worker, batch=self.samples_of(rank)) for rank, worker in enumerate(self.plan.workers))
 
     def _weighed(self, workers: Sequence[WorkerPlan]) -> list[float]:
         weights = self.aggregate.weigh(workers)
@@ -240,7 +267,7 @@ class Stage:
         """What each member's body is multiplied with: scale · w_i with Σ w_i = 1, over all workers or, where the sync
         mode averages, over the pushes of the merge; a worker may have several of them."""
         if self.sync.averages:
-            return self._weighed([self.plan.workers[member] for member in members])
+            return self._weighed([self._sized[member] for member in members])
         return [self._weights[member] for member in members]
 
     def weights_of(self, pushes: Sequence[Push]) -> list[float]:

@@ -87,6 +87,7 @@ def summarise(watch: Watch, runtime: str, status: str, reason: str, pace: dict |
         "time_to_target_s": watch.reached_s,
         "stages": stage_summaries(watch, workers),
         "params_sha256": watch.sha256,
+        "compression": watch.health.report(),
         "pace": pace,
     }
 

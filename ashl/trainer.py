@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,13 +46,60 @@ class Trainer:
         return self.learner.init(), self.moments()
 
     def moments(self) -> Moments:
-        return self.optimizer.init(self.learner.num_params)
+        return self.optimizer.shaped(self.learner.layers) if self.statistics else self.optimizer.init(self.num_params)
+
+    @property
+    def statistics(self) -> int:
+        """How many elements workers exchange for an optimizer that needs something else than gradients; else 0."""
+        return self.optimizer.size(self.learner.layers) if hasattr(self.optimizer, "sweep") else 0
+
+    def sweep(self, params: Tensor, moments: Moments, blocks: Any, worker: int) -> tuple[float, Any, Tensor]:
+        """(loss, blocks, statistics) of all samples of a worker, for such an optimizer."""
+        inputs, targets = self.learner.samples(self.batches[worker].shard)
+        return self.optimizer.sweep(params, moments, blocks, inputs, targets)
 
     def gradient(self, params: Tensor, worker: int, step: int, span: range | None = None) -> tuple[float, Tensor]:
         """Loss and gradient on batch `step` of a worker, or on what lies at `span` in its stream of samples."""
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
         return self.learner.gradient(params, indices, worker, step)
+
+    def shard_size(self, worker: int) -> int:
+        """The samples that a worker has."""
+        return len(self.batches[worker].shard)
+
+    def full_gradient(self, params: Tensor, worker: int, batch: int) -> tuple[float, Tensor]:
+        """Loss and gradient over all of a worker's samples, added up over parts of at most about `batch`, always the
+        same parts in the same order and with the same augmentation: a fixed function of `params`."""
+        shard = self.batches[worker].shard
+        loss, total = 0.0, torch.zeros(self.num_params)
+        for step, part in enumerate(np.array_split(shard, -(-len(shard) // batch))):
+            part_loss, grad = self.learner.gradient(params, part, worker, step)
+            loss += part_loss * len(part) / len(shard)
+            total.add_(grad, alpha=len(part) / len(shard))
+        return loss, total
+
+    def reduced_gradient(
+        self, params: Tensor, anchor: Tensor, worker: int, step: int, span: range
+    ) -> tuple[float, Tensor]:
+        """g(params) − g(anchor) on the same minibatch: what the gradient over all samples at `anchor` lacks."""
+        loss, grad = self.gradient(params, worker, step, span)
+        return loss, grad - self.gradient(anchor, worker, step, span)[1]
+
+    def spread_gradient(
+        self, params: Tensor, worker: int, step: int, span: range, parts: int
+    ) -> tuple[float, Tensor, Tensor]:
+        """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the minibatch."""
+        indices = self.batches[worker].span(span.start, len(span))
+        loss, total, squares = 0.0, torch.zeros(self.num_params), torch.zeros(self.num_params)
+        for part in np.array_split(indices, min(parts, len(indices))):
+            share = len(part) / len(indices)
+            part_loss, grad = self.learner.gradient(params, part, worker, step)
+            loss += part_loss * share
+            grad = grad * share
+            total += grad
+            squares.addcmul_(grad, grad)
+        return loss, total, squares
 
     def local_step(
         self, params: Tensor, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
@@ -72,8 +120,10 @@ class Trainer:
 class HollowTrainer:
     """Nothing inside: for timing thousands of workers without gradients. Vectors are sizes."""
 
-    def __init__(self, num_params: int, epoch_samples: int) -> None:
+    def __init__(self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0) -> None:
+        self.statistics = statistics
         self.epoch_samples = epoch_samples
+        self.num_workers = num_workers
         self.num_params = num_params
         self.dense_bytes = 4 * num_params
         self._hollow = Hollow(self.dense_bytes)
@@ -90,8 +140,27 @@ class HollowTrainer:
     def moments(self) -> Moments:
         return ()
 
+    def sweep(self, params: Hollow, moments: Moments, blocks: Any, worker: int) -> tuple[float, Any, Hollow]:
+        return 0.0, None, Hollow(4 * self.statistics)
+
     def gradient(self, params: Hollow, worker: int, step: int, span: range | None = None) -> tuple[float, Hollow]:
         return 0.0, params
+
+    def shard_size(self, worker: int) -> int:
+        return max(1, (self.epoch_samples + self.num_workers - 1 - worker) // self.num_workers)
+
+    def full_gradient(self, params: Hollow, worker: int, batch: int) -> tuple[float, Hollow]:
+        return 0.0, params
+
+    def reduced_gradient(
+        self, params: Hollow, anchor: Hollow, worker: int, step: int, span: range
+    ) -> tuple[float, Hollow]:
+        return 0.0, params
+
+    def spread_gradient(
+        self, params: Hollow, worker: int, step: int, span: range, parts: int
+    ) -> tuple[float, Hollow, Hollow]:
+        return 0.0, params, params
 
     def local_step(
         self, params: Hollow, moments: Moments, worker: int, step: int, lr: float, span: range | None = None

@@ -13,13 +13,15 @@ import numpy as np
 
 from ashl.build import Job
 from ashl.consensus import Parts, mean_of
+from ashl.health import Health
 from ashl.plan.plan import Plan, assigned
 from ashl.planner.assignment import assignment_of
 from ashl.runtime.ledger import KINDS
 from ashl.tracking.console import Progress
 from ashl.tracking.recorder import Recorder
 
-KEPT = ("stopping", "scores", "borders", "evaluations", "stages", "reached_s", "_parts", "_held")  # by a checkpoint
+# What a checkpoint keeps
+KEPT = ("stopping", "scores", "borders", "evaluations", "stages", "reached_s", "health", "_parts", "_held")
 
 
 class Watch:
@@ -41,6 +43,7 @@ class Watch:
         self.stages: list[dict] = []
         self.ledgers: dict[int, dict] = {}
         self.final: dict | None = None
+        self.health = Health(4 * plan.num_params)
         self.ill: str | None = None  # what was no number before any loss was
         self.sha256: str | None = None
         self.reached_s: float | None = None
@@ -74,6 +77,8 @@ class Watch:
             self.ledgers[record["rank"]] = record
         elif kind == "profile":
             self.recorder.document("profile.json", record["profile"])
+        elif kind == "health":
+            self.health.look(record)
         elif kind == "ill":
             self.ill = self.ill or f"{record['where']} is not finite in its round {record['round'] + 1}"
         elif kind == "plan":
@@ -90,6 +95,9 @@ class Watch:
 
     def snapshot(self, record: dict, params: Any) -> None:
         """Evaluate a model: metrics, best so far, target. Where every worker has its own, wait until all have come."""
+        if "of" in record:
+            self.health.part(record, params, self.plan.num_workers)
+            return
         if self._parts is not None:
             whole = self._parts.add(record, params)
             if whole is None:
@@ -173,6 +181,7 @@ class Watch:
             "comm/mb_up": up / 1e6,
             "comm/mb_down": down / 1e6,
             "time/s": time_s,
+            **self.health.metrics(),
             **{f"wait/w{worker['rank']}": worker["wait_s"] / time_s if time_s else 0.0 for worker in workers},
         }
 

@@ -68,6 +68,14 @@ def target(file: Path) -> str:
     return str(content.get("_target_", "")) or next((name for parent in _parents(file) if (name := target(parent))), "")
 
 
+def values(file: Path) -> dict:
+    """What an option's file says, and what the files say that it starts from."""
+    found: dict = {}
+    for parent in _parents(file):
+        found |= values(parent)
+    return found | {key: value for key, value in load(file).items() if key != "defaults"}
+
+
 def docstrings(name: str) -> tuple[str, str]:
     """The docstrings of the module and of the class that a `_target_` names, read and not imported; "" where none."""
     module, _, attribute = name.rpartition(".")

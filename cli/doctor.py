@@ -9,12 +9,15 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
-from ashl import __version__
-from ashl.errors import AshlError
+import typer
 
+from ashl import __version__
+from ashl.errors import AshlError, UsageError
+
+from .catalog import catalog, values
 from .table import show
 from .train import Debug
 
@@ -26,8 +29,18 @@ Row = tuple[str, str]
 T = TypeVar("T")
 
 
-def doctor(debug: Debug = False) -> None:
+def doctor(
+    what: Annotated[str | None, typer.Argument(help="`compression` measures what every codec promises.")] = None,
+    debug: Debug = False,
+) -> None:
     """Show versions, backends, network interfaces, data and store. Exit code 1 when something is broken."""
+    if what == "compression":
+        _compression()
+        return
+    if what is not None:
+        raise UsageError(
+            f"There is nothing called '{what}' to look into; take `ashl doctor` or `ashl doctor compression`"
+        )
     rows: list[Row] = []
     for check in (_versions, _machine, _torch, _vision, _network, _data, _store):
         try:
@@ -39,6 +52,22 @@ def doctor(debug: Debug = False) -> None:
     show("", rows)
     if any(text.startswith((BROKEN, MISSING)) for _, text in rows):
         raise AshlError("Something above is broken or missing; install ashl into a fresh environment to mend it.")
+
+
+def _compression() -> None:
+    """Every codec with its laws, those that are broken first."""
+    from ashl.compression.laws import laws
+    from ashl.construct import construct
+
+    broken = 0
+    rows = []
+    for name, file in catalog()["compression"].items():
+        for law in laws(construct(values(file), "compression", ())):
+            rows.append((name, law.name, law.stated, law.measured, law.verdict))
+            broken += law.kept is False
+    show("codec, law, stated, measured", sorted(rows, key=lambda row: row[-1] != "BROKEN"))
+    if broken:
+        raise AshlError(f"{broken} of {len(rows)} laws are broken on this machine; say so in an issue, with this table")
 
 
 def _versions() -> Iterator[Row]:

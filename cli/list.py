@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .catalog import CONF, catalog, defaults, docstrings, head, lacking, parameters, read, summary, target
+from .catalog import CONF, catalog, defaults, docstrings, head, lacking, parameters, read, summary, target, values
 from .table import show
 from .train import ConfigDir, Debug
 
@@ -42,6 +42,17 @@ def show_options(
     _card(group, option, known[group][option])
 
 
+def _laws(file: Path) -> None:
+    """What a codec promises, and whether it keeps it here."""
+    from ashl.compression.laws import laws, promises
+    from ashl.construct import construct
+
+    codec = construct(values(file), "compression", (target(file).partition(".")[0],))
+    typer.echo(f"\nPromises: {promises(codec)}")
+    rows = [(law.name, law.stated, law.measured, law.verdict) for law in laws(codec)]
+    show("\nLaws: stated, and measured just now", rows)
+
+
 def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
     usual = defaults()
     rows = [(group, usual[group] or "-", ", ".join(options) or "none yet") for group, options in known.items()]
@@ -57,6 +68,8 @@ def _card(group: str, option: str, file: Path) -> None:
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:
             show("\nParameters and their defaults", rows)
+        if group == "compression":
+            _laws(file)
         typer.echo(f"\n{name}, from {file}")
     else:  # a preset, best shown as it stands
         typer.echo(f"{group}={option}\n\n{read(file).rstrip()}\n\nfrom {file}")

@@ -25,6 +25,7 @@ LEVELS = (
     {"program", "predict", "settings", "checks"},
     {"build"},
     {"planning"},
+    {"health"},
     {"watch", "summary", "runtime.launch", "runtime.rank"},
     {"simulate"},
     {"run"},

@@ -18,6 +18,10 @@ and, where it has more to say,
                                                         the body whose content is that of the sum
     shaped(layout) -> codec                             the codec for a model's layers, where it treats them as such
     collective(...)                                     a protocol of its own over all workers: see `topology.exchange`
+    links(stage, rank) -> ranks                         with whom that protocol exchanges messages, where it does
+    summed_bytes(d) -> bytes                            of a summand, where a run is only timed; else those of a body
+
+A codec that is for other gradients than those of a minibatch has `estimator`, see `ashl.topology.estimate`.
 
 `sender` and `receiver` are the codec's state at the two ends of one link, None at first; they belong to the link, so
 that drops, stage borders and replies to many clients have one place to be right. A body says itself all that decoding
@@ -47,6 +51,7 @@ class Flags(NamedTuple):
 
     unbiased: bool = False  # E C(x) = x
     contraction: bool = False  # E‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ > 0: error feedback may be used
+    drains: bool = False  # ‖C(x) − x‖ ≤ ‖x‖, equal where x is small; what feedback keeps stays bounded: it may be used
     linear: bool = False  # the sum of bodies decodes to the sum: an all-reduce may carry it
     lossless: bool = False  # C(x) = x
     variable: bool = False  # the size of a body depends on x
@@ -71,6 +76,8 @@ class Turn(NamedTuple):
     workers: int = 1
     epoch: float = 0.0  # of the run so far
     lr: float = 1.0
+    params: Any = None  # the model that x was computed on
+    squares: Any = None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch, [d]
 
     def stream(self) -> np.random.Generator:
         """This worker's own random numbers for this message."""

@@ -1,10 +1,15 @@
-"""Numbers of a few bits each, one after the other in a little-endian stream."""
+"""Numbers of a few bits each, one after the other in a little-endian stream.
+
+Up to 8 bits, eight numbers are moved together: as the bytes of one word of 64 bits that three shifts push together.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 GROUP = 32  # numbers of w bits fill w words of 32 bits
+BLOCK = 1 << 16  # elements: what lies between stays in the L2 cache
+LANES = (16, 32, 64)  # bits of a pair of numbers, of two pairs, of four
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -14,9 +19,14 @@ def packed_bytes(count: int, width: int) -> int:
 
 def pack(numbers: np.ndarray, width: int) -> np.ndarray:
     """uint8 [packed_bytes] of the low `width` bits, 1 to 32, of each number."""
+    if width in (8, 16, 32):
+        return numbers.astype(f"<u{width // 8}").view(np.uint8)
+    if width < 8:
+        return _pack_bytes(numbers, width)
     groups = -(-numbers.size // GROUP)
     columns = np.zeros((groups, GROUP), np.uint32)
     columns.reshape(-1)[: numbers.size] = numbers
+    columns &= np.uint32((1 << width) - 1)
     words = np.zeros((groups, width), "<u4")
     for j in range(GROUP):
         word, shift = divmod(j * width, 32)
@@ -28,9 +38,14 @@ def pack(numbers: np.ndarray, width: int) -> np.ndarray:
 
 def unpack(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
     """The first `count` numbers of such a stream, uint32; the stream must be long enough."""
+    if width <= 8:
+        return unpack_bytes(buffer, width, count).astype(np.uint32)
+    if width in (16, 32):
+        return buffer[: count * width // 8].view(f"<u{width // 8}").astype(np.uint32)
     groups = -(-count // GROUP)
     words = np.zeros((groups, width), "<u4")
-    words.reshape(-1).view(np.uint8)[: buffer.size] = buffer
+    stream = buffer[: words.nbytes]
+    words.reshape(-1).view(np.uint8)[: stream.size] = stream
     columns = np.empty((groups, GROUP), np.uint32)
     for j in range(GROUP):
         word, shift = divmod(j * width, 32)
@@ -39,3 +54,73 @@ def unpack(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
             columns[:, j] |= words[:, word + 1] << np.uint32(32 - shift)
     columns &= np.uint32((1 << width) - 1)
     return columns.reshape(-1)[:count]
+
+
+def unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
+    """As `unpack`, for a width of at most 8: uint8."""
+    if width == 8:
+        return buffer[:count].copy()
+    groups, size = -(-count // 8), packed_bytes(count, width)
+    stream = buffer[:size] if size == groups * width else np.append(buffer[:size], np.zeros(width, np.uint8))
+    if width in (1, 2, 4):
+        words = stream[: groups * width].view(f"<u{width}").astype("<u8")
+    else:
+        words = np.zeros(groups, "<u8")
+        words.view(np.uint8).reshape(-1, 8)[:, :width] = stream[: groups * width].reshape(-1, width)
+    for lane in reversed(LANES):
+        lower, upper, apart = _halves(lane, width)
+        moved = words & upper
+        moved <<= apart
+        words &= lower
+        words |= moved
+    return words.view(np.uint8)[:count]
+
+
+def pack_signs(x: np.ndarray) -> np.ndarray:
+    """uint8 [⌈d/8⌉]: 1 where x is negative; of zeros and NaNs it is the sign bit that counts."""
+    packed, signs = np.empty(-(-x.size // 8), np.uint8), np.empty(min(BLOCK, x.size), bool)
+    for start in range(0, x.size, BLOCK):
+        part = x[start : start + BLOCK]
+        bits = np.signbit(part, out=signs[: part.size])
+        packed[start // 8 : (start + part.size + 7) // 8] = np.packbits(bits, bitorder="little")
+    return packed
+
+
+def signed(buffer: np.ndarray, count: int, magnitude: np.ndarray) -> np.ndarray:
+    """float32 [count]: a magnitude, float32 [1], with the signs of such a stream."""
+    x = np.empty(count, np.uint32)
+    pattern = magnitude.astype(np.float32).view(np.uint32)
+    for start in range(0, count, BLOCK):
+        part = x[start : start + BLOCK]
+        part[:] = np.unpackbits(buffer[start // 8 :][: BLOCK // 8], count=part.size, bitorder="little")
+        part <<= np.uint32(31)
+        part ^= pattern
+    return x.view(np.float32)
+
+
+def _pack_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
+    words = np.zeros(-(-numbers.size // 8), "<u8")
+    words.view(np.uint8)[: numbers.size] = numbers.astype(np.uint8, copy=False)
+    words &= np.uint64(_repeated((1 << width) - 1, 8))
+    for lane in LANES:  # the upper half of each lane moves down to where the lower one ends
+        lower, upper, apart = _halves(lane, width)
+        moved = words >> apart
+        moved &= upper
+        words &= lower
+        words |= moved
+    if width in (1, 2, 4):
+        packed = words.astype(f"<u{width}").view(np.uint8)
+    else:
+        packed = np.ascontiguousarray(words.view(np.uint8).reshape(-1, 8)[:, :width]).reshape(-1)
+    return packed[: packed_bytes(numbers.size, width)]
+
+
+def _halves(lane: int, width: int) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """Masks of a lane's lower and upper half of numbers, pushed together, and how far the upper one had to move."""
+    used = lane * width // 16
+    return _repeated((1 << used) - 1, lane), _repeated(((1 << used) - 1) << used, lane), np.uint64(lane // 2 - used)
+
+
+def _repeated(pattern: int, lane: int) -> np.uint64:
+    """A pattern in every lane of a word of 64 bits."""
+    return np.uint64(sum(pattern << shift for shift in range(0, 64, lane)))

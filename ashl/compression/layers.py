@@ -8,6 +8,7 @@ other, before them the length of each as uint32. Source: Aji and Heafield, EMNLP
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -43,6 +44,13 @@ def layer_at(layout: Layout, place: int) -> str:
         if place < end:
             return layer.name
     raise IndexError(place)
+
+
+def with_layout(option: Any, layout: Layout) -> Any:
+    """A copy of an option that knows the model's layers, as its `layout`."""
+    shaped = copy(option)
+    object.__setattr__(shaped, "layout", layout)
+    return shaped
 
 
 def slices(sizes: Sequence[int]) -> list[slice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ashl.compression.around import Around
+from ashl.compression.averaged import Average, Averaged
 from ashl.compression.clip import Clipped
 from ashl.compression.feedback import Feedback, Residual
 from ashl.compression.layers import Layerwise, Layout
@@ -20,11 +21,14 @@ def linked(option: Any, layout: Layout) -> Any:
         codec = MomentumCorrection(codec, option.momentum, option.masking)
     elif getattr(option, "feedback", False):
         codec = Feedback(codec, option.feedback_gain, option.feedback_decay)
-    if isinstance(codec, Feedback | MomentumCorrection) and not codec.codec.flags.contraction:
+    keeps = isinstance(codec, Feedback | MomentumCorrection)
+    if keeps and not (codec.flags.contraction or codec.flags.drains):
         raise UsageError(
             f"compression.feedback=true needs a codec that never enlarges an update, and {type(option).__name__} may; "
             "set compression.feedback=false"
         )
+    if getattr(option, "beta", None) is not None:
+        codec = Averaged(codec, option.beta)
     if getattr(option, "warmup_epochs", 0):
         codec = WarmUp(codec, option.warmup_epochs)
     if getattr(option, "critical_ratio", None) is not None:
@@ -37,7 +41,7 @@ def linked(option: Any, layout: Layout) -> Any:
 def bare(option: Any, layout: Layout) -> Any:
     """The codec alone, as a pull and gossip use it: for the model's layers where it treats them as such."""
     codec = option.shaped(layout) if hasattr(option, "shaped") else option
-    return Layerwise(codec, tuple(layer.size for layer in layout)) if getattr(option, "layers", False) else codec
+    return Layerwise(codec, tuple(layer.size for layer in layout)) if getattr(codec, "layers", False) else codec
 
 
 def handed_over(sender: Any, codec: Any) -> Any:
@@ -59,6 +63,8 @@ def within_schedules(sender: Any, codec: Any) -> Any:
     """A residual as the state of the codec that has been put around its keeper."""
     while isinstance(codec, Around) and not isinstance(codec, Feedback | MomentumCorrection):
         if isinstance(codec, Accordion):
-            return Regime(inner=sender)
+            return Regime(inner=within_schedules(sender, codec.codec))
+        if isinstance(codec, Averaged):
+            return Average(inner=sender)
         codec = codec.codec
     return sender

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ashl.compression.code import Code
+from ashl.compression.count_sketch import CountSketch
 from ashl.compression.layers import Layout
 from ashl.compression.link import linked
 from ashl.errors import UsageError
@@ -28,21 +29,37 @@ def check_compression(
         check_exchange(name, codec, sync, choices["sync"])
     if codec.flags.reduces:
         check_aggregate(name, parts["aggregate"], choices["aggregate"])
+    if isinstance(option, CountSketch):
+        check_sketch(name, option, topology, parts["optimizer"])
+    check_signs(name, option)
+    pulled = option.pulled() if hasattr(option, "pulled") else option
     if (
         topology.has_server
         and topology.pull_ratio is not None
-        and not (isinstance(option, Code) and option.flags.contraction and not option.flags.reduces)
+        and not (isinstance(pulled, Code) and pulled.flags.contraction and not pulled.flags.reduces)
     ):
         raise UsageError(
             f"topology.pull_ratio makes no sense with {name}: a pull needs a codec without memory that never enlarges "
             "what it is given, as compression=topk; drop topology.pull_ratio, or take another compression"
         )
-    if getattr(topology, "replicas", False) and not (isinstance(option, Code) and not option.flags.scale_free):
+    if getattr(topology, "replicas", False) and not (isinstance(option, Code) and tends_to_nothing(option)):
         raise UsageError(
             f"{name} makes no sense with topology={choices['topology']}: replicas of neighbours need a codec without "
             "memory that keeps lengths, as compression=topk"
         )
+    alone = getattr(option, "critical_ratio", None) is not None  # each worker decides how much it sends
+    if alone and codec.flags.linear and choices["topology"] == "all_reduce":
+        raise UsageError(
+            f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
+            "worker decides for itself; drop it, or take topology=parameter_server"
+        )
     return notes(name, option, codec, topology, layout, num_workers)
+
+
+def tends_to_nothing(option: Any) -> bool:
+    """Whether differences that are sent again and again shrink."""
+    flags = option.flags
+    return not flags.scale_free and (flags.contraction or flags.unbiased or flags.drains)
 
 
 def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
@@ -53,15 +70,14 @@ def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
                 f"compression.momentum={option.momentum:g} is momentum correction, and optimizer.momentum="
                 f"{optimizer.momentum:g} would count every velocity twice; set optimizer.momentum=0"
             )
-        if option.feedback and not option.flags.contraction:
+        if option.feedback and not (option.flags.contraction or option.flags.drains):
             raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
     d = sum(layer.size for layer in layout)
     for key in ("ratio", "critical_ratio"):
         share = getattr(option, key, None)
         if share is not None and share * d < 1:
             raise UsageError(
-                f"compression.{key}={share:g} keeps less than one of the model's {d} elements; take at least "
-                f"{1 / d:.2g}"
+                f"compression.{key}={share:g} keeps less than one of the model's {d} elements; take more than 1/{d}"
             )
 
 
@@ -73,10 +89,51 @@ def check_exchange(name: str, codec: Any, sync: Any, sync_name: str) -> None:
             f"{name} forgets how long an update is, so that it is for gradients, and sync={sync_name} exchanges "
             f"differences between models; take {gradients}"
         )
-    if codec.flags.full_gradient and sync.exchange != "gradient":
+    estimator = getattr(codec, "estimator", "minibatch")
+    if (codec.flags.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
         raise UsageError(
-            f"{name} is about gradients over all of a worker's samples, and sync={sync_name} exchanges differences "
-            "between models; take sync=bsp"
+            f"{name} is about gradients at one model, and sync={sync_name} exchanges differences between models; take "
+            "sync=bsp"
+        )
+    if estimator == "full" and getattr(sync, "resizes", False):
+        raise UsageError(
+            f"{name} with compression.estimator=full takes all samples of a worker at once, which leaves sync="
+            f"{sync_name} no batches to size; take sync=bsp, or compression.estimator=minibatch"
+        )
+
+
+def check_signs(name: str, option: Any) -> None:
+    """Signs without a scale have none to keep apart, and a vote has no use for one."""
+    if getattr(option, "vote", "mean") == "majority" and option.scale != "none":
+        raise UsageError(f"{name} with compression.vote=majority applies a sign; set compression.scale=none")
+    if getattr(option, "scale", None) == "none" and getattr(option, "layers", False):
+        raise UsageError(
+            f"{name} with compression.scale=none is the same for each layer and for all; drop compression.layers"
+        )
+    if getattr(option, "beta", None) is not None and getattr(option, "momentum", None) is not None:
+        raise UsageError(
+            f"{name} with compression.beta={option.beta:g} keeps a momentum, and compression.momentum="
+            f"{option.momentum:g} would keep another; drop one of them"
+        )
+
+
+def check_sketch(name: str, option: CountSketch, topology: Any, optimizer: Any) -> None:
+    """What is recovered of a sum of sketches, only those know who have the sum."""
+    if topology.has_server and (getattr(option, "feedback", False) or getattr(option, "momentum", None) is not None):
+        raise UsageError(
+            f"{name} keeps at a worker what was not recovered, and a parameter server does not tell what that was; "
+            "take topology=all_reduce, compression=fetch_sgd, or compression.feedback=false and no compression.momentum"
+        )
+    if getattr(topology, "replicas", False):
+        raise UsageError(
+            f"{name} makes no sense with replicas of neighbours: what it recovers of one vector may be larger than the "
+            "vector; take compression=topk, or topology=all_reduce"
+        )
+    decay = getattr(option, "decay", 0.0)
+    if decay and getattr(optimizer, "momentum", 0):
+        raise UsageError(
+            f"{name} keeps the momentum in the sketch (compression.decay={decay:g}), and optimizer.momentum="
+            f"{optimizer.momentum:g} would count every velocity twice; set optimizer.momentum=0"
         )
 
 
@@ -95,11 +152,16 @@ def check_aggregate(name: str, aggregate: Any, aggregate_name: str) -> None:
 def notes(name: str, option: Any, codec: Any, topology: Any, layout: Layout, num_workers: int) -> list[str]:
     """What is legal and worth knowing."""
     found = []
-    keeps = getattr(option, "feedback", False) or getattr(option, "momentum", None) is not None
+    keeps = getattr(option, "feedback", True) or getattr(option, "momentum", None) is not None
     if isinstance(option, Code) and not option.flags.unbiased and not keeps and not option.flags.reduces:
         found.append(
             f"{name} without compression.feedback=true is biased: what it leaves out is lost, and training may stand "
             "still"
+        )
+    if codec.flags.full_gradient and getattr(codec, "estimator", None) == "minibatch":
+        found.append(
+            f"{name} with compression.estimator=minibatch takes the noise of gradients for change: hardly anything is "
+            "ever left out"
         )
     d = sum(layer.size for layer in layout)
     if not topology.has_server and not codec.flags.linear and not hasattr(codec, "collective"):

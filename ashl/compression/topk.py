@@ -30,7 +30,7 @@ class TopK(Sparsifier):
     """Keeps a share of the elements."""
 
     code: ClassVar[int] = 2
-    flags: ClassVar[Flags] = Flags(contraction=True)
+    promises: ClassVar[Flags] = Flags(contraction=True)
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
         k = self.kept(turn.ratio, x.size)

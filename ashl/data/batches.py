@@ -19,6 +19,11 @@ class Batches:
         self._shard, self._batch, self._seed, self._worker, self._shuffle = shard, batch, seed, worker, shuffle
         self._epochs: dict[int, np.ndarray] = {}  # a memo, never part of the answer
 
+    @property
+    def shard(self) -> np.ndarray:
+        """All samples of the worker, in an order that never changes."""
+        return self._shard
+
     def indices(self, step: int) -> np.ndarray:
         """The samples of batch number `step`, int64 [batch]."""
         return self.span(step * self._batch, self._batch)

@@ -89,6 +89,9 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted_s: float | None = None  # the whole run on its own clock, if no target ends it before
     allow_targets: tuple[str, ...] = ()
+    health_every: int | None = None  # rounds between two looks at what compression loses
+    health_layers: bool = False
+    health_mean: bool = False
     notes: tuple[str, ...] = ()  # what is legal and worth knowing
 
     @property

@@ -17,7 +17,17 @@ A rule that steers more than that keeps its state in `clock.control` and has of 
 `interval_s`                          seconds of the first local work, where seconds count instead of H
 `anneal(clock)`                       what the server's learning rate is multiplied with
 `resumable`                           False where no checkpoint can hold the mode: its workers do several things at once
+`estimator`                           the gradient that workers exchange, see `ashl.topology.estimate`
 `drains`                              that the server takes in all that has come before it answers anyone
+
+A mode of the parameter server that has other messages than updates and models, in the same loops:
+
+`produce(node, stage, state)`         awaited: (work, body, loss) of a worker's next push
+`absorb(stage, state, message)`       at the server: what a push does to `state`; whether the model changed
+`answer(stage, state, rank)`          the body of the reply to a worker; None = nothing new
+`take(stage, state, body)`            at the worker: the model that it goes on with
+`unbiased`, `sparse`, `plain`         that it needs an unbiased codec; that its own messages leave a codec nothing to do;
+                                      that its steps leave the optimizer nothing but the learning rate to say
 
 and a mode whose loops are its own, like profiling, has `role(stage, rank)`. What a mode of partial all-reduce has
 instead of these says `ashl.sync.groups`, and a mode of gossip `ashl.topology.gossip`.

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from ashl.option import option
 from ashl.runtime.node import Node
 from ashl.stage import NEXT, STOP, Clock, Stage
@@ -30,8 +32,8 @@ class AllReduce:
     has_server: ClassVar[bool] = False
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Collectives only: no point-to-point links."""
-        return ()
+        """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""
+        return stage.codec.links(stage, rank) if hasattr(stage.codec, "links") else ()
 
     def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
         """What a merge takes: a sum on its way, or a ring of bodies that goes round once."""
@@ -77,6 +79,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     clock, group = state.clock, stage.workers
     weight = stage.weights(group)[node.rank]
     workers = [stage.worker(rank) for rank in group]
+    sizes = [stage.samples_of(rank) for rank in group]
     counts = [1 if stage.sync.exchange == "gradient" else w.local_steps for w in workers]
     while True:
         node.mark(stage.index, state)
@@ -89,15 +92,17 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         if not clock.diverged:
             merge(stage, state, update)
             for rank, steps in zip(group, counts, strict=True):
-                clock.commit(rank, steps, steps * workers[rank].batch)
+                clock.commit(rank, steps, steps * sizes[rank])
             clock.version += 1
             state.samples = clock.samples
+        reason = stage.over(clock) or WORDS[word]
+        if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
+            await node.all_reduce(torch.zeros(1), group, riders=1)
         what = {"steps": work.steps, "staleness": 0, "dropped": False, "loss": work.loss}
         node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
         if node.rank == 0 and stage.due(clock, node.now):
             node.snapshot(state.params, **clock.report())
-        reason = stage.over(clock) or WORDS[word]
         if reason:
             return leave(node, stage, state, reason)
         if node.rank == 0:

@@ -26,7 +26,7 @@ from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage import Stage
-from ashl.topology.local_work import ill, turn_of
+from ashl.topology.local_work import ill, look, looks_at_mean, turn_of
 
 Riders = tuple[float, float]  # (loss, word)
 
@@ -35,22 +35,33 @@ async def exchanged(
     node: Node, stage: Stage, state: Any, body: Any, weight: float, riders: Riders
 ) -> tuple[Any, float, int]:
     """(Σ c·C(x), mean loss, word). Of an update that is not finite nothing is made: the mean loss says so."""
-    codec, flags = stage.codec, stage.codec.flags
-    if flags.lossless:
+    if stage.codec.flags.lossless:
         return await summed(node, stage, body, weight, riders)
     if (layer := ill(body, stage)) is not None:
         node.emit("ill", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
         body, riders = torch.zeros_like(body), (math.nan, riders[1])
-    turn = turn_of(stage, node.rank, state)
+    tick = state.clock.version
+    looks = looks_at_mean(stage, tick) and not isinstance(body, Hollow)
+    if looks:
+        node.snapshot(body, of=node.rank, tick=tick, weight=weight)
+    update, loss, word = await compressed(node, stage, state, body, weight, riders)
+    if looks and node.rank == 0:
+        node.snapshot(update, of=None, tick=tick)
+    return update, loss, word
+
+
+async def compressed(
+    node: Node, stage: Stage, state: Any, body: Any, weight: float, riders: Riders
+) -> tuple[Any, float, int]:
+    """The same by the codec's own way."""
+    codec, turn = stage.codec, turn_of(stage, node.rank, state)
     if hasattr(codec, "collective"):
         return await codec.collective(node, stage, state, body, turn, weight, riders)
-    if flags.linear:
-        encode = partial(codec.encode, state.sender, body * weight, turn)
-        state.sender, encoded = await node.compute(encode, work=1, kind="compress")
-        return await summed_bodies(node, stage, state, encoded, riders)
-    encode = partial(codec.encode, state.sender, body, turn)
-    state.sender, encoded = await node.compute(encode, work=1, kind="compress")
-    return await gathered(node, stage, state, encoded, riders)
+    x = body * weight if codec.flags.linear else body
+    state.sender, encoded = await node.compute(partial(codec.encode, state.sender, x, turn), work=1, kind="compress")
+    look(node, stage, state, x, encoded)
+    way = summed_bodies if codec.flags.linear else gathered
+    return await way(node, stage, state, encoded, riders)
 
 
 async def summed(node: Node, stage: Stage, tensor: Any, weight: float, riders: Riders) -> tuple[Any, float, int]:
@@ -62,7 +73,10 @@ async def summed(node: Node, stage: Stage, tensor: Any, weight: float, riders: R
 async def summed_bodies(node: Node, stage: Stage, state: Any, body: Any, riders: Riders) -> tuple[Any, float, int]:
     """What the sum of linear bodies decodes to."""
     codec, d = stage.codec, stage.trainer.num_params
-    summand = body if isinstance(body, Hollow) else codec.summand(body)
+    if isinstance(body, Hollow):
+        summand = Hollow(codec.summed_bytes(d)) if hasattr(codec, "summed_bytes") else body
+    else:
+        summand = codec.summand(body)
     total, loss, word = await summed(node, stage, summand, 1.0, riders)
     whole = body if isinstance(body, Hollow) else codec.summed(body, total)
     if codec.flags.reduces and not isinstance(body, Hollow):

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ashl.compression import Turn
-from ashl.compression.layers import layer_at
+from ashl.compression.code import Code
+from ashl.compression.health import looked_at
+from ashl.compression.layers import Layerwise, layer_at
 from ashl.compression.link import handed_over
 from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
 from ashl.stage import Stage
+from ashl.topology.estimate import draw, estimated
 
 
 @dataclass
@@ -40,6 +43,9 @@ class WorkerState:
     entered: int | None = None  # the stage that it is in
     pull_s: float = 0.0  # what the last pull took
     interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
+    anchor: Any = None  # what the estimator keeps: a snapshot, or what belongs to each sample
+    squares: Any = None  # what the last gradient's parts say of its variance
+    control: Any = None  # the state of this stage's sync rule, where it has one
 
     def enter(self, stage: Stage, rank: int) -> None:
         """A stage begins: its H and ratio, and what is handed over from the stage before."""
@@ -49,6 +55,7 @@ class WorkerState:
         worker = stage.worker(rank)
         self.local_steps, self.ratio, self.batch = worker.local_steps, worker.compression_ratio, worker.batch
         self.interval_s = getattr(stage.sync, "interval_s", 0.0)
+        self.anchor = self.squares = self.control = None
         if stage.resets:
             self.moments = stage.trainer.moments()
         keep = stage.plan.handover.get("residual") != "drop"
@@ -66,18 +73,16 @@ class Work(NamedTuple):
 
 
 async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
-    """gradient: g = ∇f(w; batch). difference: w_H − w after H steps of the worker's optimizer, whose state persists.
-    accumulated: Σ lr·∇f(w; batch) over H batches, on the model as it was pulled.
+    """gradient: g = ∇f(w; batch), or what `topology.estimate` makes instead. difference: w_H − w after H steps of the
+    worker's optimizer, whose state persists. accumulated: Σ lr·∇f(w; batch) over H batches, on the model as pulled.
 
     The learning rate is that of the samples applied as of the last pull. `state.params` may become another model
     meanwhile, by a peer: what is computed stays relative to the one at the start.
     """
     trainer, start, kind, params = stage.trainer, node.now, stage.sync.exchange, state.params
     if kind == "gradient":
-        step, span = draw(state)
-        work = partial(trainer.gradient, params, node.rank, step, span)
-        loss, grad = await node.compute(work, work=state.batch)
-        return Work(grad, loss, 1, state.batch, node.now - start)
+        loss, grad, samples = await estimated(node, stage, state)
+        return Work(grad, loss, 1, samples, node.now - start)
     local, lr, total, steps = params, trainer.rate(state.samples), 0.0, 0
     start_ns, interval_ns, grads = node.now_ns, round(state.interval_s * 1e9), None
     while node.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
@@ -104,7 +109,28 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
         return work.body, math.nan
     encode = partial(stage.codec.encode, state.sender, work.body, turn_of(stage, node.rank, state))
     state.sender, body = await node.compute(encode, work=1, kind="compress")
+    look(node, stage, state, work.body, body)
+    if looks_at_mean(stage, state.version):
+        weight = stage.weights(stage.workers)[node.rank]
+        node.snapshot(work.body, of=node.rank, tick=state.version, weight=weight)
     return body, work.loss
+
+
+def look(node: Node, stage: Stage, state: WorkerState, x: Any, body: Any) -> None:
+    """Every so often, say what compression loses of this message."""
+    every, codec = stage.health_every, stage.bare_codec
+    if every is None or state.round % every or isinstance(x, Hollow):
+        return
+    if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
+        return  # a body alone does not say what comes of it
+    found = looked_at(codec, state.sender, x, body, stage.layout, stage.health_layers)
+    node.emit("health", round=state.round, time_ns=node.now_ns, **found)
+
+
+def looks_at_mean(stage: Stage, version: int) -> bool:
+    """Whether everybody hands in what was to be sent at this merge: only where all of it is merged at once."""
+    barrier = not stage.topology.has_server or stage.quorum == stage.num_workers
+    return stage.health_mean and barrier and stage.health_every is not None and not version % stage.health_every
 
 
 def turn_of(stage: Stage, rank: int, state: WorkerState) -> Turn:
@@ -117,6 +143,8 @@ def turn_of(stage: Stage, rank: int, state: WorkerState) -> Turn:
         workers=stage.num_workers,
         epoch=state.samples / stage.epoch_samples,
         lr=stage.trainer.rate(state.samples) if stage.sync.exchange == "gradient" else 1.0,
+        params=state.params,
+        squares=state.squares,
     )
 
 
@@ -126,13 +154,6 @@ def ill(x: Any, stage: Stage) -> str | None:
         return None
     finite = torch.isfinite(x)
     return None if finite.all() else layer_at(stage.layout, int(finite.int().argmin()))
-
-
-def draw(state: WorkerState) -> tuple[int, range]:
-    """The worker's next minibatch: its number, and where it lies in the worker's stream of samples."""
-    number, first = state.step, state.drawn
-    state.step, state.drawn = number + 1, first + state.batch
-    return number, range(first, state.drawn)
 
 
 def accumulate(

@@ -22,7 +22,7 @@ from ashl.planner.online import Averages
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.stage import GO, NEXT, STOP, Clock, Push, Stage
-from ashl.topology.local_work import WorkerState, encoded, local_work
+from ashl.topology.local_work import Work, WorkerState, encoded, local_work, looks_at_mean
 
 
 @option
@@ -43,7 +43,7 @@ class ParameterServer:
         """What a push and a pull take, uncontended."""
         dense, ratio = stage.trainer.dense_bytes, stage.worker(rank).compression_ratio
         up = stage.codec.payload(ratio, dense // 4)
-        down = dense if self.pull_ratio is None else min(dense, stage.bare_codec.payload(self.pull_ratio, dense // 4))
+        down = dense if self.pull_ratio is None else min(dense, stage.pull_codec.payload(self.pull_ratio, dense // 4))
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
     def begin(self, stage: Stage, rank: int) -> WorkerState | ServerState:
@@ -110,8 +110,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     word = GO
     while word == GO:
         node.mark(stage.index, state)
-        work = await local_work(node, stage, state)
-        body, loss = await encoded(node, stage, state, work)
+        work, body, loss = await produced(node, stage, state)
         meta = (work.steps, work.samples, loss, state.version, work.step_s, state.pull_s)
         await node.send(stage.server, stage.tag("push"), body, meta)
         message = await node.recv(stage.tag("pull"))
@@ -120,7 +119,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             state.sender = stage.codec.undo(state.sender, body)
         if message.body is not None:
-            state.params = downlink.advance(stage.bare_codec, state.params, message.body)
+            state.params = taken(stage, state, message.body)
         state.pull_s = 0.0 if message.body is None else node.now - message.start_ns / 1e9
         state.version, state.samples = int(reply.version), int(reply.samples)
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
@@ -134,6 +133,21 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
     return word
+
+
+async def produced(node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    """(work, body, loss) of one push, where the sync mode has no say in it: local work, encoded."""
+    if hasattr(stage.sync, "produce"):
+        return await stage.sync.produce(node, stage, state)
+    work = await local_work(node, stage, state)
+    return work, *await encoded(node, stage, state, work)
+
+
+def taken(stage: Stage, state: WorkerState, body: Any) -> Any:
+    """The model after a pull."""
+    if hasattr(stage.sync, "take"):
+        return stage.sync.take(stage, state, body)
+    return downlink.advance(stage.pull_codec, state.params, body)
 
 
 async def server(node: Node, stage: Stage, state: ServerState) -> int:
@@ -188,27 +202,31 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     if late or clock.diverged:
         clock.drop(worker, int(steps))
         return False
+    if hasattr(stage.sync, "absorb"):
+        return await node.compute(partial(stage.sync.absorb, stage, state, message), work=1, kind="apply")
     body, d = message.body, stage.trainer.num_params
     if not stage.codec.flags.reduces:
         state.receivers[worker], body = stage.codec.decode(state.receivers.get(worker), body, d)
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
     push = Push(worker, body, int(steps), int(samples), staleness, loss, *times)
-    merged = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
+    update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
+    if update is not None and not stage.codec.flags.lossless and looks_at_mean(stage, clock.version - 1):
+        node.snapshot(update, of=None, tick=clock.version - 1)
     if hasattr(stage.sync, "observe"):
         stage.sync.observe(stage, clock, push, node.now)
     if stage.plan.h_preset is not None and hasattr(stage.planner, "observe"):
         replan(node, stage, state, push)
-    return merged
+    return update is not None
 
 
-def merge(stage: Stage, state: ServerState, push: Push | None) -> bool:
-    """Fold a push into the model: w ← w + Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i. Until a quorum has come it is
-    kept; at a border (push None) those that were kept are folded in, however few."""
+def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
+    """Fold a push into the model: w ← w + Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum. Until a
+    quorum has come it is kept (None); at a border (push None) those that were kept are folded in, however few."""
     clock = state.clock
     members = state.buffer if push is None else (*state.buffer, push)
     if push is not None and len(members) < stage.quorum:
         state.buffer = members
-        return False
+        return None
     now = stage.doing(state.workers)
     if stage.codec.flags.reduces:
         members = tuple(sorted(members, key=lambda push: push.worker))
@@ -226,7 +244,7 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> bool:
     clock.version += 1
     for member in members:
         clock.commit(member.worker, member.steps, member.samples)
-    return True
+    return update
 
 
 def replan(node: Node, stage: Stage, state: ServerState, push: Push) -> None:
@@ -258,9 +276,11 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
         what = (plan.local_steps, plan.compression_ratio, 0.0)
     meta = Reply(GO, clock.version, clock.samples, staleness, late, 0, *what)
     body = None if held else state.params
-    if body is not None and (ratio := stage.topology.pull_ratio) is not None:
+    if hasattr(stage.sync, "answer"):
+        body = await node.compute(partial(stage.sync.answer, stage, state, rank), work=1, kind="compress")
+    elif body is not None and (ratio := stage.topology.pull_ratio) is not None:
         turn = Turn(ratio, stage.seed, stage.server + 1 + rank, clock.version)
-        pull = partial(downlink.pull, stage.bare_codec, state.held.get(rank), state.params, turn)
+        pull = partial(downlink.pull, stage.pull_codec, state.held.get(rank), state.params, turn)
         state.held[rank], body = await node.compute(pull, work=1, kind="compress")
     await node.send(rank, stage.tag("pull"), body, meta)
 

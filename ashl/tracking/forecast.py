@@ -44,6 +44,11 @@ def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile 
         rate, waiting = number(stage.predicted_steps_per_s), percent(stage.predicted_wait_share)
         console.print(f"predicted {rate} steps/s, workers wait {waiting} of their time")
     console.print(duration(plan, epoch_samples))
+    notes(console, plan)
+
+
+def notes(console: Console, plan: Plan) -> None:
+    """Print what is legal and worth knowing."""
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
 

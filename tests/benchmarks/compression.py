@@ -1,24 +1,27 @@
-"""Top-K beside torch.topk, and what encoding and decoding take: `python -m tests.benchmarks.compression`.
+"""Every codec beside a copy of the vector, and Top-K beside torch.topk: `python -m tests.benchmarks.compression`.
 
-One thread; turn about in one run. torch's side is its fastest: unsorted, into a buffer that is there already.
+Two threads; turn about in one run. torch's side is its fastest: unsorted, into a buffer that is there already.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from ashl.compression.index_code import INDEX_CODES
-from ashl.compression.link import linked
+from ashl.compression import Turn
+from ashl.compression.layers import Layer
+from ashl.compression.link import bare
 from ashl.compression.select import largest
 from ashl.memory import keep_pages
 from tests.benchmarks.table import ratio, show
-from tests.conf_option import conf_option
+from tests.conf_option import CONF, conf_option
 
 TURNS = 5
-SIZES = (1_000_000, 25_000_000)
+SIZES = (1_000_000, 25_600_000)
 RATIOS = (0.001, 0.01, 0.05)
 
 
@@ -52,40 +55,63 @@ def selection(x: torch.Tensor) -> list[list[str]]:
     return rows
 
 
-def coding(x: torch.Tensor) -> list[list[str]]:
-    values, d = x.numpy(), x.numel()
+def catalogue(x: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
+    """Encoding and decoding of each codec with its defaults, without memory around it, beside a copy of the vector."""
+    d, buffer = x.numel(), torch.empty_like(x)
+    layout = (Layer("weight", (d // 1024, 1024)),)
     rows = []
-    for share in RATIOS:
-        for code in INDEX_CODES:
-            codec = linked(conf_option("compression", "topk", ratio=share, indices=code), ())
-            sender, body = codec.encode(None, x)
-            select, encode, feedback, decode = turns(
-                lambda share=share: largest(values, round(share * d)),
-                lambda codec=codec: codec.codec.encode(None, x),
-                lambda codec=codec, sender=sender: codec.encode(sender, x),
-                lambda codec=codec, body=body: codec.decode(None, body, d),
-            )
-            name = f"{d:,} at {share:.1%}, {code}"
-            rows.append([name, f"{body.nbytes / x.nbytes:.2%}", *(ms(t) for t in (select, encode, feedback, decode))])
+    for name in names:
+        codec = bare(conf_option("compression", name), layout)
+        sender, body = codec.encode(None, x, Turn())
+        if body is None:
+            continue
+        if codec.flags.reduces:
+            decode = partial(codec.reduce, None, [body], [1.0], d)
+        else:
+            decode = partial(codec.decode, None, body, d)
+        encode = partial(codec.encode, sender, x, Turn(round=1))
+        encoding, decoding, copying = turns(encode, decode, lambda: buffer.copy_(x))
+        bits = f"{32 * body.nbytes / x.nbytes:.3g}"
+        rows.append([name, bits, ms(encoding), ratio(encoding, copying), ms(decoding), ratio(decoding, copying)])
     return rows
 
 
+def floors(x: torch.Tensor) -> list[list[str]]:
+    """What nothing can beat, and what most do."""
+    d, buffer = x.numel(), torch.empty_like(x)
+    k = d // 100
+    reading, copying, casting, topk = turns(
+        x.sum,
+        lambda: buffer.copy_(x),
+        lambda: x.to(torch.bfloat16),
+        lambda: torch.topk(torch.abs(x, out=buffer), k, sorted=False),
+    )
+    names = ("read (sum)", "copy into a buffer", "torch's cast to bfloat16", "torch.topk of 1 %")
+    return [
+        [name, "", ms(times), ratio(times, copying), "", ""]
+        for name, times in zip(names, (reading, copying, casting, topk), strict=True)
+    ]
+
+
 def main() -> None:
-    torch.set_num_threads(1)
+    """With arguments: only these codecs, `python -m tests.benchmarks.compression qsgd topk`."""
+    torch.set_num_threads(2)
     keep_pages()  # as in every process of a run
+    names = sys.argv[1:] or sorted(file.stem for file in (CONF / "compression").glob("[!_]*.yaml"))
     vectors = [torch.from_numpy(np.random.default_rng(0).standard_normal(d, dtype=np.float32)) for d in SIZES]
     note = f"ms: median of {TURNS} turns"
+    if not sys.argv[1:]:
+        show(
+            "the k largest magnitudes",
+            ["elements", "torch.topk, ms", "ashl, ms", "torch / ashl", "ashl / copy"],
+            [row for x in vectors for row in selection(x)],
+            f"{note}; ratios within a turn, median (range); copy: of the vector into a buffer",
+        )
     show(
-        "the k largest magnitudes",
-        ["elements", "torch.topk, ms", "ashl, ms", "torch / ashl", "ashl / copy"],
-        [row for x in vectors for row in selection(x)],
-        f"{note}; ratios within a turn, median (range); copy: of the vector into a buffer",
-    )
-    show(
-        "Top-K as sent",
-        ["elements", "bytes / dense", "select, ms", "encode", "with feedback", "decode"],
-        [row for x in vectors for row in coding(x)],
-        f"{note}; encode and decode from vector to body and back, selection included",
+        f"every codec, {vectors[-1].numel():,} elements",
+        ["codec", "bits", "encode, ms", "encode / copy", "decode, ms", "decode / copy"],
+        [*floors(vectors[-1]), *catalogue(vectors[-1], names)],
+        f"{note}; bits an element as sent; with the defaults of each, a second message where there is memory",
     )
 
 

@@ -16,13 +16,13 @@ SMALL = ["runtime=sim", "tracking=none", "stop.steps=40", "eval.every_s=null", "
 def package(workplace, monkeypatch):
     """A package `mine` with the page's modules, and a folder of their options."""
     sync, codec = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    (options,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    options, half = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
     for path, text in {
         "mine/__init__.py": "",
         "mine/k_async.py": sync,
         "mine/half.py": codec,
         "options/sync/k_async.yaml": options.replace("ashl.sync", "mine"),
-        "options/compression/half.yaml": "_target_: mine.half.Half\n",
+        "options/compression/half.yaml": half.replace("ashl.compression", "mine"),
     }.items():
         (workplace / path).parent.mkdir(parents=True, exist_ok=True)
         (workplace / path).write_text(text, encoding="utf-8")

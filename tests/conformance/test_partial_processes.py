@@ -17,9 +17,8 @@ def check_books(summary: dict[str, Any]) -> None:
     assert summary["status"] == "finished"
     assert summary["steps"] == sum(w["steps"] for w in workers) >= 96
     assert all(w["steps"] == w["commits"] >= w["groups"] for w in workers)
-    # clocks of processes differ: a transfer at the very end may count at one of its ends only
-    assert summary["bytes_up"] == pytest.approx(summary["bytes_down"], rel=0.05)
-    assert summary["final"]["consensus_distance"] < 5  # seen: 0.2 to 0.7, by who met last
+    assert summary["bytes_up"] == summary["bytes_down"]
+    assert summary["final"]["consensus_distance"] < 5  # seen: 0.05 to 1.9, by who met last
 
 
 def test_static_groups_give_the_simulators_parameters(tmp_path):

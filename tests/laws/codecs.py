@@ -17,11 +17,56 @@ def codec(name: str, /, **fields: Any) -> Any:
 
 ROWS: dict[str, Any] = {
     "none": codec("none"),
-    **{f"topk-{code}": codec("topk", indices=code) for code in ("int32", "packed", "bitmap")},
-    **{f"topk-{code}": codec("topk", values=code) for code in ("fp16", "bf16")},
+    **{f"topk-{code}": codec("topk", indices=code) for code in ("int32", "packed", "bitmap", "golomb")},
+    **{f"topk-{code}": codec("topk", values=code) for code in ("fp16", "bf16", "int8", "int4", "int2", "mean")},
+    # quantizers with a threshold or a memory
+    **{f"strom-{code}": codec("strom", indices=code, threshold=1.5) for code in ("words", "golomb", "bitmap")},
+    "strom-dense": codec("strom", dense=True),
+    **{f"atomo-{code}": codec("atomo", indices=code) for code in ("packed", "golomb")},
+    "atomo-singular": codec("atomo", atoms="singular"),
+    "dryden": codec("dryden"),
+    **{f"dryden-{code}": codec("dryden", levels="lloyd", indices=code) for code in ("packed", "bitmap")},
+    # sparsifiers
+    "random_mask": codec("random_mask"),
+    **{f"random_k-{code}": codec("random_k", indices=code) for code in ("seed", "golomb")},
+    **{f"subsampling-{shared}": codec("subsampling", shared=shared) for shared in (True, False)},
+    "stc": codec("stc"),
+    "sbc": codec("sbc"),
+    "threshold": codec("threshold", threshold=1.0),
+    "single_threshold": codec("single_threshold", indices="golomb"),
+    "random_dropping": codec("random_dropping"),
+    "sparse_loco": codec("sparse_loco"),
+    "sparse_loco-16": codec("sparse_loco", values="fp32", chunk=16),
+    "demo": codec("demo"),
+    "adacomp": codec("adacomp"),
+    "block_coordinate": codec("block_coordinate"),
+    "block_coordinate-random": codec("block_coordinate", blocks=100, order="random", scaled=True),
+    # value codes
+    **{f"topk-{code}": codec("topk", values=code) for code in ("natural", "ternary")},
+    # quantizers
+    **{f"uniform-{k}": codec("uniform", levels=k) for k in (2, 16, 256)},
+    **{f"rotated-{k}": codec("rotated", levels=k) for k in (2, 16)},
+    **{f"qsgd-{norm}": codec("qsgd", norm=norm, bucket=60) for norm in ("l2", "max")},
+    "qsgd-127": codec("qsgd", levels=127),
+    "natural": codec("natural"),
+    **{f"cast-{dtype}": codec("cast", dtype=dtype) for dtype in ("fp16", "bf16")},
+    **{f"sign-{scale}": codec("sign", scale=scale) for scale in ("none", "mean")},
+    "sign-majority": codec("sign", scale="none", vote="majority"),
+    "one_bit": codec("one_bit"),
+    "terngrad": codec("terngrad"),
+    "terngrad-clipped": codec("terngrad", clip_sigmas=1.0),
+    # reducers, as they are on a link
+    "gtopk": codec("gtopk"),
+    "sketch_sgd": codec("sketch_sgd"),
+    "fetch_sgd": codec("fetch_sgd", kept=0.1),
+    # of other gradients, and a grid
+    **{f"grid-{bits}": codec("grid", bits=bits) for bits in (2, 8, 11)},
+    **{f"laq-{bits}": codec("laq", bits=bits) for bits in (1, 4, None)},  # first messages: later ones need the first
+    "variance": codec("variance"),
 }
-EXACT = {"none", "topk-int32", "topk-packed", "topk-bitmap"}  # what they send, they send as it is
-RANDOM: set[str] = set()  # those that draw and are not unbiased, or not for every ratio
+EXACT = {"none", "topk-int32", "topk-packed", "topk-bitmap", "topk-golomb"}  # what they send, they send as it is
+RANDOM = {"random_mask", "random_k-seed", "random_k-golomb", "terngrad-clipped", "topk-natural"}  # those that draw and are not unbiased
+LARGEST = {"cast-fp16": 65504.0}  # of those whose numbers end before those of float32: infinity is beyond
 
 VECTORS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda rng, d: rng.standard_normal(d),

@@ -17,7 +17,20 @@ from ashl.compression.link import handed_over, linked
 from ashl.errors import UsageError
 from ashl.runtime.effects import Hollow
 from tests.conf_option import conf_option
-from tests.laws.codecs import CASES, EXACT, RANDOM, RATIOS, ROWS, SIZES, bits, decoded, every_codec, length, vector
+from tests.laws.codecs import (
+    CASES,
+    EXACT,
+    LARGEST,
+    RANDOM,
+    RATIOS,
+    ROWS,
+    SIZES,
+    bits,
+    decoded,
+    every_codec,
+    length,
+    vector,
+)
 
 TINY = 2.0**-126  # below it float32 loses digits
 DRAWS = 400
@@ -47,13 +60,14 @@ def test_encode_and_decode(name: str, case: tuple[str, int], ratio: float | None
     out = vector("normal", d, seed + 1)
     expected = out + got
     codec.add(out, body)
-    assert torch.equal(out, expected)
+    assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
     assert (bits(x), bits(body)) == (before, wire)
     if codec.flags.lossless:
         assert bits(got) == before
     if codec.flags.contraction and not codec.flags.unbiased and name not in RANDOM:
         assert length(x - got) <= codec.bound(ratio, d) * length(x) * (1 + 1e-6) + d * TINY**2
-    assert codec.flags.scale_free or got.isfinite().all() or case[0] == "huge"
+    beyond = case[0] == "huge" or float(x.abs().max()) > LARGEST.get(name, math.inf)
+    assert codec.flags.scale_free or got.isfinite().all() or beyond
 
 
 @every_codec
@@ -71,8 +85,10 @@ def test_what_is_promised_in_the_mean(name: str, kind: str, d: int) -> None:
         if codec.flags.unbiased:
             error = (draws.double().mean(0) - x).abs()
             spread = draws.double().std(0) / DRAWS**0.5
-            rarely = x.abs() * (30 * codec.bound(ratio, d) / DRAWS) ** 0.5  # where no draw may have come at all
-            assert (error <= 5.5 * spread + 1e-6 * x.abs() + (spread == 0) * rarely).all()
+            rarely = x.abs() * (30 * codec.bound(ratio, d) / DRAWS) ** 0.5  # where few draws may have come, or none
+            rarely = rarely.maximum(x.abs().minimum(draws.abs().max() * 15 / DRAWS))  # ... whose chance follows |x|
+            few = ((draws != 0).sum(0) < 15) | (spread == 0)
+            assert (error <= 5.5 * spread + 1e-6 * x.abs() + few * rarely).all()
         lost = ((draws - x).double() ** 2).sum(1)
         assert lost.mean() - 5 * lost.std() / DRAWS**0.5 <= codec.bound(ratio, d) * length(x) * (1 + 1e-6)
 
@@ -129,7 +145,7 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, d: int) -> None:
     if not codec.flags.scale_free:
         assert not got.isfinite().all() or not got[d // 2]  # or it was not selected
         full = decoded(codec, codec.encode(None, x, Turn(ratio=1.0))[1], d)
-        assert not full.isfinite().all()
+        assert not full.isfinite().all() or hasattr(codec, "blocks")  # one of them was sent
 
 
 @every_codec
@@ -137,7 +153,7 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, d: int) -> None:
 @cases
 def test_feedback_loses_nothing(name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool) -> None:
     """sent + residual = x + residual before, bit for bit where C keeps elements as they are; undo puts it all back."""
-    if not ROWS[name].flags.contraction or case[0] == "huge":
+    if not (ROWS[name].flags.contraction or ROWS[name].flags.drains) or case[0] == "huge":
         return
     codec, d = Feedback(ROWS[name]), case[1]
     sender = None
@@ -329,7 +345,8 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
         assert [bits(v) for v in (model, *([old] if old is not None else []))] == before
         worker = advance(ROWS[name], worker, body)
         assert bits(worker) == bits(held)
-        assert body.nbytes == (4000 if version == 0 else min(4000, ROWS[name].payload(ratio, 1000)))
+        declared = 4000 if version == 0 else min(4000, ROWS[name].payload(ratio, 1000))
+        assert body.nbytes <= declared if ROWS[name].flags.variable else body.nbytes == declared
         if version == 0 or (ratio == 1.0 and name in EXACT):
             assert bits(worker) == bits(model)
         if version < 9:

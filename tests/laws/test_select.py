@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ashl.compression import select
-from ashl.compression.index_code import INDEX_CODES, IndexCode, index_bytes, read_indices, width, write_indices
+from ashl.compression.index_code import (
+    INDEX_CODES,
+    VARIABLE,
+    IndexCode,
+    index_bytes,
+    read_indices,
+    width,
+    write_indices,
+)
 from ashl.compression.select import SMALL, largest
 
 LONG = SMALL + 12_345  # long enough to be sampled
@@ -76,7 +84,8 @@ def test_indices_come_back(code: IndexCode, d: int) -> None:
         if 1 <= k <= d:
             indices = np.sort(rng.permutation(d)[:k])
             buffer = write_indices(code, indices, d)
-            assert buffer.nbytes == index_bytes(code, k, d)
+            declared = index_bytes(code, k, d)
+            assert buffer.nbytes <= declared if code in VARIABLE else buffer.nbytes == declared
             assert np.array_equal(read_indices(code, buffer, k, d), indices)
 
 
@@ -84,5 +93,5 @@ def test_widest_indices() -> None:
     d = 2**31 - 1
     indices = np.array([0, 1, 2**30, d - 1])
     assert width(d) == 31
-    for code in INDEX_CODES[:2]:
+    for code in ("int32", "packed", "golomb"):
         assert np.array_equal(read_indices(code, write_indices(code, indices, d), 4, d), indices)

@@ -1,0 +1,127 @@
+"""AdaComp: in each bin of neighbours what would soon be the largest is sent, as a sign and one scale for the layer.
+
+Rule: with the residual e and the update g, G = e + g; element j is sent where |G_j + g_j| ≥ max |G| over its bin, as
+sign(G_j)·s, s the mean over the layer's bins of max |G|; e ← G − sent. Bins have `conv_bin` elements in layers of more
+than two dimensions and `dense_bin` in others; the last bin of a layer may be shorter. How much is sent is an outcome:
+much where residuals and updates agree. Bits: 1 for each sign, its place, and 32 for each layer; declared beforehand is
+that all is sent. The paper writes sign and place in a bin as 8 bits; Golomb's code takes about as many or fewer.
+
+Limit: bins of one element send all whose residual does not oppose the update. Error feedback is part of it, and s may
+be larger than what it stands for: it is no contraction. A dropped message returns its content to e. A bin whose G is 0
+sends nothing.
+
+Source: Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", 2018.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from ashl.compression import TURN, BodyError, Flags, Turn
+from ashl.compression.bits import pack_signs, packed_bytes
+from ashl.compression.body import EMPTY, HEADER, Parts, typed, write_body
+from ashl.compression.code import Sparse, array_of
+from ashl.compression.feedback import Residual, rescaled
+from ashl.compression.index_code import IndexCode, index_room, read_indices, write_indices
+from ashl.compression.layers import Layer, Layout, with_layout
+from ashl.option import Count, option
+from ashl.runtime.effects import Hollow
+
+
+class Bins(NamedTuple):
+    """Where the bins of a vector begin and how long they are; the first bin of each layer, and the layers' sizes."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    firsts: np.ndarray
+    sizes: np.ndarray
+
+
+@option
+class AdaComp(Sparse):
+    """Sends what stands out among its neighbours."""
+
+    code: ClassVar[int] = 57
+    flags: ClassVar[Flags] = Flags(variable=True)
+    layout: ClassVar[Layout | None] = None
+    conv_bin: Count
+    dense_bin: Count
+    indices: IndexCode
+
+    def shaped(self, layout: Layout) -> AdaComp:
+        return with_layout(self, layout)
+
+    def encode(self, sender: Residual | None, x: Any, turn: Turn = TURN) -> tuple[Residual, Any]:
+        if isinstance(x, Hollow):
+            return Residual(), Hollow(self.payload(None, x.nbytes // 4))
+        error, _, lr = sender or Residual()
+        g = array_of(x)
+        old = rescaled(error, lr, turn.lr)
+        with np.errstate(over="ignore", invalid="ignore"):
+            whole = g if old is None else g + array_of(old)
+            parts = self.chosen(whole, g, self.bins(g.size))
+        body = write_body(self.code, x.dtype, g.size, parts)
+        rest = torch.from_numpy(whole.copy() if whole is g else whole).to(x.dtype)
+        self.add(rest, body, -1.0)
+        return Residual(rest, None, turn.lr), body
+
+    def undo(self, sender: Residual, body: Any) -> Residual:
+        if isinstance(body, Hollow):
+            return sender
+        restored = sender.error.clone()
+        self.add(restored, body)
+        return sender._replace(error=restored)
+
+    def chosen(self, whole: np.ndarray, g: np.ndarray, bins: Bins) -> Parts:
+        """What of G is sent."""
+        magnitudes = np.abs(whole)
+        largest = np.maximum.reduceat(magnitudes, bins.starts)
+        magnitudes[:] = whole
+        magnitudes += g
+        np.abs(magnitudes, out=magnitudes)
+        stands_out = magnitudes >= np.repeat(largest, bins.lengths)
+        stands_out &= whole != 0
+        stands_out |= ~np.isfinite(whole)
+        counts = np.diff(bins.firsts, append=largest.size)
+        scales = (np.add.reduceat(largest.astype(np.float64), bins.firsts) / counts).astype("<f4")
+        places = np.flatnonzero(stands_out)
+        if not places.size:
+            return Parts(0, EMPTY, scales=scales)
+        return Parts(places.size, pack_signs(whole[places]), write_indices(self.indices, places, whole.size), scales)
+
+    def unpack(self, parts: Parts, d: int) -> Any:
+        sizes, k = self.bins(d).sizes, parts.count
+        scales = typed(parts.scales, "<f4", sizes.size, "scales")
+        signs = typed(parts.values, "u1", packed_bytes(k, 1), "signs")
+        if parts.form or not (k or not parts.indices.size):
+            raise BodyError(f"what came are not {k} signs")
+        places = read_indices(self.indices, parts.indices, k, d) if k else np.empty(0, np.int64)
+        negative = np.unpackbits(signs, count=k, bitorder="little").view(bool)
+        values = np.repeat(scales, np.diff(np.searchsorted(places, np.cumsum(sizes)), prepend=0))
+        return places, np.where(negative, -values, values)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + 4 * self.bins(d).sizes.size + packed_bytes(d, 1) + index_room(self.indices, d, d)
+
+    def bins(self, d: int) -> Bins:
+        """The bins of a vector of d elements."""
+        layout = self.layout or (Layer("all", (d,)),)
+        if d != sum(layer.size for layer in layout):
+            raise BodyError(f"a vector of {d} elements came for layers of another size")
+        lengths = (self.conv_bin if len(layer.shape) > 2 else self.dense_bin for layer in layout)
+        return binned(tuple(zip((layer.size for layer in layout), lengths, strict=True)))
+
+
+@lru_cache(8)
+def binned(layers: tuple[tuple[int, int], ...]) -> Bins:
+    """Bins of layers of (size, length of a bin)."""
+    lengths = [np.full(-(-size // length), length) for size, length in layers]
+    for each, (size, length) in zip(lengths, layers, strict=True):
+        each[-1] = size - length * (each.size - 1)
+    flat, counts = np.concatenate(lengths), np.array([each.size for each in lengths])
+    sizes = np.array([size for size, _ in layers])
+    return Bins(np.cumsum(flat) - flat, flat, np.cumsum(counts) - counts, sizes)

@@ -1,0 +1,231 @@
+"""ATOMO: of the atoms that a gradient is made of, random ones are sent, enlarged so that the mean is right.
+
+Rule: x = Σ λ_j a_j; atom j is drawn with probability p_j, independently of all others, and λ_j/p_j sent. Σ p_j = s, and
+p_j = min(1, c·|λ_j|): of all such p the one with the least variance. `entries`: the atoms are the elements. `singular`:
+those of each matrix are its singular triples σ_j·u_j·v_jᵀ, where a parameter of more dimensions is a matrix of its
+first against the others; parameters of one are sent as they are. s = max(1, ratio · number of atoms), of each matrix by
+itself. E‖C(x) − x‖² ≤ (atoms/s − 1)‖x‖². Bits of an entry: its value and place; of a triple of an m × n matrix: those
+of m + n values, the factor being in u. Where that would be no less than 32 an element, elements are sent.
+
+A light atom that is drawn is sent as ±1/c. Nothing is drawn again where nothing was drawn, and what a heavy atom does
+not use of s goes to the others: otherwise the mean would be wrong.
+
+Limit: unbiased, so that no error feedback is needed, and none allowed: C(x) may be much longer than x. The size is
+random. A singular value decomposition of each matrix and message is slow. Without a model's layers the vector is taken
+as one matrix, about as wide as high. Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification",
+NeurIPS 2018, as the paper states it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, inf, isfinite, isqrt, prod
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.code import Code
+from ashl.compression.index_code import IndexCode, index_bytes, read_indices, write_indices
+from ashl.compression.layers import Layout
+from ashl.compression.select import largest
+from ashl.compression.sparsifier import Share
+from ashl.option import option
+
+ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a body
+BLOCK = 1 << 16
+ELEMENTS = 2**32 - 1  # in place of a number of triples: the matrix as it is
+
+Shapes = tuple[tuple[int, int], ...]
+
+
+@option
+class Atomo(Code, Share):
+    """Atomic sparsification."""
+
+    code: ClassVar[int] = 32
+    flags: ClassVar[Flags] = Flags(unbiased=True, variable=True)
+    atoms: Literal["entries", "singular"]
+    indices: IndexCode
+
+    def shaped(self, layout: Layout) -> Any:
+        """The codec for a model's matrices."""
+        if self.atoms == "entries" or not layout:
+            return self
+        shapes = ((layer.shape[0], prod(layer.shape[1:])) if layer.shape else (1, 1) for layer in layout)
+        return Spectral(self, tuple(shapes))
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        if self.atoms == "singular":
+            return Spectral(self, (square(x.size),)).pack(x, turn)
+        places, values = drawn(x, self.kept(turn.ratio, x.size), turn.stream())
+        k = places.size
+        if 4 * k + index_bytes(self.indices, k, x.size) >= 4 * x.size or not np.isfinite(values).all():
+            dense = np.zeros(x.size, np.float32)
+            dense[places] = values
+            return Parts(x.size, dense, form=DENSE)
+        return Parts(k, values, write_indices(self.indices, places, x.size) if k else EMPTY, form=ENTRIES)
+
+    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        if self.atoms == "singular":
+            return Spectral(self, (square(d),)).unpack(parts, d)
+        if parts.scales.size or parts.form not in (ENTRIES, DENSE):
+            raise BodyError(f"what came are no entries: form {parts.form}, {parts.scales.size} bytes of scales")
+        values = typed(parts.values, "<f4", parts.count, "values")
+        if parts.form == DENSE:
+            if parts.count != d or parts.indices.size:
+                raise BodyError(f"a whole vector of {d} elements says that it holds {parts.count}")
+            return values.copy()
+        x = np.zeros(d, np.float32)
+        if parts.count or parts.indices.size:
+            x[read_indices(self.indices, parts.indices, parts.count, d)] = values
+        return x
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        if self.atoms == "singular":
+            return Spectral(self, (square(d),)).payload(ratio, d)
+        self.kept(ratio, d)
+        return HEADER.size + 4 * d  # however many are drawn
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        if self.atoms == "singular":
+            return Spectral(self, (square(d),)).bound(ratio, d)
+        return d / self.kept(ratio, d) - 1
+
+
+@dataclass(frozen=True)
+class Spectral(Code):
+    """Singular triples of the matrices that a vector is cut into, row by row; the last may be longer than what is left
+    of the vector, which is then filled up with zeros."""
+
+    code: ClassVar[int] = Atomo.code
+    flags: ClassVar[Flags] = Atomo.flags
+    option: Atomo
+    shapes: Shapes
+
+    @property
+    def ratio(self) -> float:
+        return self.option.ratio
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        rng, counts, pieces = turn.stream(), [], []
+        for start, (rows, columns) in self._matrices():
+            matrix = np.zeros(rows * columns, np.float32)
+            part = x[start : start + matrix.size]
+            matrix[: part.size] = part
+            triples = None
+            if min(rows, columns) > 1 and np.isfinite(part).all():
+                triples = decomposed(matrix.reshape(rows, columns), self._budget(rows, columns, turn.ratio), rng)
+            if triples is None or triples.size >= part.size:
+                sent = part if triples is None else composed(triples, rows, columns).reshape(-1)[: part.size]
+                counts.append(ELEMENTS)
+                pieces.append(sent)
+            else:
+                counts.append(len(triples))
+                pieces.append(triples.reshape(-1))
+        return Parts(0, np.concatenate(pieces).astype("<f4"), scales=np.array(counts, "<u4"), form=SINGULAR)
+
+    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        counts = typed(parts.scales, "<u4", len(self.shapes), "numbers of triples").tolist()
+        values = typed(parts.values, "<f4", parts.values.size // 4, "triples")
+        if parts.form != SINGULAR or parts.count or parts.indices.size:
+            raise BodyError(f"what came are no singular triples: form {parts.form}, {parts.count} values")
+        x = np.zeros(d, np.float32)
+        at = 0
+        for (start, (rows, columns)), count in zip(self._matrices(), counts, strict=True):
+            out = x[start : start + rows * columns]
+            size = out.size if count == ELEMENTS else count * (rows + columns)
+            if (count != ELEMENTS and size > out.size) or at + size > values.size:
+                raise BodyError(f"{count} triples of a {rows} x {columns} matrix came in {values.size - at} numbers")
+            piece = values[at : at + size]
+            whole = piece if count == ELEMENTS else composed(piece.reshape(count, rows + columns), rows, columns)
+            out[:] = whole.reshape(-1)[: out.size]
+            at += size
+        if at != values.size:
+            raise BodyError(f"{values.size} numbers came where those of the triples are {at}")
+        return x
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        self.option.kept(ratio, d)
+        return HEADER.size + 4 * len(self.shapes) + 4 * d
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        matrices = [shape for shape in self.shapes if min(shape) > 1]
+        return max((min(shape) / self._budget(*shape, ratio) - 1 for shape in matrices), default=0.0)
+
+    def _budget(self, rows: int, columns: int, ratio: float | None) -> float:
+        """s: how many triples are drawn on average."""
+        return max(1.0, (self.ratio if ratio is None else ratio) * min(rows, columns))
+
+    def _matrices(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Where each begins, and its shape."""
+        start = 0
+        for rows, columns in self.shapes:
+            yield start, (rows, columns)
+            start += rows * columns
+
+
+def drawn(x: np.ndarray, budget: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(places, values float32): the atoms of factors x that are drawn, and λ/p of each."""
+    slope = odds(x, budget)
+    if not isfinite(slope):
+        places = np.flatnonzero(x)
+        return places, x[places]
+    found = []
+    for start in range(0, x.size, BLOCK):
+        share = np.abs(x[start : start + BLOCK]).astype(np.float64)
+        share *= slope * 2.0**32
+        words = rng.integers(0, 1 << 32, share.size, np.uint32)
+        hits = np.flatnonzero(words < share)
+        beyond = share[hits] - words[hits]  # below 1 where p ends within this word
+        found.append(hits[beyond >= rng.random(hits.size)] + start)
+    places = np.concatenate(found)
+    heavy = np.abs(x[places]) * np.float64(slope) >= 1
+    return places, np.where(heavy, x[places], np.copysign(1 / slope, x[places])).astype(np.float32)
+
+
+def odds(x: np.ndarray, budget: float) -> float:
+    """c of p_j = min(1, c·|x_j|), so that Σ p_j = budget; infinite where all that are not 0 can be sent, and where x is
+    not finite.
+
+    What has p = 1 is among the ⌊budget⌋ largest. Where it is the m largest, c = (budget − m)/Σ of the others; m is the
+    least number for which none of the others gets more than 1.
+    """
+    most = min(x.size, int(budget))
+    top = largest(x, most)
+    heavy = np.sort(np.abs(x[top]).astype(np.float64))[::-1]
+    light = x.copy()
+    light[top] = 0
+    rest = sum(float(np.abs(light[i : i + BLOCK]).sum(dtype=np.float64)) for i in range(0, x.size, BLOCK))
+    if not isfinite(rest + heavy[0]):
+        return inf
+    rests = rest + np.append(np.cumsum(heavy[::-1])[::-1], 0.0)  # Σ of all but the m largest
+    left = budget - np.arange(most + 1)
+    m = int(np.argmax(np.append(heavy * left[:-1] <= rests[:-1], True)))
+    return float(left[m] / rests[m]) if rests[m] > 0 else inf
+
+
+def decomposed(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> np.ndarray | None:
+    """Drawn singular triples of a finite matrix [m, n], float32 [k, m + n]: (λ/p)·u and v of each. None where their sum
+    could be beyond float32."""
+    scale = np.abs(matrix).max()
+    if scale == 0:
+        return np.empty((0, sum(matrix.shape)), np.float32)
+    u, sizes, v = np.linalg.svd(matrix / scale, full_matrices=False)
+    if float(scale) * float(sizes.sum()) * sizes.size > np.finfo(np.float32).max:
+        return None
+    places, factors = drawn(sizes, budget, rng)
+    return np.concatenate([u.T[places] * (factors * scale)[:, None], v[places]], axis=1)
+
+
+def composed(triples: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Their sum [rows, columns]."""
+    return triples[:, :rows].T @ triples[:, rows:]
+
+
+def square(d: int) -> tuple[int, int]:
+    """The shape of a matrix that d elements fill nearly, about as wide as high."""
+    rows = isqrt(d)
+    return rows, ceil(d / rows)

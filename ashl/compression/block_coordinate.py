@@ -1,0 +1,76 @@
+"""Block coordinate descent: in each round one of B blocks moves, the same on all workers.
+
+Rule: C(x) = x on block b, elements ⌊b·d/B⌋ … ⌊(b + 1)·d/B⌋ − 1, else 0, with b = round mod B (cyclic) or drawn alike by
+all workers (random). `scaled` multiplies it by B: over a random block it is then unbiased, with E‖C(x) − x‖² =
+(B − 1)‖x‖²; unscaled it is a contraction by 1 − 1/B on average over the blocks. Bits: 32·d/B and 32 for the block, no
+places. The sum of bodies is the body of the sum: an all-reduce adds them up on their way.
+
+Limit: B = 1 is no compression. A sweep of B rounds moves every element once, with the gradient of its own round: the
+classic method keeps nothing of the others. With error feedback (unscaled) a block sends at its turn what it gathered.
+Cyclic order with momentum can go in circles. In an asynchronous run workers are at different blocks.
+
+Source: Nesterov, "Efficiency of Coordinate Descent Methods on Huge-Scale Optimization Problems", 2012; Richtárik and
+Takáč, "Iteration Complexity of Randomized Block-Coordinate Descent Methods", 2014.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.aids import Aids
+from ashl.compression.body import HEADER, Parts, typed
+from ashl.compression.code import Sparse
+from ashl.compression.linear import Linear
+from ashl.option import Count, option
+
+
+@option
+class BlockCoordinate(Sparse, Linear, Aids):
+    """One block at a time."""
+
+    code: ClassVar[int] = 60
+    blocks: Count
+    order: Literal["cyclic", "random"]
+    scaled: bool
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        random = self.order == "random"
+        unbiased, contraction, drains = self.scaled and random, not self.scaled and random, not (self.scaled or random)
+        return Flags(unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        count = self.number(x.size)
+        block = turn.round % count if self.order == "cyclic" else int(turn.shared().integers(count))
+        values = x[self.place(block, x.size)]
+        if self.scaled and count > 1:
+            values = values * np.float32(count)
+        return Parts(values.size, values, scales=np.array([block], "<u4"))
+
+    def unpack(self, parts: Parts, d: int) -> Any:
+        block = int(typed(parts.scales, "<u4", 1, "scales")[0])
+        if block >= self.number(d) or parts.form or parts.indices.size:
+            raise BodyError(f"block {block} came of {self.number(d)}")
+        place = self.place(block, d)
+        return place, typed(parts.values, "<f4", place.stop - place.start, "values")
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + 4 + 4 * -(-d // self.number(d))
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        count = self.number(d)
+        if self.order == "random":
+            return count - 1 if self.scaled else 1 - 1 / count
+        return max(1.0, (count - 1.0) ** 2) if self.scaled else 1.0  # of one message; the block may be 0
+
+    def number(self, d: int) -> int:
+        """B, but no more than there are elements."""
+        return min(self.blocks, d)
+
+    def place(self, block: int, d: int) -> slice:
+        """The elements of a block."""
+        count = self.number(d)
+        return slice(block * d // count, (block + 1) * d // count)

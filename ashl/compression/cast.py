@@ -1,0 +1,64 @@
+"""Casts to 16 bits: every element becomes the nearest number of a shorter floating type.
+
+Rule: C(x)_j is the nearest fp16 (11 significant bits, up to 65504) or bf16 (8 significant bits, the range of float32);
+of two nearest, the even one. ‖C(x) − x‖² ≤ 2⁻¹⁶·‖x‖² in bf16. Bits: 16·d. Linear: an all-reduce sums the bodies, at
+the precision of float32, and rounds the sum once.
+
+Limit: what is beyond 65504 becomes infinity in fp16, and the run is seen to diverge; what is below 3e-8 becomes 0, which
+is why fp16 promises no contraction and takes no feedback. A scale would help, but sums need the same one everywhere.
+Deterministic, hence biased by up to half a step.
+
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; Kalamkar et al., "A Study of BFLOAT16 for Deep
+Learning Training", 2019.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression import Flags, Turn
+from ashl.compression.aids import Aids
+from ashl.compression.body import HEADER, Parts, typed
+from ashl.compression.code import Code
+from ashl.compression.levels import whole
+from ashl.option import option
+
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@option
+class Cast(Code, Aids):
+    """Rounds to the nearest of 16 bits."""
+
+    code: ClassVar[int] = 10
+    dtype: Literal["fp16", "bf16"]
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        return Flags(contraction=self.dtype == "bf16", linear=True)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        return Parts(x.size, torch.from_numpy(x).to(TYPES[self.dtype]).view(torch.int16).numpy())
+
+    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        typed(parts.scales, "u1", 0, "scales")
+        values = typed(whole(parts, d), "<i2", d, "values")
+        return torch.from_numpy(values).view(TYPES[self.dtype]).float().numpy()
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + 2 * d
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return 2.0**-16 if self.dtype == "bf16" else 1.0
+
+    def summand(self, body: Tensor) -> Tensor:
+        """The values of a body in 16 bits."""
+        return body[HEADER.size :].view(TYPES[self.dtype])
+
+    def summed(self, body: Tensor, total: Tensor) -> Tensor:
+        """A body like this one, with these values."""
+        return torch.cat([body[: HEADER.size], total.to("cpu", TYPES[self.dtype]).contiguous().view(torch.uint8)])

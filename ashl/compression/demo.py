@@ -1,0 +1,194 @@
+"""DeMo: the largest cosine coefficients of what has gathered, block by block.
+
+Rule: each layer, as a matrix, is cut into blocks of at most 64 × 64, as equal as can be; of the orthonormal cosine
+transform (DCT-II) of each block the k' = max(1, round(ratio · size)) largest coefficients are sent. With the feedback
+e ← β·e + x − C(β·e + x), β = `feedback_gain` = `feedback_decay`, e is the paper's momentum, from which what was sent is
+taken away. As the transform keeps lengths, ‖C(x) − x‖² ≤ (1 − k'/size)‖x‖². Bits: those of the values, ⌈log2 size⌉ for
+each place, and 32 for the largest |x_j|, by which everything is divided first.
+
+Limit: ratio = 1 is no compression. Edges that do not fill a block are filled up with zeros. In the paper the sign of
+the merged update moves the model; here the update itself does, so that learning rates differ. The transform is equal to
+the bit only on machines that multiply matrices alike.
+
+Source: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.body import HEADER, Parts, typed
+from ashl.compression.code import Code, kept
+from ashl.compression.index_code import width
+from ashl.compression.layers import Layer, Layout, with_layout
+from ashl.compression.select import largest_of_rows
+from ashl.compression.sparsifier import DENSE, SPARSE, Share
+from ashl.compression.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.option import option
+
+SIDE = 64  # of a block, at most
+LARGEST = np.finfo(np.float32).max
+ROUNDING = 2.0**-20  # of a transform and back, relative to ‖x‖²
+
+
+class Grid(NamedTuple):
+    """A layer as a matrix that is cut into blocks."""
+
+    start: int  # of the layer in the flat vector
+    rows: int
+    columns: int
+    share: float
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        down, across = self.cut
+        return -(-self.rows // down), -(-self.columns // across)
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """So many blocks below and beside each other."""
+        return -(-self.rows // SIDE), -(-self.columns // SIDE)
+
+    @property
+    def size(self) -> int:
+        """Elements of a block."""
+        return math.prod(self.block)
+
+    @property
+    def kept(self) -> int:
+        """k', the coefficients of a block that are sent."""
+        return kept(self.share, self.size)
+
+    @property
+    def blocks(self) -> int:
+        return math.prod(self.cut)
+
+    @property
+    def sent(self) -> int:
+        """Coefficients that are sent, of all blocks."""
+        return self.blocks * self.kept
+
+    def forward(self, x: np.ndarray, top: np.float32) -> np.ndarray:
+        """The coefficients [blocks, size] of x/top."""
+        (down, across), (height, width) = self.cut, self.block
+        filled = np.zeros((down * height, across * width), np.float32)
+        matrix = x.reshape(self.rows, self.columns)
+        np.divide(matrix, top if top else np.float32(1), out=filled[: self.rows, : self.columns])
+        blocks = filled.reshape(down, height, across, width).swapaxes(1, 2)
+        return (cosines(height) @ blocks @ cosines(width).T).reshape(self.blocks, self.size)
+
+    def backward(self, coefficients: np.ndarray) -> np.ndarray:
+        """x/top, flat."""
+        (down, across), (height, width) = self.cut, self.block
+        blocks = cosines(height).T @ coefficients.reshape(down, across, height, width) @ cosines(width)
+        filled = blocks.swapaxes(1, 2).reshape(down * height, across * width)
+        return filled[: self.rows, : self.columns].reshape(-1)
+
+
+@cache
+def cosines(n: int) -> np.ndarray:
+    """The orthonormal DCT-II: float32 [frequency, place]."""
+    matrix = np.cos(np.pi / n * np.outer(np.arange(n), np.arange(n) + 0.5)) * math.sqrt(2 / n)
+    matrix[0] /= math.sqrt(2)
+    return matrix.astype(np.float32)
+
+
+def counted(grids: list[Grid]) -> int:
+    """Coefficients of a body."""
+    return sum(grid.sent for grid in grids)
+
+
+@option
+class DeMo(Code, Share):
+    """Keeps a share of the cosine coefficients."""
+
+    code: ClassVar[int] = 62
+    flags: ClassVar[Flags] = Flags(contraction=True)
+    layout: ClassVar[Layout | None] = None
+    values: ValueCode
+
+    def shaped(self, layout: Layout) -> DeMo:
+        return with_layout(self, layout)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        grids = self.grids(turn.ratio, x.size)
+        if self.form(grids, x.size) == DENSE:
+            return Parts(x.size, x, form=DENSE)
+        top = np.float32(max(x.max(), -x.min()))
+        chosen, places = [], []
+        for grid in grids:
+            blocks = grid.forward(x[grid.start : grid.stop], top)
+            inside = largest_of_rows(blocks, grid.kept)
+            chosen.append(np.take_along_axis(blocks, inside, axis=1).reshape(-1))
+            places.append(pack(inside.reshape(-1), width(grid.size)))
+        values, scales = write_values(self.values, np.concatenate(chosen), turn)
+        scales = np.concatenate([np.array([top], "<f4").view(np.uint8), scales.view(np.uint8)])
+        share = np.array([self.ratio if turn.ratio is None else turn.ratio], "<f8").view(np.uint8)
+        return Parts(counted(grids), values, np.concatenate([share, *places]), scales)
+
+    def unpack(self, parts: Parts, d: int) -> Any:
+        if parts.form == DENSE and not parts.indices.size + parts.scales.size and parts.count == d:
+            return typed(parts.values, "<f4", d, "values")
+        if parts.form != SPARSE or parts.indices.size < 8 or parts.scales.size < 4:
+            raise BodyError(f"what came are no blocks of coefficients: form {parts.form}, {parts.indices.size} bytes")
+        share = np.frombuffer(parts.indices[:8].tobytes(), "<f8")[0]
+        if not 0 < share <= 1:
+            raise BodyError(f"a share of {share} of the coefficients came")
+        grids = self.grids(float(share), d)
+        sizes = [packed_bytes(grid.sent, width(grid.size)) for grid in grids]
+        if parts.count != counted(grids) or parts.indices.size != 8 + sum(sizes):
+            raise BodyError(f"{parts.count} coefficients of {d} elements came with {parts.indices.size} bytes")
+        values = read_values(self.values, parts.values, parts.scales[4:], parts.count)
+        top = parts.scales[:4].view("<f4")[0]
+        x, value, start = np.empty(d, np.float32), 0, 8
+        for grid, size in zip(grids, sizes, strict=True):
+            inside = unpack(parts.indices[start : start + size], width(grid.size), grid.sent).reshape(-1, grid.kept)
+            if (inside >= grid.size).any() or not (inside[:, 1:] > inside[:, :-1]).all():
+                raise BodyError(f"the places that came are not {grid.kept} ascending numbers below {grid.size}")
+            blocks = np.zeros((grid.blocks, grid.size), np.float32)
+            content = values[value : value + grid.sent].reshape(inside.shape)
+            np.put_along_axis(blocks, inside.astype(np.int64), content, axis=1)
+            x[grid.start : grid.stop] = grid.backward(blocks)
+            value, start = value + grid.sent, start + size
+        x *= top
+        return np.clip(x, -LARGEST, LARGEST, out=x) if np.isfinite(top) else x
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + min(4 * d, self.sparse_bytes(self.grids(ratio, d)))
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        grids = self.grids(ratio, d)
+        if self.form(grids, d) == DENSE:
+            return 0.0
+        coded = value_bound(self.values, counted(grids))
+        return max(1 - grid.kept / grid.size * (1 - coded) for grid in grids) + ROUNDING
+
+    def form(self, grids: list[Grid], d: int) -> int:
+        """As float32 where that is no longer."""
+        return DENSE if counted(grids) >= d or self.sparse_bytes(grids) >= 4 * d else SPARSE
+
+    def sparse_bytes(self, grids: list[Grid]) -> int:
+        places = sum(packed_bytes(grid.sent, width(grid.size)) for grid in grids)
+        return 12 + value_bytes(self.values, counted(grids)) + places
+
+    def grids(self, ratio: float | None, d: int) -> list[Grid]:
+        """How each layer is cut, and how many coefficients of each block are kept."""
+        share, start, grids = self.ratio if ratio is None else ratio, 0, []
+        for layer in self.layout or (Layer("all", (d,)),):
+            rows = layer.shape[0] if len(layer.shape) > 1 else 1
+            grids.append(Grid(start, rows, layer.size // rows, share))
+            start += layer.size
+        if start != d:
+            raise BodyError(f"a vector of {d} elements came where the layers have {start}")
+        return grids

@@ -1,0 +1,154 @@
+"""Adaptive quantization: the same share of the positive and of the negative elements is sent, each as one level of few.
+
+Rule: of the positive elements the k⁺ = max(1, round(ratio · d⁺)) largest are kept, τ⁺ being the least of them, and of
+the d⁻ negative ones as many of the most negative; an empty side keeps none. Each side decodes to its levels: `mean`,
+one, the mean of what is kept on that side, or `lloyd`, the `num_levels` of Lloyd and Max that fit what is kept best,
+found anew for every message. Bits: for each element kept its place, one of side and ⌈log2 levels⌉ of level; 32 for each
+level.
+
+Another way to learn levels is another branch of `learned`: it is given the kept magnitudes of one side and returns
+ascending levels. Whatever lies between the least and the largest magnitude is only shortened by it.
+
+Limit: ‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ about 1/k where one element outweighs the others: error feedback carries the
+rest. Thresholds are exact here, where the paper takes those of a sample. A side that is not finite decodes to what is
+not.
+
+Source: Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural Networks", MLHPC 2016;
+levels: Lloyd, "Least Squares Quantization in PCM", 1982; learned ones for gradients: Faghri et al., "Adaptive Gradient
+Quantization for Data-Parallel SGD", NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.code import Sparse, kept
+from ashl.compression.index_code import IndexCode, index_bytes, low_bits, read_indices, write_indices
+from ashl.compression.select import largest
+from ashl.compression.sparsifier import DENSE, SPARSE, Share
+from ashl.option import Count, option
+
+LevelsRule = Literal["mean", "lloyd"]
+SWEEPS = 20  # of Lloyd's: from then on levels hardly move
+SAMPLE = 1 << 14  # magnitudes that levels are learned from
+
+
+@option
+class Dryden(Sparse, Share):
+    """Two thresholds by proportion, two sets of levels."""
+
+    code: ClassVar[int] = 31
+    flags: ClassVar[Flags] = Flags(contraction=True, variable=True)
+    levels: LevelsRule
+    num_levels: Count
+    indices: IndexCode
+    layers: bool
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        share = self.ratio if turn.ratio is None else turn.ratio
+        sides, buffer = [], np.empty_like(x)
+        for sign in (1, -1):
+            magnitudes = np.fmax(np.multiply(x, sign, out=buffer) if sign < 0 else x, 0, out=buffer)
+            if sign > 0:
+                magnitudes[np.isnan(x)] = np.nan  # they go with the positive ones
+            size = int(np.count_nonzero(magnitudes))
+            places = largest(magnitudes, kept(share, size)) if size else np.empty(0, np.int64)
+            sides.append((places, magnitudes[places]))
+        return self._written(x, *sides)
+
+    def _written(self, x: np.ndarray, positive: Any, negative: Any) -> Parts:
+        (p, above), (n, below) = positive, negative
+        k = p.size + n.size
+        if self._size(k, x.size) >= 4 * x.size:
+            return Parts(x.size, x, form=DENSE)
+        scales, codes = [], []
+        for side, values in enumerate((above, below)):
+            levels = learned(self.levels, values, self.num_levels)
+            scales.append(levels)
+            codes.append(nearest(levels, values) | side << self._width)
+        order = np.argsort(np.concatenate([p, n]))
+        places, numbers = np.concatenate([p, n])[order], np.concatenate(codes)[order]
+        scales = np.concatenate(scales).astype("<f4")
+        indices = write_indices(self.indices, places, x.size) if k else EMPTY
+        return Parts(k, pack(numbers, self._width + 1), indices, scales, SPARSE)
+
+    def unpack(self, parts: Parts, d: int) -> Any:
+        k, form, count = parts.count, parts.form, self._count
+        if form == DENSE and k == d and not (parts.scales.size or parts.indices.size):
+            return slice(None), typed(parts.values, "<f4", d, "values")
+        scales = typed(parts.scales, "<f4", 2 * count, "levels")
+        if form != SPARSE or parts.values.size != packed_bytes(k, self._width + 1):
+            raise BodyError(f"what came is no vector of levels: form {form}, {k} values, {parts.values.size} bytes")
+        numbers = unpack(parts.values, self._width + 1, k)
+        level = numbers & ((1 << self._width) - 1)
+        if k and int(level.max()) >= count:
+            raise BodyError(f"level {int(level.max())} came where there are {count}")
+        places = read_indices(self.indices, parts.indices, k, d) if k or parts.indices.size else np.empty(0, np.int64)
+        signed = np.concatenate([scales[:count], -scales[count:]])
+        return places, signed[level + count * (numbers >> self._width)]
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        share = self.ratio if ratio is None else ratio
+        kept(share, d)
+        most = min(d, int(share * d) + 2)  # each side rounds for itself
+        places = max(index_bytes(self.indices, k, d) for k in longest(self.indices, most, d))
+        return HEADER.size + min(4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + places)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        # With S the sum of the k that a side keeps, of n: S²/k of their squares goes, and ‖x‖² ≤ S²·max(1, n/k²).
+        share = self.ratio if ratio is None else ratio
+        return 1 - min(1 / max(1, int(share * d) + 1), 1 / min(d, 1.5 / share))
+
+    @property
+    def _count(self) -> int:
+        return 1 if self.levels == "mean" else self.num_levels
+
+    @property
+    def _width(self) -> int:
+        return (self._count - 1).bit_length()
+
+    def _size(self, k: int, d: int) -> int:
+        return 8 * self._count + packed_bytes(k, self._width + 1) + (index_bytes(self.indices, k, d) if k else 0)
+
+
+def longest(code: IndexCode, most: int, d: int) -> set[int]:
+    """Of 1 to `most` places those numbers among which are the ones that take the most bytes: with Golomb's code the
+    last before its b becomes smaller."""
+    if code != "golomb":
+        return {most}
+    widths = range(low_bits(most, d), low_bits(1, d) + 1)
+    return {bisect_right(range(1, most + 1), -b, key=lambda k: -low_bits(k, d)) for b in widths}
+
+
+def learned(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.ndarray:
+    """The ascending levels, float64, that these magnitudes of one side decode to."""
+    if rule == "mean" or not magnitudes.size or not np.isfinite(magnitudes).all():
+        mean = magnitudes.mean(dtype=np.float64) if magnitudes.size else 0.0
+        return np.full(1 if rule == "mean" else count, mean)
+    return lloyd(magnitudes, count)
+
+
+def lloyd(magnitudes: np.ndarray, count: int) -> np.ndarray:
+    """Every level is the mean of what is closest to it. It begins with the means of equally many."""
+    values = np.sort(magnitudes[:: -(-magnitudes.size // SAMPLE)]).astype(np.float64)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(count + 1) * values.size // count
+    levels = np.full(count, values[0])
+    for _ in range(SWEEPS):
+        sizes = np.diff(ends)
+        levels = np.where(sizes > 0, np.diff(sums[ends]) / np.maximum(sizes, 1), levels)
+        levels = np.maximum.accumulate(levels)
+        inner = np.searchsorted(values, (levels[1:] + levels[:-1]) / 2)
+        ends = np.concatenate([[0], inner, [values.size]])
+    return levels
+
+
+def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Of each value the number of the level next to it."""
+    return np.searchsorted((levels[1:] + levels[:-1]) / 2, values)

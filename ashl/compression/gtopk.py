@@ -1,0 +1,204 @@
+"""gTop-k: workers merge their top-k sets two by two, each time keeping the k largest sums, so that no message grows.
+
+Rule, under an all-reduce: p_j is worker j's update and residual; it selects the k largest |p_j| and takes c_j·p_j
+there. In ⌈log2 n⌉ steps along a tree rooted in worker 0, for any n, a parent adds its child's set to its own and keeps
+the k largest sums. The root's set goes back along the tree and is the update, on all workers. What a worker sent
+and what did not come through returns to its residual (`feedback`), so that c_j-weighted sent and residuals add up to
+what was there. An element may be dropped on one branch and come through on another, hence beside the set each parent
+tells its child, with one bit for each element, whether the child's part is in it. Bits: those of k values and places
+up, those and k more down.
+
+At a parameter server there are no branches: it keeps the k largest of the whole sum of a merge, and what it leaves out
+it adds to the next merge itself, since its workers learn nothing but the model. It does so where workers keep residuals
+too; an asynchronous merge is of one push. That memory is in units of what was sent, and is not rescaled with the
+learning rate.
+
+Limits: one worker is top-k; workers that select the same places end with their exact sum. The result depends on the
+tree, since the largest of partial sums need not be the largest of the sum. Where kept shares differ, the largest
+counts.
+
+Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
+Networks", ICDCS 2019; there an element that is in the final set counts as sent on all branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.body import EMPTY, Parts, read_body, typed, write_body
+from ashl.compression.code import array_of
+from ashl.compression.index_code import write_indices
+from ashl.compression.protocol import Given, offered, settled
+from ashl.compression.select import largest
+from ashl.compression.sparsifier import SPARSE
+from ashl.compression.topk import TopK
+from ashl.option import option
+from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.node import Node
+from ashl.stage import Stage
+from ashl.topology.exchange import Riders
+
+WORD = 4  # bytes: what follows the bits of a set stays aligned
+
+
+class Few(NamedTuple):
+    """Some elements of a vector: ascending places, and what is there. Where a run is only timed, their number alone."""
+
+    places: Any
+    values: Any
+
+    @property
+    def k(self) -> int:
+        return self.places if isinstance(self.places, int) else self.places.size
+
+
+class Final(NamedTuple):
+    """The root's set, and of each element whether this worker's part is in it."""
+
+    few: Few
+    alive: Any
+
+
+@option
+class GTopK(TopK):
+    """Selects together with all others."""
+
+    code: ClassVar[int] = 81
+    flags: ClassVar[Flags] = Flags(contraction=True, reduces=True)
+    values: Literal["fp32"]
+    layers: Literal[False]
+
+    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """The ranks that this one exchanges messages with in an all-reduce."""
+        parent, children = family(rank, stage.num_workers)
+        return tuple(sorted(children if parent is None else (parent, *children)))
+
+    async def collective(
+        self, node: Node, stage: Stage, state: Any, x: Any, turn: Turn, weight: float, riders: Riders
+    ) -> tuple[Any, float, int]:
+        """Up and down the tree; see `topology.exchange`."""
+        d, up, down = stage.trainer.num_params, stage.tag("gtopk_up"), stage.tag("gtopk_down")
+        parent, children = family(node.rank, stage.num_workers)
+        given = offered(stage.codec, state.sender, x, turn)
+        sets = [await node.compute(partial(self.selected, given, weight, d), work=1, kind="compress")]
+        loss, word = riders
+        for child in children:
+            message = await node.recv(up, src=child)
+            loss, word = loss + message.meta[0], word + message.meta[1]
+            sets.append(await node.compute(partial(self.merged, sets[-1], message, d), work=0, kind="compress"))
+        if parent is None:
+            final = Final(sets[-1], None if isinstance(x, Hollow) else np.ones(sets[-1].k, bool))
+        else:
+            await node.send(parent, up, self.written_few(sets[-1], d), (loss, word, sets[-1].k))
+            message = await node.recv(down, src=parent)
+            loss, word = message.meta[:2]
+            final = await node.compute(partial(self.read_final, message, d), work=0, kind="compress")
+        for child, merged in zip(reversed(children), reversed(sets), strict=False):
+            final = final if isinstance(x, Hollow) else final._replace(alive=final.alive & within(final.few, merged))
+            await node.send(child, down, self.written_few(final.few, d, final), (loss, word, final.few.k))
+        if isinstance(x, Hollow):
+            return x, loss, int(word)
+        end = partial(self.ended, stage, state.sender, (x, turn), given, sets[0], final)
+        state.sender, update = await node.compute(end, work=0, kind="compress")
+        return update, loss, int(word)
+
+    def selected(self, given: Given, weight: float, d: int) -> Few:
+        """What a worker starts with: c·p at its own places."""
+        k = self.kept(given.turn.ratio, d)
+        if isinstance(given.x, Hollow):
+            return Few(k if self.form(k, d) == SPARSE else d, None)
+        p = array_of(given.x)
+        places = largest(p, k) if self.form(k, d) == SPARSE else np.arange(d)
+        with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
+            return Few(places, p[places] * np.float32(weight))
+
+    def merged(self, own: Few, message: Message, d: int) -> Few:
+        """The largest of the sums with a child's."""
+        if isinstance(message.body, Hollow):
+            return Few(max(own.k, int(message.meta[2])), None)
+        other = self.read_few(*read_body(message.body, self.code, d)[:1], d)
+        places = np.concatenate([own.places, other.places])
+        order = places.argsort(kind="stable")  # of equal places the own comes first
+        places = places[order]
+        first = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]]))
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = np.add.reduceat(np.concatenate([own.values, other.values])[order], first)
+        chosen = largest(sums, max(own.k, other.k))
+        return Few(places[first[chosen]], sums[chosen])
+
+    def written_few(self, few: Few, d: int, final: Final | None = None) -> Any:
+        """A set as a body; on the way down with the bits of its elements."""
+        k = few.k
+        if few.values is None:
+            return Hollow(self.size(k, d) + (0 if final is None else bits_bytes(k)))
+        bits = EMPTY if final is None else np.zeros(bits_bytes(k), np.uint8)
+        if final is not None:
+            bits[: -(-k // 8)] = np.packbits(final.alive, bitorder="little")
+        form = self.form(k, d)
+        indices = write_indices(self.indices, few.places, d) if form == SPARSE else EMPTY
+        return write_body(self.code, torch.float32, d, Parts(k, few.values, indices, bits, form))
+
+    def read_few(self, parts: Parts, d: int) -> Few:
+        places, values = self.unpack(parts, d)
+        return Few(np.arange(d) if isinstance(places, slice) else places.astype(np.int64), values)
+
+    def read_final(self, message: Message, d: int) -> Final:
+        """What a parent sends down. Raises BodyError."""
+        if isinstance(message.body, Hollow):
+            return Final(Few(int(message.meta[2]), None), None)
+        parts, _ = read_body(message.body, self.code, d)
+        bits = typed(parts.scales, "u1", bits_bytes(parts.count), "bits")
+        alive = np.unpackbits(bits, count=parts.count, bitorder="little").view(bool)
+        return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
+
+    def ended(
+        self, stage: Stage, sender: Any, sent_for: tuple[Tensor, Turn], given: Given, own: Few, final: Final
+    ) -> tuple[Any, Tensor]:
+        """(the sender's state, the update)."""
+        update, sent = torch.zeros(stage.trainer.num_params), torch.zeros_like(given.x)
+        update.numpy()[final.few.places] = final.few.values
+        through = final.few.places[final.alive & within(final.few, own)]
+        sent[through] = given.x[through]
+        return settled(stage.codec, sender, *sent_for, sent), update
+
+    def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
+        """At a server: the k largest of the sum; what is left of it is kept for the next merge."""
+        if isinstance(bodies[0], Hollow):
+            return memory, Hollow(4 * d)
+        total = torch.zeros(d) if memory is None else memory.clone()
+        for body, weight in zip(bodies, weights, strict=True):
+            self.add(total, body, weight)
+        k = max(read_body(body, self.code, d)[0].count for body in bodies)
+        if not k:
+            raise BodyError("nothing was selected by anybody")
+        places, x = largest(total.numpy(), k), torch.zeros(d)
+        x[places], total[places] = total[places], 0.0
+        return (total if self.feedback or self.momentum is not None else None), x
+
+
+def family(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
+    """(parent, children in the order in which they are merged) of a rank in the tree of n: of two neighbours 2^i apart
+    the second sends to the first."""
+    children, step = [], 1
+    while step < n and rank % (2 * step) == 0:
+        if rank + step < n:
+            children.append(rank + step)
+        step *= 2
+    return (rank - step if rank else None), tuple(children)
+
+
+def bits_bytes(k: int) -> int:
+    """The size of k bits, in whole words."""
+    return -(-k // (8 * WORD)) * WORD
+
+
+def within(few: Few, other: Few) -> np.ndarray:
+    """bool [count]: which places of the first are places of the second."""
+    return np.isin(few.places, other.places, assume_unique=True)

@@ -1,0 +1,165 @@
+"""LAQ: a worker sends the change of its gradient, in b bits an element, and only where it matters; without bits, LAG.
+
+Rule: g is the worker's gradient, Q its last sent form, which both ends keep (0 at first), R = ‖g − Q‖_∞ and τ =
+1/(2^b − 1). δ = 2τR·q − R with q = ⌊(g − Q + R)/(2τR) + ½⌋ in 0 … 2^b − 1. Where
+
+    ‖δ‖² ≤ (1/γ²) Σ_{j ≤ D} ξ_j ‖x^{t+1−j} − x^{t−j}‖² + 3(‖ε‖² + ‖ε'‖²)    and fewer than `max_age` were skipped
+
+nothing is sent: a body of 0 bytes, and the server goes on with Q. Else it is sent and Q ← Q + δ at both ends. ξ_j =
+xi/D, x are the models that the worker was given, ε = g − Q − δ, and ε' that of the last message. Bits: 32 + b·d when
+sent. LAG (`bits=null`) has δ = g − Q and sends g itself, 32·d: no error adds up, and with xi = 0 it is gradient
+descent, bit for bit.
+
+The sum of the papers is a mean here, so that their 1/(γn)² with f = Σ f_i is 1/γ² of this learning rate; all workers
+are taken to weigh alike. A dropped message leaves Q as it was at both ends.
+
+Limits: with `estimator=minibatch` the noise of the gradients is taken for change, and nothing is ever skipped. An
+optimizer with momentum or Adam moves farther than γ·Q, which the criterion does not know. What is not finite
+makes all of Q NaN.
+
+Source: Chen et al., "LAG: Lazily Aggregated Gradient for Communication-Efficient Distributed Learning", NeurIPS 2018;
+Sun et al., "Communication-Efficient Distributed Learning via Lazily Aggregated Quantized Gradients", NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ashl.compression import TURN, BodyError, Flags, Turn
+from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.body import HEADER, Parts, read_body, typed, write_body
+from ashl.compression.code import array_of
+from ashl.option import Count, NonNegative, Number, option
+from ashl.runtime.effects import Hollow
+from ashl.topology.estimate import Estimator
+
+LEVELS, WHOLE = 0, 1  # forms of a body: levels of δ, or g as float32
+
+
+class Lazy(NamedTuple):
+    """The sender's state: Q, ‖ε'‖² and how many messages were skipped since; the last model and the squared lengths of
+    the last D moves; and the first three as they were before the last message."""
+
+    sent: Any = None
+    error: float = 0.0
+    age: int = 0
+    model: Any = None
+    moves: tuple[float, ...] = ()
+    before: tuple[Any, float, int] = (None, 0.0, 0)
+
+
+@option
+class LAQ:
+    """Sends when the gradient has changed."""
+
+    code: ClassVar[int] = 100
+    estimator: Estimator
+    bits: Annotated[int, Number, Field(ge=1, le=16)] | None
+    xi: NonNegative
+    memory: Count
+    max_age: Count
+
+    @property
+    def flags(self) -> Flags:
+        return Flags(variable=True, full_gradient=True)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return math.inf
+
+    def encode(self, sender: Lazy | None, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        if isinstance(x, Hollow):
+            return sender, Hollow(self.payload(None, x.nbytes // 4))
+        state = moved(sender or Lazy(), turn.params, self.memory)
+        g = array_of(x)
+        sent = np.zeros_like(g) if state.sent is None else state.sent.numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            parts = self._parts(g, sent)
+            now = self._applied(parts, sent)
+            change, error = squared(now - sent), squared(g - now)
+        reach = self.xi / self.memory * sum(state.moves) / turn.lr**2 if turn.lr else 0.0
+        lazy = change <= reach + 3 * (error + state.error) and state.age < self.max_age
+        before = (state.sent, state.error, state.age)
+        if lazy and state.sent is not None:
+            return state._replace(age=state.age + 1, before=before), torch.empty(0, dtype=torch.uint8)
+        after = state._replace(sent=torch.from_numpy(now), error=error, age=0, before=before)
+        return after, write_body(self.code, x.dtype, x.numel(), parts)
+
+    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+        if isinstance(body, Hollow):
+            return receiver, Hollow(4 * d)
+        if isinstance(body, Tensor) and not body.numel():
+            if receiver is None:
+                raise BodyError("a gradient was left out before any had come")
+            return receiver, receiver
+        parts, dtype = read_body(body, self.code, d)
+        sent = np.zeros(d, np.float32) if receiver is None else receiver.numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            now = torch.from_numpy(self._applied(parts, sent))
+            return now, now.to(dtype)
+
+    def undo(self, sender: Any, body: Any) -> Any:
+        if isinstance(body, Hollow):
+            return sender
+        sent, error, age = sender.before
+        return sender._replace(sent=sent, error=error, age=age)
+
+    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+        out.add_(self.decode(None, body, out.numel())[1].to(out.device), alpha=scale)
+
+    def _parts(self, g: np.ndarray, sent: np.ndarray) -> Parts:
+        if self.bits is None:
+            return Parts(g.size, g, form=WHOLE)
+        change = g - sent
+        reach = np.abs(change).max(initial=0.0)
+        top = 2**self.bits - 1
+        if not np.isfinite(reach):
+            return Parts(g.size, pack(np.zeros(g.size, np.uint16), self.bits), scales=np.array([np.nan], "<f4"))
+        change /= reach if reach else np.float32(1)  # divided first: twice a large R is no float32
+        change += np.float32(1)
+        change *= np.float32(top / 2)
+        change += np.float32(0.5)
+        levels = np.clip(change, 0, top, out=change).astype(np.uint16)
+        return Parts(g.size, pack(levels, self.bits), scales=np.array([reach], "<f4"))
+
+    def _applied(self, parts: Parts, sent: np.ndarray) -> np.ndarray:
+        """Q after a message, the same to the bit at both ends."""
+        d = sent.size
+        form = WHOLE if self.bits is None else LEVELS
+        if parts.count != d or parts.indices.size or parts.form != form:
+            raise BodyError(f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values")
+        values = parts.values.view(np.uint8)
+        if self.bits is None:
+            typed(parts.scales, "<f4", 0, "scales")
+            return typed(values, "<f4", d, "values").copy()
+        reach = typed(parts.scales.view(np.uint8), "<f4", 1, "scales")[0]
+        if values.size != packed_bytes(d, self.bits):
+            raise BodyError(f"{d} levels of {self.bits} bits came in {values.size} bytes")
+        change = unpack(values, self.bits, d).astype(np.float32)
+        change *= np.float32(2 / (2**self.bits - 1))
+        change -= np.float32(1)
+        change *= reach
+        change += sent
+        return change
+
+
+def moved(state: Lazy, model: Any, memory: int) -> Lazy:
+    """The state once the worker has been given another model."""
+    if model is None or state.model is None:
+        return state._replace(model=model)
+    with np.errstate(over="ignore", invalid="ignore"):
+        move = squared(array_of(model) - array_of(state.model))
+    return state._replace(model=model, moves=(move, *state.moves)[:memory])
+
+
+def squared(x: np.ndarray) -> float:
+    """‖x‖² in float64."""
+    return float(np.einsum("i,i->", x, x, dtype=np.float64))

@@ -1,0 +1,126 @@
+"""1-bit SGD: one bit for each element says whether it is negative; either side decodes to its mean.
+
+Rule: C(x)_j = the mean of all x_j ≥ 0 where x_j ≥ 0, and of all x_j < 0 where it is not, by parts of x: the whole
+vector, each layer, or each column (or row) of each layer's matrix [outputs, all else], which is what the paper does. The
+mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², less the finer the parts. Bits: d, and 64 for each part.
+
+Limit: −0 counts as negative. Columns are short where a layer has few outputs: of 10 elements, a bit each costs 6.4 more
+for the means. What is not finite makes its side, or its part, not finite.
+
+Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+Speech DNNs", Interspeech 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ashl.compression import Flags, Turn
+from ashl.compression.aids import Aids
+from ashl.compression.bits import BLOCK, pack_signs, packed_bytes
+from ashl.compression.body import HEADER, Parts, typed
+from ashl.compression.code import Code
+from ashl.compression.layers import Layout, slices
+from ashl.compression.levels import row_sums, whole
+from ashl.option import option
+
+Matrix = tuple[int, int, bool]  # rows, columns, and whether the columns are the parts
+
+
+@option
+class OneBit(Code, Aids):
+    """Two means, of the whole vector or of parts of it."""
+
+    code: ClassVar[int] = 12
+    flags: ClassVar[Flags] = Flags(contraction=True)
+    per: Literal["vector", "layer", "row", "column"]
+
+    def shaped(self, layout: Layout) -> Code:
+        """The codec for a model's layers."""
+        if self.per == "vector" or not layout:
+            return self
+        if self.per == "layer":
+            return TwoMeans(tuple((1, layer.size, False) for layer in layout))
+        shapes = (layer.shape if len(layer.shape) > 1 else (1, layer.size) for layer in layout)
+        columns = self.per == "column"
+        return TwoMeans(tuple((s[0], prod(s[1:]), columns and s[0] > 1) for s in shapes))
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        return TwoMeans(((1, x.size, False),)).pack(x, turn)
+
+    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        return TwoMeans(((1, d, False),)).unpack(parts, d)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return TwoMeans(((1, d, False),)).payload(ratio, d)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return 1 - 1 / d
+
+
+@dataclass(frozen=True)
+class TwoMeans(Code):
+    """The same for matrices that follow each other."""
+
+    code: ClassVar[int] = OneBit.code
+    flags: ClassVar[Flags] = OneBit.flags
+    matrices: tuple[Matrix, ...]
+
+    def parts(self, x: np.ndarray) -> Iterator[np.ndarray]:
+        """x as matrices whose rows are the parts: views."""
+        sizes = [rows * columns for rows, columns, _ in self.matrices]
+        for place, (rows, columns, turned) in zip(slices(sizes), self.matrices, strict=True):
+            matrix = x[place].reshape(rows, columns)
+            yield matrix.T if turned else matrix
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        means = [two_means(rows) for rows in self.parts(x)]
+        return Parts(x.size, pack_signs(x), scales=np.concatenate(means).astype(np.float32))
+
+    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        stream = typed(whole(parts, d), "u1", packed_bytes(d, 1), "signs")
+        means = typed(parts.scales, "<u4", 2 * self._count(), "means").reshape(-1, 2)  # bits, of which some are flipped
+        negative = np.unpackbits(stream, count=d, bitorder="little")
+        x, start = np.empty(d, np.uint32), 0
+        for rows, signs in zip(self.parts(x), self.parts(negative), strict=True):
+            above, below = means[start : start + len(rows), :1], means[start : start + len(rows), 1:]
+            for columns in column_blocks(rows):
+                block = signs[:, columns].astype(np.uint32)
+                block *= above ^ below
+                block ^= above
+                rows[:, columns] = block
+            start += len(rows)
+        return x.view(np.float32)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + packed_bytes(d, 1) + 8 * self._count()
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return 1 - 1 / max(rows if turned else columns for rows, columns, turned in self.matrices)
+
+    def _count(self) -> int:
+        """How many parts there are."""
+        return sum(columns if turned else rows for rows, columns, turned in self.matrices)
+
+
+def two_means(rows: np.ndarray) -> np.ndarray:
+    """The means [n, 2], float64, of what is not negative and of what is, in each row."""
+    sums, counts = np.zeros((2, len(rows))), np.zeros((2, len(rows)))
+    for columns in column_blocks(rows):
+        block = rows[:, columns]
+        sums += row_sums(np.maximum(block, 0)), row_sums(np.minimum(block, 0))
+        negative = np.signbit(block)
+        fewer = np.count_nonzero(negative) if len(rows) == 1 else negative.sum(1)
+        counts += np.stack([block.shape[1] - fewer, fewer]).reshape(2, -1)
+    return (sums / np.maximum(counts, 1)).T
+
+
+def column_blocks(rows: np.ndarray) -> Iterator[slice]:
+    """Columns of which all rows together fit the cache."""
+    step = max(1, BLOCK // len(rows))
+    return (slice(start, start + step) for start in range(0, rows.shape[1], step))

@@ -1,0 +1,247 @@
+"""PowerSGD: each layer's matrix is sent as the product of two thin ones, found by one step of power iteration.
+
+Rule: M [m, n] is a layer as a matrix of its first dimension by all others, r = min(rank, m, n). With Q [n, r] of the
+message before: P ← M·Q, P̂ ← P with orthonormal columns (Gram-Schmidt), Q ← Mᵀ·P̂, C(M) = P̂·Qᵀ = P̂P̂ᵀM, which is a
+projection: ‖C(M) − M‖ ≤ ‖M‖. Layers of one dimension, and those for which r·(m + n) ≥ m·n, are sent as they are, so a
+large rank is no compression. Bits: 32·r·(m + n) of a matrix that is sent as two.
+
+On a link each worker has its own Q, and P̂ and Q are the body. Under an all-reduce both products are linear in M, so
+they are summed on their way: P ← Σ c_j·M_j·Q, then Q ← Σ c_j·M_jᵀ·P̂; everybody has the same basis and ends with the
+projection of the sum, by two sums of r·(m + n) elements in all. With error feedback a worker keeps e_j = M_j − P̂P̂ᵀM_j,
+its own part in the common basis. Published code keeps M_j − P̂·Qᵀ instead: Σ c_j·e_j, and with it every update, is the
+same for both where Σ c_j = 1, but that e_j also gathers how a worker's data differ from the others', without bound.
+
+Traps: a column of Q that has become 0 (a layer whose gradient was 0 once) would stay 0 for ever, so it is drawn anew.
+Columns are made orthonormal in float64 by a fixed order of operations, so that all workers have the same bits.
+
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression import TURN, BodyError, Flags, Turn
+from ashl.compression.aids import Aids
+from ashl.compression.body import HEADER, Parts, read_body, typed, write_body
+from ashl.compression.code import array_of
+from ashl.compression.layers import Layout, slices
+from ashl.compression.protocol import Given, offered, settled
+from ashl.option import Count, option
+from ashl.runtime.effects import Hollow
+from ashl.runtime.node import Node
+from ashl.stage import Stage
+from ashl.topology.exchange import Riders, summed
+
+LOW_RANK = Flags(contraction=True)
+DEPENDENT = 1e-6  # of a column's length: less than that, beside the columns before it, is rounding
+
+
+@option
+class PowerSGD(Aids):
+    """Low rank, with a warm start."""
+
+    flags: ClassVar[Flags] = LOW_RANK
+    rank: Count
+
+    def shaped(self, layout: Layout) -> LowRank:
+        return LowRank(self.rank, tuple(layer.shape for layer in layout))
+
+    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        """Without layers there are no matrices: as it is."""
+        return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, turn)
+
+    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+        return LowRank(self.rank, ((d,),)).decode(receiver, body, d)
+
+
+class Basis(NamedTuple):
+    """The sender's state: every Q in one flat tensor, and the one before, in case the message is dropped."""
+
+    q: Any = None
+    before: Any = None
+
+
+class Matrix(NamedTuple):
+    """A layer that is sent as two thin matrices."""
+
+    part: slice
+    m: int
+    n: int
+    r: int
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """PowerSGD for layers of these shapes."""
+
+    code: ClassVar[int] = 80
+    flags: ClassVar[Flags] = LOW_RANK
+    rank: int
+    shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def _split(self) -> tuple[list[Matrix], list[slice]]:
+        """The layers that are sent as two matrices, and the places of the others."""
+        matrices, others = [], []
+        for shape, part in zip(self.shapes, slices([prod(shape) for shape in self.shapes]), strict=True):
+            m, n = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+            r = min(self.rank, m, n)
+            if r * (m + n) < m * n:
+                matrices.append(Matrix(part, m, n, r))
+            else:
+                others.append(part)
+        return matrices, others
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return self._split[0]
+
+    @cached_property
+    def counts(self) -> tuple[int, int, int]:
+        """Elements of every P, of every Q, and of the layers that are sent as they are."""
+        left = sum(a.m * a.r for a in self.matrices)
+        return left, sum(a.n * a.r for a in self.matrices), sum(part.stop - part.start for part in self._split[1])
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + 4 * sum(self.counts)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return 1.0 if self.matrices else 0.0
+
+    def encode(self, sender: Basis | None, x: Any, turn: Turn = TURN) -> tuple[Basis, Any]:
+        sender = sender or Basis()
+        if isinstance(x, Hollow):
+            return sender, Hollow(self.payload(turn.ratio, x.nbytes // 4))
+        flat = torch.from_numpy(array_of(x))
+        left = self.orthonormal(self.left(flat, self.begin(sender.q, turn.stream())))
+        right = self.right(flat, left)
+        values = torch.cat([left, right, self.others(flat)])
+        return Basis(right, sender.q), write_body(self.code, x.dtype, x.numel(), Parts(values.numel(), values.numpy()))
+
+    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+        if isinstance(body, Hollow):
+            return receiver, Hollow(4 * d)
+        parts, dtype = read_body(body, self.code, d)
+        if d != self.size or parts.indices.size or parts.scales.size or parts.count != sum(self.counts):
+            raise BodyError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
+        values = torch.from_numpy(typed(parts.values, "<f4", parts.count, "values").copy())
+        return receiver, self.whole(*values.split(self.counts)).to(dtype)
+
+    def undo(self, sender: Basis, body: Any) -> Basis:
+        return sender if isinstance(body, Hollow) else Basis(sender.before)
+
+    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+        _, x = self.decode(None, body, out.numel())
+        out.add_(x.to(out.device), alpha=scale)
+
+    @property
+    def size(self) -> int:
+        return sum(prod(shape) for shape in self.shapes)
+
+    def begin(self, q: Tensor | None, rng: np.random.Generator) -> Tensor:
+        """Every Q to begin with: that of the message before, with the columns that are 0 drawn anew; at first all."""
+        gone = None if q is None else [(thin == 0).all(0) for _, thin in self._thin(q, right=True)]
+        if q is not None and gone is not None and not any(columns.any() for columns in gone):
+            return q
+        drawn = torch.from_numpy(rng.standard_normal(self.counts[1], np.float32))
+        if q is None or gone is None:
+            return drawn
+        pairs = zip(gone, self._thin(q, drawn, right=True), strict=True)
+        return flattened([torch.where(columns, new, old) for columns, (_, old, new) in pairs])
+
+    def left(self, x: Tensor, q: Tensor) -> Tensor:
+        """Every P = M·Q."""
+        return flattened([x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)])
+
+    def right(self, x: Tensor, p: Tensor) -> Tensor:
+        """Every Q = Mᵀ·P̂."""
+        return flattened([x[a.part].view(a.m, a.n).T @ thin for a, thin in self._thin(p)])
+
+    def orthonormal(self, p: Tensor) -> Tensor:
+        return flattened([orthonormal(thin) for _, thin in self._thin(p)])
+
+    def others(self, x: Tensor) -> Tensor:
+        return flattened([x[part] for part in self._split[1]])
+
+    def whole(self, p: Tensor, q: Tensor, others: Tensor) -> Tensor:
+        """The vector of every P̂·Qᵀ and of what was sent as it is."""
+        x = torch.empty(self.size)
+        for (a, left), (_, right) in zip(self._thin(p), self._thin(q, right=True), strict=True):
+            torch.matmul(left, right.T, out=x[a.part].view(a.m, a.n))
+        for part, values in zip(self._split[1], others.split([s.stop - s.start for s in self._split[1]]), strict=True):
+            x[part] = values
+        return x
+
+    def _thin(self, *flat: Tensor, right: bool = False) -> list[tuple[Any, ...]]:
+        """Each matrix with its thin ones, of flat tensors that hold all of them."""
+        rows = [a.n if right else a.m for a in self.matrices]
+        sizes = [count * a.r for a, count in zip(self.matrices, rows, strict=True)]
+        views = [[v.view(-1, a.r) for v, a in zip(f.split(sizes), self.matrices, strict=True)] for f in flat]
+        return list(zip(self.matrices, *views, strict=True))
+
+    async def collective(
+        self, node: Node, stage: Stage, state: Any, x: Any, turn: Turn, weight: float, riders: Riders
+    ) -> tuple[Any, float, int]:
+        """Both products summed over all workers; see `topology.exchange`."""
+        given = offered(stage.codec, state.sender, x, turn)
+        first, second = self.counts[0] + self.counts[2], self.counts[1]
+        if isinstance(x, Hollow):
+            _, loss, word = await summed(node, stage, Hollow(4 * first), 1.0, riders)
+            if second:
+                await node.all_reduce(Hollow(4 * second), stage.workers)
+            return x, loss, word
+        mine = await node.compute(partial(self._first, given), work=1, kind="compress")
+        total, loss, word = await summed(node, stage, mine, weight, riders)
+        left, right = await node.compute(partial(self._second, given, total), work=0, kind="compress")
+        common = await node.all_reduce(right * weight, stage.workers) if second else right
+        end = partial(self._end, stage, state.sender, x, turn, given, (left, right, common, total[self.counts[0] :]))
+        state.sender, update = await node.compute(end, work=0, kind="compress")
+        return update, loss, word
+
+    def _first(self, given: Given) -> Tensor:
+        """What is summed first: every P, and what is sent as it is."""
+        q = given.inner.q if given.inner else None
+        return torch.cat([self.left(given.x, self.begin(q, given.turn.shared())), self.others(given.x)])
+
+    def _second(self, given: Given, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The common basis, and what is summed next: every Q."""
+        left = self.orthonormal(total[: self.counts[0]])
+        return left, self.right(given.x, left)
+
+    def _end(
+        self, stage: Stage, sender: Any, x: Tensor, turn: Turn, given: Given, found: tuple[Tensor, ...]
+    ) -> tuple[Any, Tensor]:
+        """(the sender's state, the update) once both sums are known."""
+        left, right, common, others = found
+        sent = self.whole(left, right, self.others(given.x))
+        return settled(stage.codec, sender, x, turn, sent, Basis(common)), self.whole(left, common, others)
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All of them in one flat tensor."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """float32 [m, r]: the columns of p, each freed of those before it, twice against rounding, and made of length 1.
+    One that depends on those before it becomes 0. What is not finite stays so."""
+    q = p.double().numpy().copy()
+    for j in range(q.shape[1]):
+        before = np.sqrt(
+            np.einsum("i,i", q[:, j], q[:, j])
+        )  # einsum, not BLAS: the same order on any number of threads
+        for _ in range(2 if j else 0):
+            q[:, j] -= np.einsum("ij,j->i", q[:, :j], np.einsum("ij,i->j", q[:, :j], q[:, j]))
+        length = np.sqrt(np.einsum("i,i", q[:, j], q[:, j]))
+        q[:, j] = 0 if length <= DEPENDENT * before else q[:, j] / length
+    return torch.from_numpy(q).float()

@@ -1,0 +1,84 @@
+"""QSGD: in buckets, every element is rounded at random to one of s levels of either sign, so that its mean is kept.
+
+Rule: for each `bucket` of b elements with norm m (their ℓ2 norm, or their largest magnitude), q_j = ⌊s·x_j/m + u_j⌋ with
+u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω = min(b/s², √b/s) for the ℓ2 norm
+and min(b/4s², (1 + √b)/2s) for the largest. Bits: d·⌈log2(2s + 1)⌉ and 32 a bucket.
+
+Limit: ω goes with the bucket, not with the model. It is a contraction, and may have feedback, only where ω < 1: feedback
+around a large ω is unstable. For the rare levels of a small s with the ℓ2 norm, entropy coding is shorter still. What is
+not finite makes its bucket NaN.
+
+Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ashl.compression import Flags, Turn
+from ashl.compression.aids import Aids
+from ashl.compression.bits import packed_bytes
+from ashl.compression.body import HEADER, Parts, typed
+from ashl.compression.code import Code
+from ashl.compression.levels import packed, rounded, rows_of, spread, unpacked, whole, width
+from ashl.option import Count, Number, option
+
+LARGEST = np.finfo(np.float32).max
+
+
+@option
+class QSGD(Code, Aids):
+    """Levels of a bucket's norm."""
+
+    code: ClassVar[int] = 15
+    levels: Annotated[int, Number, Field(ge=1, le=127)]
+    bucket: Count
+    norm: Literal["l2", "max"]
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        return Flags(unbiased=True, contraction=self.bound(None, self.bucket) < 1)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        row, top, rng = min(self.bucket, x.size), 2 * self.levels, turn.stream()
+        norms = np.empty((-(-x.size // row), 1), np.float32)
+
+        def numbers(where: slice, block: np.ndarray) -> np.ndarray:
+            norms[where] = lengths(block) if self.norm == "l2" else np.abs(block).max(1, keepdims=True)
+            y = spread(block, norms[where], self.levels)
+            y += np.float32(self.levels)
+            return rounded(y, rng)
+
+        stream = packed(x.size, top, (numbers(where, block) for where, block in rows_of(x, row)))
+        return Parts(x.size, stream, scales=norms)
+
+    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        row = min(self.bucket, d)
+        steps = typed(parts.scales, "<f4", -(-d // row), "norms")[:, None] / np.float32(self.levels)
+
+        def meant(where: slice, block: np.ndarray) -> None:
+            block -= np.float32(self.levels)
+            block *= steps[where]
+
+        return unpacked(whole(parts, d), d, row, 2 * self.levels, meant)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        buckets = -(-d // min(self.bucket, d))
+        return HEADER.size + packed_bytes(d, width(2 * self.levels)) + 4 * buckets
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        b, s = min(self.bucket, d), self.levels
+        return min(b / s**2, b**0.5 / s) if self.norm == "l2" else min(b / (2 * s) ** 2, (1 + b**0.5) / (2 * s))
+
+
+def lengths(rows: np.ndarray) -> np.ndarray:
+    """‖·‖₂ of each row [n, m] as float32 [n, 1]; of what is finite the largest float32, where it is beyond that."""
+    squares = np.einsum("ij,ij->i", rows, rows)
+    if not ((squares > 2.0**-80) & (squares < 2.0**120)).all():
+        wide = rows.astype(np.float64)
+        squares = np.einsum("ij,ij->i", wide, wide)
+        squares = np.where(np.isfinite(squares), np.minimum(squares, float(LARGEST) ** 2), squares)
+    return np.sqrt(squares).astype(np.float32)[:, None]

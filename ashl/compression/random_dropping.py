@@ -1,0 +1,117 @@
+"""Random dropping: an element is sent with a probability that follows its magnitude, scaled to be right on average.
+
+Rule: p_j = min(1, λ·|x_j|) with λ such that Σ p_j = k = max(1, round(ratio · d)); C(x)_j = x_j/p_j with probability
+p_j, else 0. λ comes from rounds of a fixed point: what p_j = 1 cuts off is given to the others until nothing is cut off
+any more. Then E C(x) = x, with the least E‖C(x) − x‖² = Σ x_j²/p_j − ‖x‖² that k elements on average can have; it is
+at most (d/k − 1)‖x‖². Bits: those of the values and their places; all that are not certain to be sent have the same
+magnitude 1/λ.
+
+Limit: where no more than k elements differ from 0 it loses nothing. The number of elements sent varies around k with a
+deviation of at most √k; declared is k + 7√k + 16, which one message in 10^10 would exceed, and then it loses the last
+elements. It enlarges what it is given, so error feedback is refused.
+
+Source: Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import numpy as np
+
+from ashl.compression import Flags, Turn
+from ashl.compression.body import EMPTY, HEADER, Parts
+from ashl.compression.index_code import write_indices
+from ashl.compression.select import BLOCK, largest
+from ashl.compression.sparsifier import DENSE, SPARSE, Sparsifier
+from ashl.compression.value_code import value_bound, write_values
+from ashl.option import option
+
+ROUNDS = 100  # of the fixed point; a few are enough for a gradient
+STEEPEST = 2.0**95  # of λ, in units of the largest magnitude: 2^32 times it is a float32
+
+
+@option
+class RandomDropping(Sparsifier):
+    """Keeps large elements, and some of the others."""
+
+    code: ClassVar[int] = 53
+
+    @property
+    def flags(self) -> Flags:
+        return Flags(unbiased=self.values == "fp32", variable=True)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        k = self.kept(turn.ratio, x.size)
+        if self.whole(k, x.size):
+            return Parts(x.size, x, form=DENSE)
+        top = max(x.max(), -x.min())
+        if top == 0:
+            return Parts(0, EMPTY)
+        if not np.isfinite(top):
+            return self.written(x, k, largest(x, k), turn)
+        steep = slope(x, top, k)
+        places = np.flatnonzero(x) if steep == math.inf else drawn(x, top, steep, turn.stream())
+        places = places[: most(k, x.size)]
+        if not places.size:
+            return Parts(0, EMPTY)
+        kept = x[places]
+        kept = np.copysign(np.maximum(np.abs(kept), np.float32(top / steep)), kept)
+        values, scales = write_values(self.values, kept, turn)
+        return Parts(places.size, values, write_indices(self.indices, places, x.size), scales)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        k = self.kept(ratio, d)
+        return HEADER.size + 4 * d if self.whole(k, d) else self.room(most(k, d), d)
+
+    def whole(self, k: int, d: int) -> bool:
+        """Whether all is sent; it must not depend on what is drawn."""
+        return self.form(most(k, d), d) != SPARSE
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        k = self.kept(ratio, d)
+        if self.whole(k, d):
+            return 0.0
+        spread, coded = d / k - 1, value_bound(self.values, most(k, d)) * d / k
+        return (math.sqrt(spread) + math.sqrt(coded)) ** 2
+
+
+def most(k: int, d: int) -> int:
+    """Elements of a message, at most."""
+    return min(d, k + math.ceil(7 * math.sqrt(k)) + 16)
+
+
+def slope(x: np.ndarray, top: np.float32, k: int) -> float:
+    """λ for the magnitudes in units of the largest; infinite where k elements or fewer are not 0."""
+    cut, steep = -1, math.inf
+    for _ in range(ROUNDS):
+        count, rest = 0, 0.0
+        for start in range(0, x.size, BLOCK):
+            y = np.abs(x[start : start + BLOCK])
+            y /= top
+            certain = y >= 1 / steep if cut >= 0 else y > 1
+            count += int(np.count_nonzero(certain))
+            y[certain] = 0
+            rest += float(y.sum(dtype=np.float64))
+        if count == cut or count >= k:
+            break
+        if rest == 0:
+            return math.inf
+        cut, steep = count, (k - count) / rest
+    return min(steep, STEEPEST)
+
+
+def drawn(x: np.ndarray, top: np.float32, steep: float, rng: np.random.Generator) -> np.ndarray:
+    """Ascending places, each with its probability."""
+    chances, dither, places = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), []
+    scale = np.float32(steep * 2.0**32)
+    for start in range(0, x.size, BLOCK):
+        part = x[start : start + BLOCK]
+        p = np.abs(part, out=chances[: part.size])
+        p /= top
+        p *= scale
+        u = dither[: part.size]
+        u[:] = rng.integers(0, 2**32, part.size, np.uint32)
+        places.append(np.flatnonzero(u < p) + start)
+    return np.concatenate(places)

@@ -1,0 +1,56 @@
+"""Random-k: each worker sends the elements at random places of its own.
+
+Rule: C(x)_j = x_j at k places drawn without replacement by each worker in each round, else 0. E‖C(x) − x‖² =
+(1 − k/d)‖x‖². Bits: those of k values, and 64 for the seed that the receiver draws the places from; or those of the
+places, where `indices` says how.
+
+Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling` is its unbiased
+relative.
+
+Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ashl.compression import Flags, Turn
+from ashl.compression.body import Parts
+from ashl.compression.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
+from ashl.compression.seeded import Seeded, distinct
+from ashl.compression.sparsifier import SPARSE
+from ashl.option import option
+
+
+@option
+class RandomK(Seeded):
+    """A random share of the elements, another on each worker."""
+
+    code: ClassVar[int] = 51
+    indices: Literal["seed"] | IndexCode
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        return Flags(contraction=True, variable=self.indices in VARIABLE)
+
+    def place_bytes(self, k: int, d: int) -> int:
+        return super().place_bytes(k, d) if self.indices == "seed" else index_bytes(self.indices, k, d)
+
+    def read_places(self, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
+        if self.indices == "seed":
+            return super().read_places(buffer, k, d)
+        return read_indices(self.indices, buffer, k, d)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        if self.indices == "seed":
+            return self.drawn(x, turn.stream(), turn)
+        k = self.kept(turn.ratio, x.size)
+        if self.form(k, x.size) != SPARSE:
+            return self.parts(x, k, None, None, turn)
+        places = distinct(turn.stream(), k, x.size)
+        return self.parts(x, k, x[places], write_indices(self.indices, places, x.size), turn)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return self.loss(self.kept(ratio, d), d)

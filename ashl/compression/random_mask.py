@@ -1,0 +1,40 @@
+"""Random mask: all workers send the elements at the same random places, which nobody has to be told.
+
+Rule: C(x)_j = x_j at k places that all workers draw alike in each round, else 0. E‖C(x) − x‖² = (1 − k/d)‖x‖². Bits:
+those of k values, and 64 for the seed. With values=fp32 the sum of bodies is the body of the sum: an all-reduce adds
+them up on their way.
+
+Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling` is its unbiased
+relative. In an asynchronous run the workers' rounds, and so their masks, drift apart.
+
+Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency", 2016.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from ashl.compression import Flags, Turn
+from ashl.compression.body import Parts
+from ashl.compression.linear import Linear
+from ashl.compression.seeded import Seeded
+from ashl.option import option
+
+
+@option
+class RandomMask(Seeded, Linear):
+    """A random share of the elements, the same on all workers."""
+
+    code: ClassVar[int] = 50
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        return Flags(contraction=True, linear=self.values == "fp32")
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        return self.drawn(x, turn.shared(), turn)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return self.loss(self.kept(ratio, d), d)

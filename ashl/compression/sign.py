@@ -1,0 +1,80 @@
+"""Signs: one bit for each element; signSGD, its majority vote, Signum, and signs with a scale for error feedback.
+
+Rule: C(x)_j = m·sign(x_j), with m = 1 (`scale=none`, signSGD) or m = ‖x‖₁/d (`scale=mean`, EF-signSGD, of each layer
+with `layers`): then ‖C(x) − x‖² = ‖x‖² − ‖x‖₁²/d ≤ (1 − 1/d)‖x‖². With `vote=majority` what is applied is not the mean
+of the signs but sign(Σ c_i·sign(x_i)) over the workers i, 0 where they are even. With `beta` (Signum) x is replaced by
+the momentum u ← β·u + (1 − β)·x, kept by the sender. Bits: d, and 32 for m.
+
+Limit: sign(±0) is ±1, by the sign bit, since a bit has no third value; NaN counts by its sign bit, too. Without a scale,
+steps are of one length whatever x is, and training may go the wrong way: set a small learning rate that falls. A
+majority is d bits up, but the model that comes back is 32·d: with `topology.pull_ratio=1` pulls are signs with a scale,
+d bits down. Under all-reduce, signs are gathered, (n − 1)·d bits, which up to 15 workers is less than integers that add
+up.
+
+Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018, and "signSGD with
+Majority Vote", ICLR 2019; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+ICML 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from ashl.compression import Flags, Turn
+from ashl.compression.aids import Aids
+from ashl.compression.bits import pack_signs, packed_bytes, signed
+from ashl.compression.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.code import Code
+from ashl.compression.levels import mean_magnitude, whole
+from ashl.option import Fraction, option
+from ashl.runtime.effects import Hollow
+
+ONE = np.ones(1, np.float32)
+
+
+@option
+class Sign(Code, Aids):
+    """Sends signs."""
+
+    code: ClassVar[int] = 11
+    scale: Literal["none", "mean"]
+    vote: Literal["mean", "majority"]
+    beta: Fraction | None
+    layers: bool
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        scaled, votes = self.scale == "mean", self.vote == "majority"
+        return Flags(contraction=scaled and not votes, reduces=votes, scale_free=not scaled or votes)
+
+    def pulled(self) -> Sign:
+        """The codec of pulls: signs of differences between models make no sense without a scale."""
+        return replace(self, scale="mean", vote="mean")
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        return Parts(x.size, pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY)
+
+    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        bits = typed(whole(parts, d), "u1", packed_bytes(d, 1), "signs")
+        scale = typed(parts.scales, "<f4", 1 if self.scale == "mean" else 0, "scales")
+        return signed(bits, d, scale if scale.size else ONE)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + packed_bytes(d, 1) + (4 if self.scale == "mean" else 0)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return 1 - 1 / d if self.flags.contraction else float("inf")
+
+    def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
+        """The sign of the weighted sum of signs."""
+        if isinstance(bodies[0], Hollow):
+            return memory, Hollow(4 * d)
+        total, most = torch.zeros(d), max(weights)
+        for body, weight in zip(bodies, weights, strict=True):  # equal weights add up exactly, so that even is even
+            replace(self, scale="none").add(total, body, weight / most)
+        return memory, torch.sign(total)

@@ -1,0 +1,48 @@
+"""Single threshold: one bound for all layers, estimated from a sample of the magnitudes; about a share reaches it.
+
+Rule: τ is the magnitude that a share `ratio` of a strided sample of some 33,000 elements reaches; C(x)_j = x_j where
+|x_j| ≥ τ, else 0. Where fewer than k/2 or more than 2k of the d elements reach it, k = max(1, round(ratio · d)), the
+k largest are taken instead. Hence ‖C(x) − x‖² ≤ (1 − k/(2d))‖x‖². Bits: those of the values and of their places; what
+is declared beforehand is for 2k.
+
+Limit: for a vector shorter than the sample it is top-k, with all of those that are as large as the k-th. It saves
+top-k's exact choice, and little of its time. With `layers` each layer has a bound of its own.
+
+Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; sampled as in Lin et al.,
+"Deep Gradient Compression", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from ashl.compression import Flags, Turn
+from ashl.compression.body import Parts
+from ashl.compression.select import estimated, largest, reaching
+from ashl.compression.sparsifier import DENSE, Sparsifier
+from ashl.option import option
+
+
+@option
+class SingleThreshold(Sparsifier):
+    """Keeps about a share of the elements."""
+
+    code: ClassVar[int] = 55
+    promises: ClassVar[Flags] = Flags(contraction=True, variable=True)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        k = self.kept(turn.ratio, x.size)
+        bound = estimated(x, k)
+        places = reaching(x, bound) if bound > 0 and k < x.size else np.empty(0, np.int64)
+        if not k <= 2 * places.size <= 4 * k:
+            places = largest(x, k)
+        return self.written(x, places.size, places, turn)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return self.room(min(d, 2 * self.kept(ratio, d)), d)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        k = self.kept(ratio, d)
+        return 0.0 if self.form(k, d) == DENSE else self.loss(k if k == d else -(-k // 2), d)

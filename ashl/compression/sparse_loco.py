@@ -1,0 +1,91 @@
+"""SparseLoCo: the largest of every 4096 elements, two bits each, with an error feedback that forgets.
+
+Rule: C(x) keeps in each chunk of `chunk` elements the k' = max(1, round(ratio · chunk)) of largest magnitude, of the
+last chunk that share of it, rounded up. With the feedback e ← β·e + x − C(β·e + x) of the paper, β = `feedback_gain` =
+`feedback_decay`. ‖C(x) − x‖² ≤ (1 − k'/chunk)‖x‖² before values are rounded. Bits: those of the values, and ⌈log2
+chunk⌉ for each place: 2 + 12 with 4096, and 32 for k'.
+
+It is made for the differences of many local steps (sync=local_sgd). Limit: chunk ≥ d is top-k; β = 1 is plain error
+feedback. Where that is no less than 32·d the whole vector is sent.
+
+Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.body import Parts
+from ashl.compression.code import kept
+from ashl.compression.index_code import width
+from ashl.compression.select import largest_of_rows
+from ashl.compression.sparsifier import DENSE, SPARSE, Selection, Share
+from ashl.compression.value_code import value_bound
+from ashl.option import Count, option
+
+
+@option
+class SparseLoCo(Selection, Share):
+    """Keeps a share of each chunk."""
+
+    code: ClassVar[int] = 61
+    flags: ClassVar[Flags] = Flags(contraction=True)
+    chunk: Annotated[Count, Field(le=2**20)]
+
+    def kept(self, ratio: float | None, d: int) -> int:
+        return self.total(self.each(ratio), d)
+
+    def each(self, ratio: float | None) -> int:
+        """k' of a full chunk."""
+        return kept(self.ratio if ratio is None else ratio, self.chunk)
+
+    def total(self, each: int, d: int) -> int:
+        """k of d elements."""
+        chunks, rest = divmod(d, self.chunk)
+        return chunks * each + -(-each * rest // self.chunk)
+
+    def place_bytes(self, k: int, d: int) -> int:
+        return 4 + packed_bytes(k, width(self.chunk))
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        each, d = self.each(turn.ratio), x.size
+        k = self.total(each, d)
+        if self.form(k, d) != SPARSE:
+            return self.parts(x, k, None, None, turn)
+        whole = d - d % self.chunk
+        columns = [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
+        if d > whole:
+            columns.append(largest_of_rows(x[None, whole:], k - whole // self.chunk * each)[0])
+        inside = np.concatenate(columns)
+        coded = np.concatenate([np.array([each], "<u4").view(np.uint8), pack(inside, width(self.chunk))])
+        return self.parts(x, k, x[inside + self.starts(each, k)], coded, turn)
+
+    def starts(self, each: int, k: int) -> np.ndarray:
+        """Where the chunk of each of the k values begins."""
+        return np.arange(k) // each * self.chunk
+
+    def read_places(self, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
+        each = int.from_bytes(buffer[:4].tobytes(), "little")
+        if buffer.size != self.place_bytes(k, d) or not 1 <= each <= self.chunk or self.total(each, d) != k:
+            raise BodyError(f"{k} places in chunks of {self.chunk} came as {each} each in {buffer.size} bytes")
+        places = unpack(buffer[4:], width(self.chunk), k).astype(np.int64)
+        inside = (places < self.chunk).all()
+        places += self.starts(each, k)
+        if not inside or places[-1] >= d or not (places[1:] > places[:-1]).all():
+            raise BodyError(f"the places that came are not {k} ascending numbers below {d}")
+        return places
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return self.size(self.kept(ratio, d), d)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        k = self.kept(ratio, d)
+        if self.form(k, d) == DENSE:
+            return 0.0
+        share = 1.0 if k == d else self.each(ratio) / self.chunk
+        return 1 - share * (1 - value_bound(self.values, k))

@@ -1,0 +1,106 @@
+"""Strom's fixed threshold: what is beyond ±τ is sent as ±τ, in one word of place and sign each.
+
+Rule: with v = x + e of error feedback, C(v)_j = τ·sign(v_j) where |v_j| > τ, else 0. Bits: 32 of scale, and 32 for each
+element sent, 31 of place and 1 of sign (`indices=words`), or 1 of sign and those of an index code. Where 2 bits for
+every element are fewer, or with `dense=true`, which is the form of MXNet, these are sent: 0, τ or −τ each.
+
+Limit: ‖C(x) − x‖ ≤ ‖x‖, but no share of x is sent for sure: where all |x_j| ≤ τ nothing is, hence no contraction. With
+feedback |e_j| ≤ τ while |x_j| ≤ τ: what is kept stays bounded, and all is sent in the end. A coordinate whose updates
+are larger than τ drains by τ a message only, and lags behind: τ is in units of what is exchanged, gradients or
+differences between models, and belongs to a model. NaN and infinity become NaN wherever anything is sent.
+
+Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015; dense form:
+MXNet's 2-bit gradient compression, 2017.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.aids import Aids
+from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.body import HEADER, Parts, typed
+from ashl.compression.code import Sparse
+from ashl.compression.index_code import index_bytes, read_indices, write_indices
+from ashl.option import Positive, option
+
+WORDS, INDICES, DENSE = 0, 1, 2  # forms of a body
+SIGN = np.uint32(1 << 31)
+BLOCK = 1 << 16
+LARGEST = np.float32(3.4028235e38)
+
+
+@option
+class Strom(Sparse, Aids):
+    """Sends ±τ."""
+
+    code: ClassVar[int] = 30
+    flags: ClassVar[Flags] = Flags(drains=True, variable=True)
+    threshold: Positive
+    indices: Literal["words", "int32", "packed", "bitmap", "golomb"]
+    dense: bool
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        places, finite = beyond(x, self.threshold)
+        scales = np.array([self.threshold if finite else np.nan], "<f4")
+        negative = x[places] < 0
+        k, d = places.size, x.size
+        if self.dense or self._sparse_bytes(k, d) >= packed_bytes(d, 2):
+            codes = np.zeros(d, np.uint8)
+            codes[places] = 1 + negative
+            return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
+        if self.indices == "words":
+            return Parts(k, (places | negative * int(SIGN)).astype("<u4"), scales=scales, form=WORDS)
+        indices = write_indices(self.indices, places, d)
+        return Parts(k, np.packbits(negative, bitorder="little"), indices, scales, INDICES)
+
+    def unpack(self, parts: Parts, d: int) -> Any:
+        (tau,) = typed(parts.scales, "<f4", 1, "scales").tolist()
+        k, form = parts.count, parts.form
+        if form == DENSE and k == d:
+            _expect(parts, packed_bytes(d, 2), indices=False)
+            codes = unpack(parts.values, 2, d)
+            if codes.max() > 2:
+                raise BodyError("an element of two bits is 3, where 0, 1 and 2 were expected")
+            return slice(None), np.array([0, tau, -tau], np.float32).take(codes)
+        if form == WORDS:
+            _expect(parts, 4 * k, indices=False)
+            words = typed(parts.values, "<u4", k, "words")
+            places = read_indices("int32", (words & ~SIGN).astype("<u4").view(np.uint8), k, d)
+            return places, np.where(words & SIGN, np.float32(-tau), np.float32(tau))
+        if form != INDICES or self.indices == "words":
+            raise BodyError(f"what came is no vector of thresholds: form {form}, {k} values of {d}")
+        _expect(parts, -(-k // 8), indices=True)
+        negative = np.unpackbits(parts.values, count=k, bitorder="little").view(bool)
+        places = read_indices(self.indices, parts.indices, k, d)
+        return places, np.where(negative, np.float32(-tau), np.float32(tau))
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + 4 + packed_bytes(d, 2)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return 1.0
+
+    def _sparse_bytes(self, k: int, d: int) -> int:
+        return 4 * k if self.indices == "words" else -(-k // 8) + index_bytes(self.indices, k, d)
+
+
+def beyond(x: np.ndarray, threshold: float) -> tuple[np.ndarray, bool]:
+    """The places where |x| > threshold or x is NaN, ascending, and whether x is finite."""
+    buffer, found = np.empty(BLOCK, np.float32), []
+    finite = True
+    for start in range(0, x.size, BLOCK):
+        part = x[start : start + BLOCK]
+        size = np.abs(part, out=buffer[: part.size])
+        places = np.flatnonzero(~(size <= np.float32(threshold)))
+        finite = finite and bool((size[places] <= LARGEST).all())
+        found.append(places + start)
+    return np.concatenate(found), finite
+
+
+def _expect(parts: Parts, size: int, indices: bool) -> None:
+    if parts.values.size != size or (parts.indices.size and not indices):
+        raise BodyError(f"{parts.values.size} and {parts.indices.size} bytes of {parts.count} signs came")

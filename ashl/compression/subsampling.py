@@ -1,0 +1,50 @@
+"""Unbiased subsampling: elements at random places, scaled up so that the mean is right.
+
+Rule: C(x)_j = d/k · x_j at k places drawn without replacement, else 0. E C(x) = x, and E‖C(x) − x‖² = (d/k − 1)‖x‖².
+The places are drawn by all workers alike (`shared`; with values=fp32 an all-reduce then adds bodies up on their way),
+or by each for itself, which averages the error out over the workers. Bits: those of k values, and 64 for the seed.
+
+Limit: ratio = 1 is no compression. It enlarges what it is given, so error feedback would diverge and is refused; the
+learning rate has to be small enough for a variance of d/k: `random_mask` with feedback bears larger ones.
+
+Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accuracy vs. Communication", 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import numpy as np
+
+from ashl.compression import Flags, Turn
+from ashl.compression.body import Parts
+from ashl.compression.linear import Linear
+from ashl.compression.seeded import Seeded
+from ashl.compression.sparsifier import DENSE
+from ashl.compression.value_code import value_bound
+from ashl.option import option
+
+
+@option
+class Subsampling(Seeded, Linear):
+    """A random share of the elements, scaled to be right on average."""
+
+    code: ClassVar[int] = 52
+    shared: bool
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        exact = self.values == "fp32"
+        return Flags(unbiased=exact, linear=exact and self.shared)
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        rng = turn.shared() if self.shared else turn.stream()
+        return self.drawn(x, rng, turn, scale=x.size / self.kept(turn.ratio, x.size))
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        k = self.kept(ratio, d)
+        if self.form(k, d) == DENSE:
+            return 0.0
+        scaled, coded = d / k - 1, value_bound(self.values, k) * d / k
+        return (math.sqrt(scaled) + math.sqrt(coded)) ** 2

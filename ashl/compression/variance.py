@@ -1,0 +1,128 @@
+"""Variance criterion: an element is sent once its sum is sure to have a sign; until then it waits.
+
+Rule, coordinate by coordinate, with g the minibatch's gradient and s = Σ_p (share_p·g_p)² over parts of it, an estimate
+of g's second moment: r ← r + g, v ← v + s; where r² > α·v send C(r), then r ← 0 and v ← 0; elsewhere v ← ζ·v. C(r) is a
+sign and a power of two, M·2^−e with M the largest power of two up to max |r| of what is sent, rounded to the nearest of
+its two neighbours, e = 0 … 7; what is smaller than M·2^−7 waits on. Bits: 32 for each value sent, of which 1 is the
+sign, 3 are e and 28 the place, and 32 of M. A dropped message returns its content to r.
+
+r and v are kept in units of the model: they are rescaled when the learning rate changes. Limits: below 2^28 elements.
+One M for the whole model, where the paper has one for each matrix: layers of small gradients come later. The paper has
+parts of one sample; larger ones make v too large where gradients agree (see `topology.estimate`), and with a single
+part r² > v hardly ever holds before the second minibatch. Rounding is not made good later.
+
+Source: Tsuzuku, Imachi and Akiba, "Variance-based Gradient Compression for Efficient Distributed Deep Learning", ICLR
+workshop 2018, with its α between 1 and 2 and ζ = 0.999.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from ashl.compression import TURN, BodyError, Flags, Turn
+from ashl.compression.body import HEADER, Parts, typed, write_body
+from ashl.compression.code import Sparse, array_of
+from ashl.compression.feedback import rescaled
+from ashl.compression.layers import Layout
+from ashl.errors import UsageError
+from ashl.option import Count, Fraction, Number, option
+from ashl.runtime.effects import Hollow
+
+PLACE_BITS = 28
+SMALLEST = 7  # e
+
+
+class Waiting(NamedTuple):
+    """The sender's state: r and v; what r held at the places that were sent last; and the learning rate that both go
+    with."""
+
+    sums: Any = None
+    squares: Any = None
+    places: Any = None
+    values: Any = None
+    lr: float = 1.0
+
+
+@option
+class Variance(Sparse):
+    """Sends what has become certain."""
+
+    code: ClassVar[int] = 101
+    flags: ClassVar[Flags] = Flags(variable=True)
+    estimator: ClassVar[str] = "moments"
+    alpha: Annotated[float, Number, Field(ge=1, allow_inf_nan=False)]
+    zeta: Fraction
+    parts: Count
+
+    def shaped(self, layout: Layout) -> Variance:
+        """Itself, where its places suffice."""
+        if sum(layer.size for layer in layout) > 2**PLACE_BITS:
+            raise UsageError(
+                f"compression=variance names places in {PLACE_BITS} bits, and this model has more than "
+                f"{2**PLACE_BITS} elements; take compression=topk"
+            )
+        return self
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + 4 + 4 * d
+
+    def encode(self, sender: Waiting | None, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        if isinstance(x, Hollow):
+            return sender, Hollow(self.payload(None, x.nbytes // 4))
+        old = sender or Waiting()
+        g = array_of(x)
+        fresh = np.zeros_like(g) if turn.squares is None else array_of(turn.squares)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = g + self._kept(old.sums, old.lr, turn.lr, 1)
+            squares = fresh + self._kept(old.squares, old.lr, turn.lr, 2)
+            # Not «greater than»: what is no number has to be sent.
+            places = np.flatnonzero(~(sums.astype(np.float64) ** 2 <= self.alpha * squares.astype(np.float64)))
+            top, signs, steps = rounded(sums[places])
+            sent = steps <= SMALLEST
+            places, words = places[sent], (signs[sent] << 31) | (steps[sent] << PLACE_BITS)
+            values = sums[places]
+            squares *= np.float32(self.zeta)
+            sums[places] = squares[places] = 0
+        after = Waiting(*map(torch.from_numpy, (sums, squares, places, values)), lr=turn.lr)
+        words = (words | places).astype("<u4")
+        return after, write_body(self.code, x.dtype, x.numel(), Parts(places.size, words, scales=top))
+
+    def unpack(self, parts: Parts, d: int) -> Any:
+        top = typed(parts.scales, "<f4", 1, "scales")[0]
+        words = typed(parts.values, "<u4", parts.count, "values")
+        places = (words & np.uint32(2**PLACE_BITS - 1)).astype(np.int64)
+        if parts.form or parts.indices.size or (places.size and places[-1] >= d) or (np.diff(places) <= 0).any():
+            raise BodyError(f"the places that came are not {parts.count} ascending numbers below {d}")
+        steps = (words >> np.uint32(PLACE_BITS) & np.uint32(SMALLEST)).astype(np.int32)
+        values = np.ldexp(top, -steps)
+        np.negative(values, out=values, where=words >> np.uint32(31) > 0)
+        return places, values
+
+    def undo(self, sender: Any, body: Any) -> Any:
+        if isinstance(body, Hollow):
+            return sender
+        sums = sender.sums.clone()
+        sums[sender.places] = sender.values
+        return sender._replace(sums=sums, places=sender.places[:0], values=sender.values[:0])
+
+    def _kept(self, vector: Any, before: float, now: float, power: int) -> Any:
+        """What was kept, in units of this learning rate."""
+        return np.float32(0) if vector is None else rescaled(vector, before**power, now**power).numpy()
+
+
+def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(M, signs, e): the largest power of two, float32 [1], and of each element its sign bit and M / |C(x)| as an
+    exponent of two; above 7 where it is too small, and 0 where it is no number."""
+    length = np.abs(x)
+    top = length.max(initial=0.0)
+    if not np.isfinite(top) or not top:
+        return np.array([top], "<f4"), np.signbit(x).astype(np.int64), np.where(length == 0, SMALLEST + 1, 0)
+    highest = int(np.frexp(top)[1]) - 1
+    mantissa, exponent = np.frexp(length)  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
+    nearest = np.where(mantissa < 0.75, exponent - 1, exponent)  # of equal distances up
+    steps = np.where(length == 0, SMALLEST + 1, np.maximum(highest - nearest, 0))
+    return np.array([np.ldexp(np.float32(1), highest)], "<f4"), np.signbit(x).astype(np.int64), steps

@@ -1,0 +1,168 @@
+"""AsyLPG: asynchronous SGD with variance reduction, with fewer bits both ways; it converges linearly where SGD stalls.
+
+Rule: an epoch begins with a snapshot x̃ of the model, sent to all, of which each worker pushes its full gradient; their
+mean over all samples is ∇f(x̃). Then nobody waits for anybody: worker a holds some Q(x) of the past and pushes
+C(∇f_a(Q(x)) − ∇f_a(x̃)) = C(ζ) of its next minibatch, with any unbiased codec C (`compression=grid` is the paper's); at
+each arrival the server steps along v = C(ζ) + ∇f(x̃), x ← prox_{γ·l1·‖·‖₁}(x − γ·v), and answers with Q(x): every
+element rounded at random to a multiple of Δ = ‖x‖_∞/(2^(b−1) − 1), with the fewest bits b for which d·Δ²/4 ≤
+μ‖x − x̃‖². After `epoch_steps` such steps workers are held until all have arrived, and the next epoch begins. Bits: 32·d
+each way once an epoch; b·d + 32 down, and those of C up, with every step.
+
+Limits: full passes cost time, and the longer an epoch the fewer; the nearer x is to x̃, the more bits go down, and
+beyond 16 it is sent as it is. With compression=none and mu=null it is asynchronous SVRG. The step is the optimizer's:
+plain SGD in the paper. γ must not fall with time for linear convergence, and has to be smaller the longer the delays.
+
+Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed Optimization", NeurIPS 2019,
+Algorithm 1; Reddi et al., "On Variance Reduction in Stochastic Gradient Descent and its Asynchronous Variants", NIPS
+2015 (without compression).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ashl.compression import Turn
+from ashl.compression.body import HEADER, Parts, read_body, write_body
+from ashl.compression.code import array_of
+from ashl.compression.grid import MOST, WHOLE, Grid, read, rounded
+from ashl.option import Count, NonNegative, Positive, option
+from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.node import Node
+from ashl.stage import Clock, Stage
+from ashl.sync.prox import shrunk
+from ashl.topology.estimate import Anchor, over_shard, reduced
+from ashl.topology.local_work import Work, WorkerState, encoded
+
+
+@dataclass
+class Epoch:
+    """What the server knows of the epoch: x̃, ∇f(x̃) once all have told theirs (before that, its sum over samples), how
+    many samples it is over, the workers that have not told theirs, and the steps left."""
+
+    anchor: Any
+    missing: set[int]
+    left: int
+    gradient: Any = None
+    samples: int = 0
+    done: int = 0
+
+    def admits(self, clock: Clock) -> bool:
+        """Whether those that wait may go on: all at once at either end of the full gradients, else as they come."""
+        return len(clock.waiting) == clock.num_workers or bool(self.done and self.left)
+
+
+@option
+class AsyLPG:
+    """Steps along variance-reduced gradients as they come."""
+
+    averages: ClassVar[bool] = False
+    exchange: ClassVar[str] = "gradient"
+    estimator: ClassVar[str] = "minibatch"  # its own is made of them
+    unbiased: ClassVar[bool] = True
+    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
+    local_steps: ClassVar[int] = 1
+    epoch_steps: Count | None
+    mu: Positive | None
+    l1: NonNegative
+
+    def quorum(self, num_workers: int) -> int:
+        return 1
+
+    def accepts(self, staleness: int) -> bool:
+        return True
+
+    def admit(self, clock: Clock) -> list[int]:
+        return list(clock.waiting) if clock.control.admits(clock) else []
+
+    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+        """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
+        start = node.now
+        if state.anchor is None:
+            loss, gradient, samples = await over_shard(node, stage, state)
+            state.anchor = Anchor(state.params, gradient, state.drawn)
+            return Work(gradient, loss, 1, samples, node.now - start), gradient, loss
+        loss, change = await reduced(node, stage, state)
+        work = Work(change, loss, 1, state.batch, node.now - start)
+        return work, *await encoded(node, stage, state, work)
+
+    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+        """The model after a pull; a dense one is a snapshot."""
+        if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
+            state.anchor = None
+            return body
+        return state.params if isinstance(body, Hollow) else read_model(body, stage.trainer.num_params)
+
+    def absorb(self, stage: Stage, state: Any, message: Message) -> bool:
+        """A full gradient joins the sum; anything else is a step."""
+        clock, worker, (steps, samples) = state.clock, message.src, message.meta[:2]
+        if clock.control is None:
+            clock.control = self.opened(stage, state.params)
+        epoch = clock.control
+        clock.commit(worker, int(steps), int(samples))
+        stepped = not epoch.missing
+        if stepped:
+            receiver = state.receivers.get(worker)
+            state.receivers[worker], zeta = stage.codec.decode(receiver, message.body, stage.trainer.num_params)
+            lr = stage.trainer.rate(clock.samples)
+            state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr)
+            state.params = shrunk(x, lr * self.l1)
+            clock.version += 1
+            epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
+        else:
+            part = message.body * samples
+            epoch.gradient = part if epoch.gradient is None else epoch.gradient + part
+            epoch.samples += int(samples)
+            epoch.missing.discard(worker)
+            if not epoch.missing:
+                epoch.gradient = epoch.gradient * (1 / epoch.samples)
+        if not epoch.left and len(clock.waiting) == clock.num_workers:
+            clock.control = self.opened(stage, state.params)
+        return stepped
+
+    def answer(self, stage: Stage, state: Any, rank: int) -> Any:
+        """A snapshot, nothing where the model still is the snapshot, or the model in few bits."""
+        epoch = state.clock.control
+        if epoch.missing:
+            return epoch.anchor
+        if not epoch.done:
+            return None
+        turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.clock.version)
+        return self.written(state.params, epoch.anchor, turn)
+
+    def opened(self, stage: Stage, params: Any) -> Epoch:
+        """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
+        steps = self.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
+        return Epoch(params, set(stage.workers), steps)
+
+    def written(self, x: Any, anchor: Any, turn: Turn) -> Any:
+        """The body of Q(x)."""
+        if isinstance(x, Hollow):
+            bits = 32 if self.mu is None else MOST // 2
+            return Hollow(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
+        array = array_of(x)
+        bits = self.bits_of(x, anchor)
+        parts = Parts(array.size, array, form=WHOLE) if bits is None else rounded(array, bits, turn)
+        return write_body(Grid.code, x.dtype, x.numel(), parts)
+
+    def bits_of(self, x: Any, anchor: Any) -> int | None:
+        """The fewest bits for which E‖Q(x) − x‖² ≤ μ‖x − x̃‖²; None where 16 are too few."""
+        apart, top = float(torch.linalg.vector_norm(x.double() - anchor)), float(x.abs().max())
+        if self.mu is None or not apart or not math.isfinite(top):
+            return None
+        steps = top * math.sqrt(x.numel() / self.mu) / (2 * apart)
+        bits = 1 + max(1, math.ceil(math.log2(steps + 1)))
+        return bits if bits <= MOST else None
+
+
+def is_encoded(body: Any) -> bool:
+    return not isinstance(body, Hollow) and body.dtype == torch.uint8
+
+
+def read_model(body: Any, d: int) -> Any:
+    """Q(x) as a vector. Raises BodyError."""
+    parts, dtype = read_body(body, Grid.code, d)
+    return torch.from_numpy(read(parts, d)).to(dtype)

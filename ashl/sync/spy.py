@@ -1,0 +1,138 @@
+"""SPY: models with few non-zero elements, where workers tell of those and of a few random ones only.
+
+Rule: worker i keeps its last point x_i (at first the model that it begins with), of which the server keeps the weighted
+mean x̄ = Σ w_i·x_i. On the model x that it was given, the worker takes p = x − γ·∇f_i(x) and the coordinates S = {x ≠ 0}
+and each other one with probability `share`; it sends Δ = (p − x_i)_S with their places, and x_i ← x_i + Δ. At each
+arrival, in whatever order, x̄ ← x̄ + w_i·Δ, and the answer is x = prox_{γλ‖·‖₁}(x̄): every element of x̄ moved by γλ
+towards zero, of which the non-zero ones travel. Nobody waits for anybody. Bits: (32 + ⌈log2 d⌉) for each of S up and
+for each non-zero one down, or 32·d where that is less.
+
+At a fixed point x minimises Σ w_i·f_i(x) + λ‖x‖₁, whatever the shares, the delays and how alike the shards are. Once
+the non-zero elements are found, messages are as short as the model is sparse.
+
+Limits: sparse only by the l1 term; without it (lam = 0) all of x is told of, always. γ must not change, as points of
+before would be of another γ; with minibatches their noise keeps elements from staying zero.
+
+Source: Grishchenko, Iutzeler, Malick and Amini, "Asynchronous Distributed Learning with Sparse Communications and
+Identification", arXiv 1812.03871, 2018.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression import BodyError, Turn
+from ashl.compression.body import EMPTY, HEADER, Parts, read_body, typed, write_body
+from ashl.compression.code import array_of
+from ashl.compression.index_code import index_bytes, read_indices, write_indices
+from ashl.option import NonNegative, Ratio, option
+from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.node import Node
+from ashl.stage import Clock, Stage
+from ashl.sync.prox import shrunk
+from ashl.topology.estimate import estimated
+from ashl.topology.local_work import Work, WorkerState
+
+CODE = 103  # of its bodies on the wire
+SPARSE, WHOLE = 0, 1
+
+
+@option
+class SPY:
+    """Proximal steps on sparse messages."""
+
+    averages: ClassVar[bool] = False
+    exchange: ClassVar[str] = "gradient"
+    sparse: ClassVar[bool] = True
+    plain: ClassVar[bool] = True
+    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
+    local_steps: ClassVar[int] = 1
+    lam: NonNegative
+    share: Ratio
+    estimator: Literal["full", "minibatch"]
+
+    def quorum(self, num_workers: int) -> int:
+        return 1
+
+    def accepts(self, staleness: int) -> bool:
+        return True
+
+    def admit(self, clock: Clock) -> list[int]:
+        return list(clock.waiting)
+
+    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+        """A gradient, and what of the worker's point it changes."""
+        start = node.now
+        loss, gradient, samples = await estimated(node, stage, state)
+        work = Work(gradient, loss, 1, samples, node.now - start)
+        point = state.params if state.control is None else state.control
+        turn = Turn(seed=stage.seed, worker=node.rank, round=state.round, lr=stage.trainer.rate(state.samples))
+        tell = partial(self.told, state.params, gradient, point, turn)
+        state.control, body = await node.compute(tell, work=1, kind="compress")
+        return work, body, loss
+
+    def told(self, x: Any, gradient: Any, point: Any, turn: Turn) -> tuple[Any, Any]:
+        """(x_i, the body of Δ)."""
+        if isinstance(x, Hollow):
+            return point, Hollow(size(max(1, round(self.share * (x.nbytes // 4))), x.nbytes // 4))
+        drawn = turn.stream().integers(0, 2**32, x.numel(), np.uint32) < self.share * 2**32
+        change = x - gradient * turn.lr - point
+        change[(x == 0) & ~torch.from_numpy(drawn)] = 0
+        return point + change, written(change)
+
+    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+        """The model after a pull."""
+        if isinstance(body, Hollow):
+            return state.params
+        return read(body, stage.trainer.num_params) if body.dtype == torch.uint8 else body
+
+    def absorb(self, stage: Stage, state: Any, message: Message) -> bool:
+        """x̄ and x after a push."""
+        clock, worker, (steps, samples) = state.clock, message.src, message.meta[:2]
+        mean = state.params if clock.control is None else clock.control
+        clock.commit(worker, int(steps), int(samples))
+        clock.version += 1
+        if isinstance(message.body, Hollow):
+            return True
+        mean = clock.control = mean + read(message.body, mean.numel()) * stage.weights([worker])[0]
+        state.params = shrunk(mean, stage.trainer.rate(clock.samples) * self.lam)
+        return True
+
+    def answer(self, stage: Stage, state: Any, rank: int) -> Any:
+        """The model, by its non-zero elements."""
+        x = state.params
+        return Hollow(size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, Hollow) else written(x)
+
+
+def size(k: int, d: int) -> int:
+    """Bytes of a body of k elements."""
+    return HEADER.size + min(4 * d, 4 * k + index_bytes("packed", k, d))
+
+
+def written(x: Tensor) -> Tensor:
+    """The body of a vector by its non-zero elements; of all where that is no longer. What is no number is none of the
+    zeros."""
+    array = array_of(x)
+    places = np.flatnonzero(array)
+    if size(places.size, array.size) == HEADER.size + array.nbytes:
+        return write_body(CODE, x.dtype, array.size, Parts(array.size, array, form=WHOLE))
+    indices = write_indices("packed", places, array.size) if places.size else EMPTY
+    return write_body(CODE, x.dtype, array.size, Parts(places.size, array[places], indices))
+
+
+def read(body: Any, d: int) -> Tensor:
+    """The vector again. Raises BodyError."""
+    parts, dtype = read_body(body, CODE, d)
+    typed(parts.scales, "<f4", 0, "scales")
+    if parts.form == WHOLE and parts.count == d and not parts.indices.size:
+        return torch.from_numpy(typed(parts.values, "<f4", d, "values").copy()).to(dtype)
+    if parts.form != SPARSE:
+        raise BodyError(f"what came is no sparse vector: form {parts.form}, {parts.count} values of {d}")
+    x = torch.zeros(d)
+    x.numpy()[read_indices("packed", parts.indices, parts.count, d)] = typed(parts.values, "<f4", parts.count, "values")
+    return x.to(dtype)

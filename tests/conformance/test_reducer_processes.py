@@ -1,0 +1,35 @@
+"""Sums of compressed updates on three gloo processes, each by its own way: the simulator's parameters, bit for bit."""
+
+import pytest
+
+from tests.conformance.test_kernels import adds_up, real
+from tests.support import simulated
+
+QUICK = (
+    "cluster.compute=[1,1,2]",
+    "cluster.link=null",
+    "cluster.step_s=0.004",
+    "cluster.exchange_s=0.004",
+    "stop.steps=36",
+    "model.hidden=[16]",
+    "optimizer.momentum=0",
+    "topology=all_reduce",
+    "sync=bsp",
+)
+WAYS = [  # summed on the way, gathered, and protocols of their own
+    ["compression=random_mask"],
+    ["compression=topk"],
+    ["compression=power_sgd"],
+    ["compression=gtopk"],
+    ["compression=sketch_sgd"],
+    ["compression=fetch_sgd"],
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0].partition("=")[2])
+def test_processes_come_to_the_simulators_parameters(way, tmp_path):
+    summary, sim = real(tmp_path / "run", *QUICK, *way), simulated(*QUICK, *way)
+    assert summary["params_sha256"] == sim.sha256
+    assert summary["steps"] == sim.end["steps"] == 36
+    assert summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    assert adds_up(summary)

@@ -1,0 +1,137 @@
+"""Two sync modes with messages of their own: AsyLPG comes to the optimum where asynchronous SGD stalls, SPY to that of
+a problem with an l1 term, on a model whose zeros are not told of."""
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.build import assemble
+from ashl.compression import BodyError, Turn
+from ashl.compression.body import read_body
+from ashl.compression.grid import Grid
+from ashl.data.quadratic import optimum
+from ashl.errors import UsageError
+from ashl.runtime.effects import Hollow
+from ashl.sync import spy
+from ashl.sync.asylpg import read_model
+from tests.conf_option import conf_option
+from tests.laws.codecs import VECTORS, vector
+from tests.support import Ran, planned, simulated
+
+PLAIN = ("schedule=single", "optimizer.momentum=0", "optimizer.weight_decay=0", "cluster.jitter=0.2")
+QUADRATIC = (*PLAIN, "dataset=quadratic", "model=linear", "optimizer.lr=0.1")
+ASYLPG = ("sync=asylpg", "compression=grid", "compression.bits=4")
+
+
+def from_optimum(ran: Ran) -> float:
+    return float((ran.params - optimum(assemble(ran.plan, "cpu").data)[0]).norm())
+
+
+def test_it_is_exact_where_asynchronous_sgd_stalls() -> None:
+    few, more = (from_optimum(simulated(*QUADRATIC, *ASYLPG, f"stop.epochs={epochs}")) for epochs in (8, 16))
+    assert more < 0.1 * few, "linearly"
+    assert from_optimum(simulated(*QUADRATIC, *ASYLPG, "stop.epochs=32")) < 1e-4
+    stalled = [
+        from_optimum(simulated(*QUADRATIC, "sync=asp", f"optimizer.lr={lr}", "stop.epochs=20")) for lr in (0.1, 1)
+    ]
+    assert min(stalled) > 1e-3
+
+
+def test_bits_change_how_many_are_sent_and_hardly_the_way() -> None:
+    base = (*PLAIN, "sync=asylpg", "optimizer.lr=0.1", "stop.epochs=12", "model=linear")
+    low = simulated(*base, "compression=grid", "compression.bits=6")
+    exact = simulated(*base, "sync.mu=null")
+    first = assemble(exact.plan, "cpu").learner.init()
+    assert float((low.params - exact.params).norm()) < 0.15 * float((exact.params - first).norm())
+    low_bytes, dense = (
+        [sum(r[key] for r in ran.of("ledger")[:4]) for key in ("bytes_up", "bytes_down")] for ran in (low, exact)
+    )
+    assert low_bytes[0] < 0.4 * dense[0]
+    assert low_bytes[1] < 0.5 * dense[1]
+
+
+@pytest.mark.parametrize("mu", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("apart", [1e-3, 0.1, 3.0])
+def test_a_pull_is_as_exact_as_the_model_is_near_its_snapshot(mu: float, apart: float) -> None:
+    """E‖Q(x) − x‖² ≤ μ‖x − x̃‖², with as few bits as do it."""
+    rule, x = conf_option("sync", "asylpg", mu=mu), vector("normal", 2000)
+    anchor = x + apart * vector("normal", 2000, 1)
+    bodies = [rule.written(x, anchor, Turn(round=k)) for k in range(20)]
+    errors = [float(((read_model(body, 2000) - x) ** 2).sum()) for body in bodies]
+    allowed = mu * float(((x - anchor) ** 2).sum())
+    assert np.mean(errors) <= allowed
+    bits = read_body(bodies[0], Grid.code, 2000)[0].form
+    assert bits == 0 or np.mean(errors) > allowed / 10
+
+
+def test_the_forecast_knows_both() -> None:
+    for sync in ("asylpg", "spy"):
+        ran = simulated(*QUADRATIC, f"sync={sync}", "cluster.jitter=0", "stop.epochs=20")
+        empty = simulated(*QUADRATIC, f"sync={sync}", "cluster.jitter=0", "stop.epochs=20", "runtime.gradients=false")
+        assert empty.end["steps"] == pytest.approx(ran.end["steps"], rel=0.02)
+        assert empty.time_ns == pytest.approx(ran.time_ns, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_spy_finds_the_sparse_optimum_and_its_zeros(share: float) -> None:
+    """|∂f| ≤ λ where x is zero, ∂f = −λ·sign(x) elsewhere, though the shards differ and nobody waits."""
+    lam = 0.3
+    chosen = (*QUADRATIC, "sync=spy", f"sync.lam={lam}", f"sync.share={share}", "optimizer.lr=0.5", "stop.epochs=200")
+    ran = simulated(*chosen, "dataset.batch_size=240", "cluster.jitter=0")
+    x = ran.params
+    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    slope = sum(trainer.full_gradient(x, rank, 240)[1] for rank in range(4)) / 4
+    zero = x == 0
+    assert 3 < int(zero.sum()) < len(x)
+    assert float(slope[zero].abs().max()) <= lam * (1 + 1e-3)
+    torch.testing.assert_close(slope[~zero], -lam * torch.sign(x[~zero]), rtol=1e-3, atol=1e-4)
+
+
+def test_zeros_are_not_told_of() -> None:
+    x = torch.zeros(1000)
+    x[[3, 500, 999]] = torch.tensor([1.0, torch.nan, -2.0])
+    body = spy.written(x)
+    assert body.nbytes == 20 + 3 * 4 + 4  # 3 places of 10 bits
+    torch.testing.assert_close(spy.read(body, 1000), x, equal_nan=True)
+    rule = conf_option("sync", "spy", share=0.1)
+    point, change = rule.told(x.nan_to_num(), vector("normal", 1000), torch.zeros(1000), Turn(lr=0.1))
+    told = int(spy.read(change, 1000).count_nonzero())
+    assert 60 < told < 150
+    assert int(point.count_nonzero()) == told
+    assert torch.equal(spy.read(change, 1000), point)
+    assert rule.told(Hollow(4000), Hollow(4000), Hollow(4000), Turn())[1].nbytes == 20 + 100 * 4 + 125
+
+
+@given(st.binary(max_size=80), st.sampled_from(list(VECTORS)), st.integers(0, 79))
+def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -> None:
+    for body in (
+        spy.written(vector(kind, 30) * (vector("normal", 30) > 1)),
+        conf_option("sync", "asylpg").written(vector("normal", 30), vector("normal", 30, 1), Turn()),
+    ):
+        wire = bytearray(body.numpy().tobytes())
+        wire[at % len(wire) : at % len(wire) + len(noise)] = noise
+        for read in (spy.read, read_model):
+            with suppress(BodyError):
+                assert read(torch.frombuffer(wire, dtype=torch.uint8), 30).shape == (30,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("sync=spy",), "optimizer=sgd optimizer.momentum=0"),
+        (("sync=spy", "compression=topk"), "compression=none"),
+        (("sync=asylpg", "compression=topk"), "compression=grid"),
+        (("sync=asylpg", "aggregate=uniform"), "aggregate=uniform has no say"),
+        (("sync=asylpg", "aggregate.max_delay=3"), r"aggregate\.max_delay has no say"),
+        (("sync=asylpg", "topology=all_reduce"), "topology=parameter_server"),
+        (("sync=asylpg", "compression=grid", "topology.pull_ratio=0.1"), r"topology\.pull_ratio"),
+    ],
+)
+def test_what_makes_no_sense(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(UsageError, match=why) as refusal:
+        planned("schedule=single", *overrides)
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,94 @@
+"""Block coordinate descent: what it minimises never grows, each block is where it should be, many workers are one."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ashl.build import assemble
+from ashl.errors import UsageError
+from ashl.optimizer.bcd import flat, padded, weights_of
+from tests.conf_option import conf_option
+from tests.support import planned, simulated
+
+CHOSEN = ("schedule=single", "sync=bsp", "topology=all_reduce", "optimizer=bcd")
+SMALL = (*CHOSEN, "cluster=homogeneous", "model.hidden=[24]")
+
+
+def test_many_workers_are_one_with_all_the_data() -> None:
+    uneven = simulated(*SMALL, "dataset.partition=dirichlet", "dataset.alpha=1", "stop.epochs=4", "seed=1")
+    one = simulated(*SMALL, "cluster.compute=[1]", "stop.epochs=4", "seed=1")
+    assert uneven.end["steps"] == 16
+    torch.testing.assert_close(uneven.params, one.params, rtol=1e-3, atol=1e-4)
+
+
+def test_it_learns_digits_in_a_few_sweeps_and_its_objective_never_grows() -> None:
+    ran = simulated(*SMALL, "model.hidden=[48]", "cluster.compute=[1]", "stop.epochs=20")
+    losses = [record["loss"] for record in ran.of("round")]
+    assert all(after <= before * (1 + 1e-5) for before, after in pairwise(losses))
+    assert assemble(ran.plan, "cpu").learner.evaluate(ran.params)["test_accuracy"] > 0.93
+
+
+def test_every_block_is_where_the_objective_is_least() -> None:
+    """No step in any direction from a new block makes F smaller; of V, none to either side of 0 either."""
+    rule = conf_option("optimizer", "bcd", gamma=0.5, rho=0.7, ridge=1e-9)
+    trainer = assemble(planned(*SMALL, "model.hidden=[5,4]"), "cpu").stages[0].trainer
+    params, moments = trainer.learner.init(), rule.shaped(trainer.learner.layers)
+    inputs, targets = (x.double() for x in trainer.learner.samples(trainer.batches[0].shard[:60]))
+    _, blocks, means = rule.sweep(params, moments, None, inputs, targets)
+    _, blocks, means = rule.sweep(params, moments, blocks, inputs, targets)
+    old = weights_of(moments, params)
+    assert means.numel() == rule.size(trainer.learner.layers)
+    _, after = rule.step(moments, params.double(), means, 1.0)
+    new = weights_of(moments, after)
+    generator = torch.Generator().manual_seed(0)
+
+    def worse(weights, changed):
+        return rule.objective(weights, changed, inputs, targets) >= rule.objective(weights, blocks, inputs, targets)
+
+    for size in (1e-3, 0.3):
+        for _ in range(5):
+            noise = size * torch.randn(blocks.sums[0].shape, generator=generator, dtype=torch.double)
+            assert worse(old, blocks._replace(sums=[blocks.sums[0] + noise, *blocks.sums[1:]])), "the last to be set"
+            shaken = [w + size * torch.randn(w.shape, generator=generator, dtype=torch.double) for w in new]
+            assert rule.objective(shaken, blocks, inputs, targets) > rule.objective(new, blocks, inputs, targets)
+    assert torch.equal(flat(new), after)
+    residual = blocks.sums[1] - new[1] @ padded(blocks.outputs[0])
+    torch.testing.assert_close(residual @ padded(blocks.outputs[0]).T, torch.zeros(4, 6).double(), rtol=0, atol=1e-5)
+
+
+def test_activated_sums_against_a_grid() -> None:
+    rule = conf_option("optimizer", "bcd", gamma=0.5, rho=2.0)
+    outputs, sums = torch.meshgrid(torch.linspace(-2, 2, 17), torch.linspace(-2, 2, 19), indexing="ij")
+    grid = torch.linspace(-4, 4, 8001)[:, None, None]
+    cost = 2.0 * (outputs - grid.relu()) ** 2 + 0.5 * (grid - sums) ** 2
+    found = rule.activated(outputs, sums)
+    least = 2.0 * (outputs - found.relu()) ** 2 + 0.5 * (found - sums) ** 2
+    assert (least <= cost.min(0).values + 1e-5).all()
+
+
+def test_the_forecast_counts_its_bytes() -> None:
+    ran = simulated(*SMALL, "stop.epochs=3")
+    empty = simulated(*SMALL, "stop.epochs=3", "runtime.gradients=false")
+    assert (empty.time_ns, empty.end["steps"]) == (ran.time_ns, ran.end["steps"])
+    sums = 65 * (65 + 24) + 25 * (25 + 10)
+    assert [r["bytes_up"] for r in ran.of("ledger")] == [3 * 2 * 3 * 4 * sums // 4] * 4
+    assert ran.of("ledger")[0]["bytes_up"] == empty.of("ledger")[0]["bytes_up"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("model=linear",), "model=mlp"),
+        (("topology=parameter_server",), "topology=all_reduce"),
+        (("sync=local_sgd",), "sync=bsp"),
+        (("sync.exchange=difference",), "sync=bsp"),
+        (("compression=topk",), "compression=none"),
+        (("aggregate=uniform",), "leave aggregate"),
+        (("aggregate.clip_norm=1",), "leave aggregate"),
+    ],
+)
+def test_what_makes_no_sense(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(UsageError, match=why) as refusal:
+        planned(*CHOSEN, *overrides)
+    assert "\n" not in str(refusal.value)

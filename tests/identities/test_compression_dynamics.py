@@ -1,0 +1,170 @@
+"""What compression does to training: an identity, examples on which one method fails and another does not, drops."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.compression import Turn
+from ashl.compression.diana import Diana
+from ashl.compression.feedback import Feedback
+from ashl.compression.link import linked
+from ashl.runtime.effects import Hollow
+from tests.conf_option import conf_option
+from tests.support import simulated
+
+# --- identities -------------------------------------------------------------------------------------------------------
+
+
+def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
+    """k = d, no masking: Σ_i u_i/n is the velocity of the mean gradient; weight decay, which the optimizer adds, has
+    none."""
+    base = ("sync=bsp", "stop.steps=40", "model.hidden=[16]", "optimizer.weight_decay=0")
+    corrected = ("compression=topk", "compression.ratio=1", "compression.momentum=0.9", "compression.masking=false")
+    for topology in ("parameter_server", "all_reduce"):
+        ours = simulated(*base, *corrected, f"topology={topology}", "optimizer.momentum=0")
+        plain = simulated(*base, "compression=none", f"topology={topology}", "optimizer.momentum=0.9")
+        assert torch.allclose(ours.params, plain.params, atol=1e-5)
+        assert not torch.allclose(ours.params, simulated(*base, "optimizer.momentum=0").params, atol=1e-3)
+
+
+# --- known dynamics ---------------------------------------------------------------------------------------------------
+
+
+def descent(option, gradients, start: list[float], steps: int, rate) -> Tensor:
+    """x after steps along the mean of what the workers' gradients decode to."""
+    codec, x = linked(option, ()), torch.tensor(start, dtype=torch.float64)
+    senders: list = [None] * len(gradients)
+    receivers = list(senders)
+    for step in range(steps):
+        update = torch.zeros_like(x)
+        for worker, gradient in enumerate(gradients):
+            turn = Turn(seed=1, worker=worker, round=step, lr=rate(step))
+            senders[worker], body = codec.encode(senders[worker], gradient(x), turn)
+            receivers[worker], got = codec.decode(receivers[worker], body, x.numel())
+            update += got / len(gradients)
+        x = x - rate(step) * update
+    return x
+
+
+def test_diana_converges_linearly_where_qsgd_stalls() -> None:
+    """8 unlike quadratics, full gradients, the same ternary code; at the optimum gradients of workers are not 0."""
+    rng, n, d = np.random.default_rng(0), 8, 16
+    curvature, centre = (torch.from_numpy(v) for v in (rng.uniform(1, 10, (n, d)), 5 * rng.standard_normal((n, d))))
+    optimum = (curvature * centre).sum(0) / curvature.sum(0)
+    gradients = [lambda x, a=a, b=b: a * (x - b) for a, b in zip(curvature, centre, strict=True)]
+
+    def error(name: str, steps: int, **fields) -> float:
+        option = conf_option("compression", name, bucket=8, norm="l2", **fields)
+        return float(((descent(option, gradients, [0.0] * d, steps, lambda _: 0.05) - optimum) ** 2).sum())
+
+    assert error("diana", 120) < 1e-12
+    assert error("diana", 50) < 1e-4
+    assert error("qsgd", 120, levels=1) > 1
+
+
+def test_signs_fail_where_feedback_does_not() -> None:
+    """Counter-example 2 of Karimireddy et al.: f = ε|x₁ + x₂| + |x₁ − x₂| from (1, 1). Signs are ±(1, −1), so that
+    x₁ + x₂ stays 2 whatever the steps; scaled and with feedback they come to the optimum at 0."""
+
+    def gradient(x: Tensor) -> Tensor:
+        along, across = torch.sign(x.sum()), torch.sign(x[0] - x[1]) if x[0] != x[1] else 1.0
+        return 0.5 * along * torch.ones(2) + across * torch.tensor([1.0, -1.0], dtype=torch.float64)
+
+    def rate(step: int) -> float:
+        return 0.1 / (1 + step) ** 0.5
+
+    plain = descent(
+        conf_option("compression", "sign", scale="none", feedback=False), [gradient], [1.0, 1.0], 3000, rate
+    )
+    assert float(plain.sum()) == pytest.approx(2, abs=1e-3)
+    kept = descent(conf_option("compression", "sign", scale="mean", feedback=True), [gradient], [1.0, 1.0], 3000, rate)
+    assert float(kept.abs().max()) < 0.02
+
+
+def test_the_largest_element_fails_where_feedback_does_not() -> None:
+    """Example 1 of Beznosikov et al.: f_i = ⟨a_i, x⟩² + ‖x‖²/4, strongly convex; top-1 of each goes away from 0."""
+    corners = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
+    gradients = [lambda x, a=a: 2 * (a @ x) * a + x / 2 for a in corners]
+    for feedback in (False, True):
+        option = conf_option("compression", "topk", ratio=1 / 3, indices="int32", feedback=feedback)
+        end = float(descent(option, gradients, [1.0, 1.0, 1.0], 600, lambda _: 0.01).abs().max())
+        assert end < 1e-3 if feedback else end > 1e3
+
+
+# --- what is dropped --------------------------------------------------------------------------------------------------
+
+BACKUP = ("sync=backup", "stop.epochs=2", "model.hidden=[16]", "optimizer.momentum=0")
+
+
+def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under backup workers: what was put in = what was applied + what is kept, for each worker, in the end."""
+    given: dict[int, Tensor] = {}
+    applied: dict[int, Tensor] = {}
+    kept: dict[int, Tensor] = {}
+    owner: dict[int, tuple[int, Tensor]] = {}  # by the address of a body, which is kept alive
+
+    encode, undo, decode = Feedback.encode, Feedback.undo, Feedback.decode
+
+    def watched_encode(self, sender, x, turn):
+        state, body = encode(self, sender, x, turn)
+        if isinstance(x, Hollow):  # of the forecast
+            return state, body
+        owner[body.data_ptr()] = (turn.worker, body)
+        given[turn.worker] = given.get(turn.worker, 0) + x.double()
+        kept[turn.worker] = state.error
+        return state, body
+
+    def watched_undo(self, sender, body):
+        state = undo(self, sender, body)
+        if not isinstance(body, Hollow):
+            kept[owner[body.data_ptr()][0]] = state.error
+        return state
+
+    def watched_decode(self, receiver, body, d):
+        receiver, x = decode(self, receiver, body, d)
+        if isinstance(body, Hollow):
+            return receiver, x
+        worker = owner[body.data_ptr()][0]
+        applied[worker] = applied.get(worker, 0) + x.double()
+        return receiver, x
+
+    monkeypatch.setattr(Feedback, "encode", watched_encode)
+    monkeypatch.setattr(Feedback, "undo", watched_undo)
+    monkeypatch.setattr(Feedback, "decode", watched_decode)
+    ran = simulated(*BACKUP, "compression=topk")
+    assert sum(ran.end["dropped_by"]) > 10
+    assert set(given) == set(range(ran.plan.num_workers))
+    for worker, whole in given.items():
+        rest = applied.get(worker, 0) + kept[worker].double()
+        assert torch.allclose(rest, whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [BACKUP, ("sync=ssp", *BACKUP[1:]), ("sync=asp", *BACKUP[1:])])
+def test_both_ends_of_diana_hold_the_same(mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every message that is decoded, whichever were dropped before."""
+    held: dict[int, tuple[Tensor | None, Tensor]] = {}
+    encode, decode = Diana.encode, Diana.decode
+    decoded = []
+
+    def watched_encode(self, sender, x, turn):
+        monkeypatch.setattr(Diana, "decode", decode)
+        state, body = encode(self, sender, x, turn)
+        monkeypatch.setattr(Diana, "decode", watched_decode)
+        if not isinstance(body, Hollow):
+            held[body.data_ptr()] = (state.before, body)
+        return state, body
+
+    def watched_decode(self, receiver, body, d):
+        if isinstance(body, Hollow):
+            return decode(self, receiver, body, d)
+        before, _ = held[body.data_ptr()]
+        decoded.append(receiver is None if before is None else torch.equal(receiver, before))
+        return decode(self, receiver, body, d)
+
+    monkeypatch.setattr(Diana, "encode", watched_encode)
+    monkeypatch.setattr(Diana, "decode", watched_decode)
+    ran = simulated(*mode, "compression=diana")
+    assert len(decoded) > 50
+    assert all(decoded)
+    assert mode is not BACKUP or sum(ran.end["dropped_by"]) > 10

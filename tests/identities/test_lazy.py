@@ -1,0 +1,106 @@
+"""Lazy uploads: gradient descent itself where nothing may be skipped, its accuracy with fewer uploads where much may,
+and two copies of what was sent that never part."""
+
+import numpy as np
+import pytest
+import torch
+
+from ashl.build import assemble
+from ashl.compression import BodyError, Turn
+from ashl.data.quadratic import optimum
+from ashl.errors import UsageError
+from tests.conf_option import conf_option
+from tests.laws.codecs import bits, vector
+from tests.support import Ran, planned, simulated
+
+PLAIN = ("schedule=single", "sync=bsp", "optimizer.momentum=0", "optimizer.weight_decay=0", "cluster=homogeneous")
+QUADRATIC = (*PLAIN, "dataset=quadratic", "model=linear", "optimizer.lr=0.8", "dataset.partition=interleaved")
+WHOLE = "dataset.batch_size=240"  # a worker's shard
+LAG = ("compression=laq", "compression.bits=null")
+DIGITS = (*PLAIN, "model=linear", "optimizer.lr=0.5", "dataset.partition=dirichlet", "dataset.alpha=1")
+
+
+def sent(ran: Ran, ratio: float = 1.0) -> float:
+    """The share of the rounds in which something was pushed, by the bytes, each of which is `ratio` of a dense one."""
+    dense = 4 * ran.plan.num_params
+    up = sum(record["bytes_up"] for record in ran.of("ledger") if record["rank"] < ran.plan.num_workers)
+    return up / (ran.end["steps"] * (20 + ratio * dense))
+
+
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_lag_that_skips_nothing_is_gradient_descent(topology: str) -> None:
+    base = (*QUADRATIC, WHOLE, f"topology={topology}", "stop.epochs=30")
+    lag = simulated(*base, *LAG, "compression.xi=0")
+    assert lag.sha256 == simulated(*base).sha256
+    assert lag.end["steps"] == 120
+
+
+def test_laq_is_the_same_with_and_without_a_server() -> None:
+    chosen = (*DIGITS, "compression=laq", "stop.epochs=20")
+    server, ring = (simulated(*chosen, f"topology={topology}") for topology in ("parameter_server", "all_reduce"))
+    assert server.sha256 == ring.sha256
+    assert sent(server, 1 / 8) < 0.7, "some are skipped"
+
+
+@pytest.mark.parametrize("bits", ["4", "null"])
+def test_it_comes_as_far_as_gradient_descent_with_fewer_uploads(bits: str) -> None:
+    """A strongly convex problem, conditioned 1 : 10, to the optimum."""
+    base = (*QUADRATIC, WHOLE, "compression=laq", f"compression.bits={bits}", "stop.epochs=150")
+    lazy, best = simulated(*base), optimum(assemble(planned(*QUADRATIC), "cpu").data)[0]
+    eager = simulated(*QUADRATIC, WHOLE, *LAG, "compression.xi=0", "stop.epochs=150")
+    assert float((eager.params - best).norm()) < 1e-5
+    assert float((lazy.params - best).norm()) < 1e-5
+    assert sent(eager) > 0.8, "until nothing changes any more"
+    assert sent(lazy, 1 if bits == "null" else 35 / 272) < 0.6
+
+
+def test_minibatches_are_noted_and_never_skipped() -> None:
+    chosen = (*DIGITS, *LAG, "compression.estimator=minibatch", "stop.epochs=10")
+    assert any("minibatch" in note for note in planned(*chosen).notes)
+    assert sent(simulated(*chosen)) > 0.95
+    assert not any("minibatch" in note for note in planned(*DIGITS, *LAG).notes)
+    with pytest.raises(UsageError, match="take sync=bsp"):
+        planned(*DIGITS[2:], "schedule=single", "sync=asp", *LAG)
+
+
+@pytest.mark.parametrize("width", [1, 4, 11, None])
+def test_both_ends_keep_the_same(width: int | None) -> None:
+    """... through messages that are skipped and others that are lost; what was lost is as if it had never been."""
+    codec = conf_option("compression", "laq", bits=width, xi=5.0, max_age=3)
+    rng, sender, receiver, ages = np.random.default_rng(0), None, None, []
+    x, model = vector("normal", 300), torch.zeros(300)
+    for k in range(60):
+        model = model + 0.1 * vector("normal", 300, k)
+        x = x + 0.3 * 0.9**k * vector("normal", 300, 100 + k)
+        before = (bits(x), bits(model))
+        old = sender
+        sender, body = codec.encode(sender, x, Turn(params=model))
+        assert (bits(x), bits(model)) == before
+        ages.append(sender.age)
+        if k and rng.random() < 0.2:
+            sender = codec.undo(sender, body)
+            assert (sender.sent is old.sent, sender.error, sender.age) == (True, old.error, old.age)
+        else:
+            kept = receiver
+            receiver, got = codec.decode(receiver, body, 300)
+            assert body.numel() or receiver is kept
+            assert torch.equal(got, receiver)
+        assert torch.equal(sender.sent, receiver)
+        assert body.nbytes in (0, codec.payload(None, 300))
+    assert max(ages) == 3, "and none is older than it may be"
+    assert ages.count(0) < 50
+
+
+def test_the_error_of_a_message_is_half_a_step() -> None:
+    codec, x = conf_option("compression", "laq", bits=6), vector("normal", 1000)
+    sender, body = codec.encode(None, x)
+    assert float((sender.sent - x).abs().max()) <= float(x.abs().max()) / (2**6 - 1) * (1 + 1e-5)
+    again, body = codec.encode(sender, x * 0.5, Turn())
+    assert body.nbytes == 20 + 4 + 750
+    assert float((again.sent - 0.5 * x).abs().max()) <= float((sender.sent - 0.5 * x).abs().max()) / (2**6 - 1) * 1.0001
+
+
+def test_nothing_before_anything_is_refused() -> None:
+    codec = conf_option("compression", "laq")
+    with pytest.raises(BodyError, match="before any had come"):
+        codec.decode(None, torch.empty(0, dtype=torch.uint8), 8)

@@ -1,0 +1,117 @@
+"""A codec's protocol among workers in virtual time, without a run around it."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.cluster.spec import Cluster
+from ashl.compression import Turn
+from ashl.compression.layers import Layer
+from ashl.compression.link import linked
+from ashl.compression.protocol import offered
+from ashl.compression.select import largest
+from ashl.predict import WITHOUT
+from ashl.runtime.effects import Hollow
+from ashl.runtime.node import Node
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage import Stage
+from ashl.sync.bsp import BSP
+from ashl.topology.all_reduce import AllReduce
+from ashl.topology.exchange import summed_bodies
+from ashl.trainer import HollowTrainer
+from tests.laws.codecs import vector
+from tests.swarm.drawn import Seen, bound, check_mail, run
+
+
+@dataclass
+class Round:
+    """What a round came to at one worker: what its codec was given, the update, what it keeps, and the riders."""
+
+    given: Any
+    update: Any
+    sender: Any
+    loss: float
+    word: int
+
+    @property
+    def error(self) -> Tensor:
+        return self.sender.error
+
+
+def cluster_of(n: int) -> Cluster:
+    return Cluster(
+        compute=(1.0,) * n,
+        link=None,
+        step_s=0.001,
+        exchange_s=None,
+        bandwidth_mbit_s=1.0,
+        latency_s=0.001,
+        server_bandwidth_mbit_s=None,
+        compress_s=0.0,
+        server_step_s=0.0,
+        node=None,
+        inner_bandwidth_mbit_s=None,
+        jitter=0.0,
+        events=(),
+    )
+
+
+def together(
+    option: Any, rounds: Sequence[Sequence[Any]], weights: Sequence[float], shapes: Sequence[tuple[int, ...]] = ()
+) -> tuple[list[list[Round]], Seen]:
+    """Give each worker its vector of each round, [round][worker]; what came of it by round and worker."""
+    n, x = len(weights), rounds[0][0]
+    d = x.nbytes // 4
+    layout = tuple(Layer(str(i), shape) for i, shape in enumerate(shapes or [(d,)]))
+    stage = bound(random.Random(0), BSP(exchange="gradient"), AllReduce(), n, WITHOUT)
+    stage = replace(stage, codec=linked(option, layout), layout=layout, trainer=HollowTrainer(d, 100))
+    came: list[list[Any]] = [[None] * n for _ in rounds]
+    sim, seen = run(
+        cluster_of(n), (stage,), main=partial(worker, stage=stage, rounds=rounds, weights=weights, came=came)
+    )
+    check_mail(sim)
+    return came, seen
+
+
+async def worker(
+    node: Node, stage: Stage, rounds: Sequence[Sequence[Any]], weights: Sequence[float], came: list[list[Any]]
+) -> None:
+    state, rank = SimpleNamespace(sender=None, reduced=None, receivers={}, round=0), node.rank
+    for number, vectors in enumerate(rounds):
+        x, before, turn = vectors[rank], state.sender, Turn(seed=3, worker=rank, round=number)
+        given = None if isinstance(x, Hollow) else offered(stage.codec, before, x, turn).x
+        riders = (rank + 1.0, 5 if rank == 0 else 0)
+        if hasattr(stage.codec, "collective"):
+            found = await stage.codec.collective(node, stage, state, x, turn, weights[rank], riders)
+        else:
+            _, body = stage.codec.encode(None, x * weights[rank], turn)
+            found = await summed_bodies(node, stage, state, body, riders)
+        came[number][rank] = Round(given, found[0], state.sender, *found[1:])
+        state.round += 1
+
+
+def whole(d: int, n: int, seed: int = 0) -> list[Tensor]:
+    """Vectors of small whole numbers, whose sums are exact."""
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy(rng.integers(-50, 51, d).astype(np.float32)) for _ in range(n)]
+
+
+def drawn(d: int, n: int, rounds: int) -> list[list[Tensor]]:
+    return [[vector("normal", d, 10 * t + rank) for rank in range(n)] for t in range(rounds)]
+
+
+def weighted(vectors: list[Tensor], weights: list[float]) -> Tensor:
+    return sum_in_rank_order([x * w for x, w in zip(vectors, weights, strict=True)])
+
+
+def top(x: Tensor, k: int) -> Tensor:
+    y, places = torch.zeros_like(x), largest(x.numpy(), k)
+    y[places] = x[places]
+    return y

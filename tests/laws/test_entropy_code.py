@@ -1,0 +1,132 @@
+"""The last stage loses nothing, is as short as it says, and believes nothing of what comes."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ashl.compression import BodyError
+from ashl.compression.entropy_code import bound_bytes, checked, entropy, folded, read_levels, unfolded, write_levels
+from ashl.compression.prefix_code import omega, read_omega, read_prefix, write_prefix
+from ashl.errors import UsageError
+
+CODES = ("none", "huffman", "elias", "range")
+every_code = pytest.mark.parametrize("code", CODES)
+
+
+def drawn(rng: np.random.Generator, kind: str, count: int, num_levels: int) -> np.ndarray:
+    levels = {
+        "even": lambda: rng.integers(0, num_levels, count),
+        "steep": lambda: np.minimum(rng.geometric(0.6, count) - 1, num_levels - 1),
+        "rare": lambda: (rng.random(count) < 0.01) * (num_levels - 1),
+        "one": lambda: np.full(count, num_levels - 1),
+        "Fibonacci": lambda: np.repeat(np.arange(24), np.minimum(1.618 ** np.arange(24), 9e3).astype(int)) % num_levels,
+    }[kind]()
+    return levels[:count].astype(np.uint8 if num_levels <= 256 else np.uint32)
+
+
+@every_code
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(("even", "steep", "rare", "one", "Fibonacci")),
+    count=st.sampled_from((0, 1, 2, 7, 300, 20_000)),
+    num_levels=st.sampled_from((2, 3, 16, 201, 256, 40_000, 1 << 20)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_what_is_written_is_read(code: str, kind: str, count: int, num_levels: int, seed: int) -> None:
+    levels = drawn(np.random.default_rng(seed), kind, count, num_levels)
+    before = levels.tobytes()
+    buffer = write_levels(code, levels, num_levels)
+    assert buffer.dtype == np.uint8
+    assert buffer.size <= bound_bytes(code, levels.size, num_levels)
+    assert np.array_equal(read_levels(code, buffer, levels.size, num_levels), levels)
+    assert levels.tobytes() == before
+
+
+@every_code
+@settings(max_examples=30)
+@given(levels=st.lists(st.integers(0, 9), max_size=200))
+def test_every_array_comes_back(code: str, levels: list[int]) -> None:
+    array = np.array(levels, np.uint8)
+    assert read_levels(code, write_levels(code, array, 10), array.size, 10).tolist() == levels
+
+
+@every_code
+@settings(max_examples=150)
+@given(st.data())
+def test_a_malformed_buffer_is_refused_or_read(code: str, data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    num_levels, count = data.draw(st.sampled_from((2, 17, 300))), data.draw(st.sampled_from((1, 40, 3000)))
+    kind = data.draw(st.sampled_from(("even", "steep", "rare")))
+    buffer = write_levels(code, drawn(rng, kind, count, num_levels), num_levels).copy()
+    for _ in range(data.draw(st.integers(1, 3))):
+        buffer[data.draw(st.integers(0, min(buffer.size - 1, 40)))] = data.draw(st.sampled_from((0, 1, 2, 127, 255)))
+    cut = data.draw(st.integers(0, 3))
+    buffer = buffer[: max(0, buffer.size - cut)] if data.draw(st.booleans()) else np.append(buffer, np.uint8(cut))
+    try:
+        levels = read_levels(code, buffer, count, num_levels)
+    except BodyError:
+        return
+    assert levels.shape == (count,)
+    assert levels.min() >= 0
+    assert levels.max() < num_levels
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_what_is_cut_is_refused(code: str) -> None:
+    levels = drawn(np.random.default_rng(0), "steep", 5000, 30)
+    buffer = write_levels(code, levels, 30)
+    for cut in (buffer[:-4], buffer[:3], buffer[:0], np.append(buffer, np.zeros(4, np.uint8))):
+        with pytest.raises(BodyError):
+            read_levels(code, cut, 5000, 30)
+
+
+def qsgd_levels(d: int, s: int) -> np.ndarray:
+    """Of a normal vector, by the rule of QSGD with one bucket."""
+    rng = np.random.default_rng(3)
+    v = rng.standard_normal(d)
+    return (np.sign(v) * np.floor(s * np.abs(v) / np.linalg.norm(v) + rng.random(d))).astype(np.int32)
+
+
+def test_lengths_of_qsgd() -> None:
+    """Theorem 3.4 of the paper: at s = √d at most 2.8·d + 32 bits; the others are near the entropy."""
+    d, s = 10_000, 100
+    levels = folded(qsgd_levels(d, s))
+    bits = {code: 8 * write_levels(code, levels, 2 * s + 1).size for code in CODES}
+    least = entropy(levels, 2 * s + 1)
+    assert bits["none"] == 8 * d
+    assert 2.7 * d < bits["elias"] + 32 <= 2.8 * d + 32
+    assert least < bits["huffman"] <= 1.05 * least
+    assert least < bits["range"] <= 1.02 * least
+    long = folded(qsgd_levels(300_000, 200))
+    assert 8 * write_levels("range", long, 401).size <= 1.002 * entropy(long, 401)
+
+
+def test_signed_levels_are_folded_around_zero() -> None:
+    levels = np.array([0, -1, 1, -2, 2, 2**20, -(2**20)], np.int32)
+    assert folded(levels).tolist() == [0, 1, 2, 3, 4, 2**21, 2**21 - 1]
+    assert np.array_equal(unfolded(folded(levels)), levels)
+
+
+def test_the_omega_code() -> None:
+    """The codewords of Elias's table, and back again up to 32 bits."""
+    words = {1: "0", 2: "100", 3: "110", 4: "101000", 7: "101110", 8: "1110000", 15: "1111110", 16: "10100100000"}
+    codes, lengths = omega(np.array(list(words)))
+    found = zip(codes.tolist(), lengths.tolist(), strict=True)
+    assert [f"{code:0{length}b}" for code, length in found] == [*words.values()]
+    numbers = np.random.default_rng(0).integers(1, 2 ** np.arange(1, 33)[:, None].repeat(2000, 1), endpoint=False)
+    numbers = np.append(numbers.reshape(-1), [2**32 - 1, 1])
+    stream = write_prefix(numbers, omega)
+    assert np.array_equal(read_prefix(stream, numbers.size, read_omega), numbers)
+    with pytest.raises(BodyError, match="cannot hold"):
+        read_prefix(stream, 8 * stream.size + 1, read_omega)
+
+
+def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    for code in ("none", "huffman", "elias"):
+        checked(code)
+    with pytest.raises(UsageError, match="pip install"):
+        checked("range")

@@ -1,0 +1,228 @@
+"""Laws of Strom's threshold, of adaptive quantization, ATOMO and DIANA that are not those of every codec."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.compression import BodyError, Turn
+from ashl.compression.atomo import drawn, odds
+from ashl.compression.dryden import learned
+from ashl.compression.feedback import Feedback
+from ashl.compression.layers import Layer
+from ashl.compression.link import linked
+from ashl.errors import UsageError
+from ashl.runtime.effects import Hollow
+from tests.laws.codecs import bits, codec, decoded, length, vector
+
+# --- Strom ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_threshold_sends_signs() -> None:
+    x = torch.tensor([0.5, -0.5, 0.6, -3.0, 0.0, 0.4])
+    for fields in ({}, {"dense": True}, {"indices": "packed"}):
+        strom = codec("strom", threshold=0.5, **fields)
+        assert decoded(strom, strom.encode(None, x)[1], 6).tolist() == pytest.approx([0, 0, 0.5, -0.5, 0, 0])
+
+
+@pytest.mark.parametrize(("indices", "each"), [("words", 4), ("int32", 4 + 1 / 8)])
+def test_bytes_of_a_threshold(indices: str, each: float) -> None:
+    """32 bits for each element sent; never more than 2 bits for all."""
+    strom = codec("strom", threshold=1.0, indices=indices)
+    for k in (0, 1, 40, 1000):
+        x = torch.zeros(1000)
+        x[:k] = 2
+        assert strom.encode(None, x)[1].nbytes == 24 + min(math.ceil(each * k), 250)
+    assert codec("strom", dense=True).encode(None, torch.zeros(1000))[1].nbytes == 24 + 250
+
+
+def test_the_residual_of_a_threshold_stays_below_it() -> None:
+    """... while updates do, although nothing is sent of many: all is sent in the end."""
+    strom = linked(codec("strom", threshold=1.0), ())
+    rng, sender, sent, whole = np.random.default_rng(0), None, torch.zeros(100), torch.zeros(100)
+    for turn in range(200):
+        x = torch.from_numpy(rng.uniform(-1, 0.8, 100).astype(np.float32))
+        sender, body = strom.encode(sender, x, Turn(round=turn))
+        sent, whole = sent + decoded(strom, body, 100), whole + x
+        assert float(sender.error.abs().max()) <= 1.0
+    assert torch.allclose(sent + sender.error, whole, atol=1e-4)
+
+
+# --- adaptive quantization --------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_each_side_becomes_its_mean() -> None:
+    x = torch.tensor([4.0, 1, 2, 3, 0, -1, -5, 0, 0, 1])
+    dryden = codec("dryden", ratio=0.4, indices="bitmap")
+    assert decoded(dryden, dryden.encode(None, x)[1], 10).tolist() == [3.5, 0, 0, 3.5, 0, 0, -5, 0, 0, 0]
+    for one_sided in (x.abs(), -x.abs()):
+        got = decoded(dryden, dryden.encode(None, one_sided)[1], 10)
+        assert int(got.count_nonzero()) == 3
+        assert (got * one_sided >= 0).all()
+
+
+@pytest.mark.parametrize("levels", ["mean", "lloyd"])
+def test_bytes_of_adaptive_quantization(levels: str) -> None:
+    """k places, k sides and levels, and the levels."""
+    x = vector("normal", 10_000)
+    positive = int((x > 0).sum())
+    k = round(0.01 * positive) + round(0.01 * (10_000 - positive))
+    dryden = codec("dryden", ratio=0.01, levels=levels, indices="packed", num_levels=4)
+    each, table = (1, 8) if levels == "mean" else (3, 32)
+    assert dryden.encode(None, x)[1].nbytes == 20 + table + math.ceil(each * k / 8) + math.ceil(14 * k / 8)
+
+
+def test_learned_levels_fit_better() -> None:
+    """One level of Lloyd's is the mean; more of them lose less, as little as the best for two points."""
+    values = np.abs(np.random.default_rng(0).standard_normal(5000)) + 1
+    assert learned("lloyd", values, 1) == pytest.approx(learned("mean", values, 9))
+    assert learned("lloyd", np.array([5.0, 1.0, 1.0, 5.0]), 2).tolist() == [1, 5]
+    x, losses = vector("heavy", 5000), []
+    for fields in ({"levels": "mean"}, *({"levels": "lloyd", "num_levels": n} for n in (2, 4, 16))):
+        dryden = codec("dryden", ratio=0.05, **fields)
+        got = decoded(dryden, dryden.encode(None, x)[1], 5000)
+        losses.append(length((x - got)[got != 0]))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.05 * losses[0]
+
+
+# --- ATOMO ------------------------------------------------------------------------------------------------------------
+
+
+def chances(x: np.ndarray, budget: float) -> np.ndarray:
+    """p_j as in the paper's algorithm: what would have more than 1 has 1, the rest is shared among the others again."""
+    sizes = np.abs(x.astype(np.float64))
+    p, free = np.zeros(x.size), sizes > 0
+    if free.sum() <= budget:
+        return free.astype(float)
+    while True:
+        share = sizes * (budget - (p == 1).sum()) / sizes[free].sum()
+        over = free & (share > 1)
+        if not over.any():
+            return np.where(free, share, p)
+        p[over], free = 1, free & ~over
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "layered", "constant", "mostly zero", "zero"])
+@pytest.mark.parametrize("budget", [1.0, 2.5, 30.0, 399.0, 400.0])
+def test_chances_of_atoms(kind: str, budget: float) -> None:
+    """Heavy atoms come for sure, Σ p = s, and the variance is Σ λ²(1/p − 1) as counted."""
+    x = vector(kind, 400).numpy()
+    expected, slope = chances(x, budget), odds(x, budget)
+    p = np.minimum(1, slope * np.abs(x.astype(np.float64))) if np.isfinite(slope) else (x != 0).astype(float)
+    assert p == pytest.approx(expected, rel=1e-9)
+    assert p.sum() == pytest.approx(min(budget, np.count_nonzero(x)))
+    draws = [drawn(x, budget, np.random.default_rng(seed)) for seed in range(300)]
+    counts = np.array([places.size for places, _ in draws])
+    spread = (p * (1 - p)).sum() ** 0.5
+    assert abs(counts.mean() - p.sum()) <= 5 * spread / 300**0.5 + 1e-9
+    assert abs(counts.std() - spread) <= 0.25 * spread + 1e-6  # as of independent draws, empty ones included
+    for places, values in draws[:20]:
+        assert values == pytest.approx(x[places] / p[places], rel=1e-5)
+
+
+def test_singular_triples_of_a_model() -> None:
+    """Matrices become triples, a bias stays as it is, convolutions are matrices by output; of all nothing is lost."""
+    layout = (Layer("conv", (8, 3, 3, 3)), Layer("bias", (8,)), Layer("weight", (20, 30)))
+    x = vector("normal", 8 * 27 + 8 + 600)
+    atomo = codec("atomo", atoms="singular", ratio=0.05).shaped(layout)
+    low = (torch.outer(torch.arange(20.0), torch.arange(30.0)) + torch.outer(torch.ones(20), x[:30])).reshape(-1)
+    x[-600:] = low
+    everything = decoded(atomo, atomo.encode(None, x, Turn(1.0))[1], x.numel())
+    assert torch.allclose(everything, x, rtol=1e-4, atol=1e-4 * float(x.abs().max()))
+    draws = torch.stack([decoded(atomo, atomo.encode(None, x, Turn(round=k))[1], x.numel()) for k in range(400)])
+    assert torch.equal(draws[0][216:224], x[216:224])
+    lost = ((draws - x).double() ** 2).sum(1).mean()
+    assert lost <= atomo.bound(None, x.numel()) * length(x)
+    error = (draws.double().mean(0) - x).abs()
+    assert (error <= 5.5 * draws.double().std(0) / 20 + 1e-4 * x.abs().max()).all()
+    assert atomo.encode(None, x)[1].nbytes < x.nbytes
+    with pytest.raises(BodyError):
+        atomo.decode(None, codec("atomo", atoms="singular").encode(None, x)[1], x.numel())
+
+
+def test_unbiased_atoms_take_no_feedback() -> None:
+    with pytest.raises(UsageError, match=r"compression\.feedback=false"):
+        linked(codec("atomo", feedback=True), ())
+
+
+# --- DIANA ------------------------------------------------------------------------------------------------------------
+
+DIANAS = {
+    "l2": {"norm": "l2"},
+    "max": {"norm": "max"},
+    "qsgd": {"quantizer": "qsgd"},
+    "natural": {"quantizer": "natural"},
+    "alpha": {"alpha": 0.2},
+}
+
+
+@pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
+def test_both_ends_learn_the_same(fields: dict) -> None:
+    """... to the bit, through messages that are dropped; nothing is changed in place, sizes are as declared."""
+    diana = codec("diana", **fields)
+    sender = receiver = None
+    for turn in range(12):
+        x = vector("normal", 1000, turn)
+        before, old = bits(x), sender
+        sender, body = diana.encode(old, x, Turn(seed=1, round=turn))
+        assert bits(x) == before
+        assert body.nbytes == diana.payload(None, 1000)
+        if turn % 3 == 1:
+            sender = diana.undo(sender, body)
+            assert (sender.h is None) if old is None else torch.equal(sender.h, old.h)
+            continue
+        held = None if receiver is None else bits(receiver)
+        after, got = diana.decode(receiver, body, 1000)
+        assert held is None or bits(receiver) == held
+        receiver = after
+        assert bits(receiver) == bits(sender.h)
+        assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
+def test_what_is_learned_goes_to_what_stays(fields: dict) -> None:
+    """Of a vector that stays, the error falls geometrically: E‖x − h‖² by 1 − α each time or faster."""
+    diana, x = codec("diana", **fields), vector("heavy", 512)
+    alpha = diana.alpha or 1 / (1 + diana.bound(None, 512))
+    sender = receiver = None
+    for turn in range(200):
+        sender, body = diana.encode(sender, x, Turn(seed=1, round=turn))
+        receiver, got = diana.decode(receiver, body, 512)
+    assert length(x - receiver) <= 3 * (1 - alpha) ** 200 * length(x) + 1e-12 * length(x)
+    assert length(x - got) <= 10 * (1 + diana.bound(None, 512)) * (1 - alpha) ** 199 * length(x) + 1e-12 * length(x)
+
+
+def test_diana_is_unbiased_whatever_was_learned() -> None:
+    diana, x = codec("diana"), vector("normal", 64)
+    sender, _ = diana.encode(None, vector("normal", 64, 1))
+    draws = [diana.decode(sender.h, diana.encode(sender, x, Turn(round=k))[1], 64)[1] for k in range(2000)]
+    found = torch.stack(draws).double()
+    assert ((found.mean(0) - x).abs() <= 5.5 * found.std(0) / 2000**0.5 + 0.02).all()
+
+
+@pytest.mark.parametrize(("norm", "omega"), [("l2", math.sqrt(64) / 1), ("max", (1 + math.sqrt(64)) / 2)])
+def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
+    diana = codec("diana", norm=norm, bucket=64)
+    assert diana.bound(None, 1000) <= omega
+    sender, body = diana.encode(None, vector("normal", 1000))
+    m = diana.decode(None, body, 1000)[1]
+    assert torch.equal(sender.h, m * (1 / (1 + diana.bound(None, 1000))))
+
+
+def test_diana_without_content_and_malformed() -> None:
+    diana = codec("diana")
+    sender, body = diana.encode(None, Hollow(400))
+    assert (sender, body) == (None, Hollow(diana.payload(None, 100)))
+    assert diana.undo(sender, body) is None
+    assert diana.decode(None, body, 100) == (None, Hollow(400))
+    _, body = diana.encode(None, vector("normal", 100))
+    for bad in (body[:-1], body[:10], torch.cat([body, body]), None):
+        with pytest.raises(BodyError):
+            diana.decode(torch.zeros(100), bad, 100)
+    x: Tensor = vector("normal", 100)
+    x[3] = math.nan
+    assert not diana.decode(None, diana.encode(None, x)[1], 100)[1].isfinite().all()
+    assert not isinstance(linked(diana, ()), Feedback)

@@ -1,0 +1,379 @@
+"""What the sparsifiers promise beyond the laws of all codecs: their papers' figures, and small vectors by hand."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ashl.compression import BodyError, Turn
+from ashl.compression.index_code import INDEX_CODES, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.layers import Layer
+from ashl.compression.link import bare, linked
+from ashl.compression.random_dropping import slope
+from ashl.compression.seeded import distinct
+from ashl.compression.select import SMALL, estimated, largest_of_rows, reaching
+from ashl.errors import UsageError
+from tests.laws.codecs import codec, decoded, length, vector
+
+SPARSIFIERS = ("random_mask", "random_k", "stc", "sbc", "single_threshold", "sparse_loco", "demo")
+
+
+def sent(option: Any, x: Any, turn: Turn | None = None) -> Tensor:
+    """What C(x) is at the other end."""
+    x = torch.as_tensor(x, dtype=torch.float32)
+    return decoded(option, option.encode(None, x, turn or Turn())[1], x.numel())
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
+def test_golomb_is_within_two_percent_of_the_entropy(share: float) -> None:
+    d = 1_000_000
+    k = round(share * d)
+    written = write_indices("golomb", distinct(np.random.default_rng(1), k, d), d)
+    entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * d / 8
+    assert entropy <= 1.001 * written.nbytes <= 1.021 * entropy
+
+
+@pytest.mark.parametrize("code", INDEX_CODES)
+@pytest.mark.parametrize("d", [1, 2, 7, 64, 1000, 5000])
+def test_no_fewer_indices_take_more_room(code: Any, d: int) -> None:
+    sizes = [index_bytes(code, k, d) for k in range(1, d + 1)]
+    most = np.maximum.accumulate(sizes)
+    assert all(most[k - 1] <= index_room(code, k, d) for k in range(1, d + 1))
+
+
+@pytest.mark.parametrize("places", [range(7), range(993, 1000), [0, 999], [999], range(0, 1000, 2)])
+def test_golomb_of_the_farthest_apart(places: Any) -> None:
+    indices = np.array(places)
+    written = write_indices("golomb", indices, 1000)
+    assert written.nbytes <= index_bytes("golomb", indices.size, 1000)
+    assert np.array_equal(read_indices("golomb", written, indices.size, 1000), indices)
+
+
+@given(st.binary(max_size=60), st.integers(1, 300), st.integers(0, 299))
+def test_golomb_of_noise_is_refused_or_read(noise: bytes, d: int, less: int) -> None:
+    k = max(1, d - less)
+    try:
+        indices = read_indices("golomb", np.frombuffer(noise, np.uint8), k, d)
+    except BodyError:
+        return
+    assert indices.size == k
+    assert indices[0] >= 0
+    assert indices[-1] < d
+    assert bool((np.diff(indices) > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("k", "d"), [(500, 1000), (1, 1), (1, 9), (9, 9), (400, 1000), (3, 100_000), (50_001, 100_000)]
+)
+def test_places_are_drawn_without_replacement(k: int, d: int) -> None:
+    for seed in range(20):
+        places = distinct(np.random.default_rng(seed), k, d)
+        assert places.size == np.unique(places).size == k
+        assert bool((np.diff(places.astype(np.int64)) > 0).all())
+        assert places.min() >= 0
+        assert places.max() < d
+
+
+@pytest.mark.parametrize("k", [1, 7, 13, 19])
+def test_every_place_and_every_pair_is_as_likely(k: int) -> None:
+    rng, d, draws = np.random.default_rng(3), 20, 8000
+    seen = np.zeros((draws, d))
+    for row in seen:
+        row[distinct(rng, k, d)] = 1
+    p, q = k / d, k * (k - 1) / (d * (d - 1))
+    together = seen.T @ seen / draws
+    assert np.abs(np.diag(together) - p).max() <= 5 * math.sqrt(p * (1 - p) / draws)
+    pairs = together[~np.eye(d, dtype=bool)]
+    assert np.abs(pairs - q).max() <= 5 * math.sqrt(q * (1 - q) / draws) + 1e-9
+
+
+# --- random masks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["random_mask", "random_k"])
+def test_unscaled_keeps_k_of_d_of_the_length(name: str) -> None:
+    x, option = vector("normal", 1000), codec(name, ratio=0.1)
+    lost = [length(x - sent(option, x, Turn(round=k))) / length(x) for k in range(400)]
+    assert np.mean(lost) == pytest.approx(0.9, abs=0.003)
+    assert option.bound(None, 1000) == 0.9
+
+
+def test_scaled_loses_d_by_k_less_one() -> None:
+    x, option = vector("normal", 1000), codec("subsampling", ratio=0.1)
+    lost = [length(x - sent(option, x, Turn(round=k))) / length(x) for k in range(400)]
+    assert np.mean(lost) == pytest.approx(9, rel=0.02)
+    assert option.bound(None, 1000) == 9
+
+
+def test_half_of_a_thousand_are_five_hundred() -> None:
+    for name in ("random_mask", "random_k", "subsampling"):
+        assert int(sent(codec(name, ratio=0.5), torch.ones(1000)).count_nonzero()) == 500
+
+
+@pytest.mark.parametrize("option", [codec("random_mask"), codec("subsampling"), codec("block_coordinate")], ids=str)
+def test_workers_draw_alike_what_they_share(option: Any) -> None:
+    """... and take numbers from nobody else."""
+    x = vector("normal", 1000)
+    before = np.random.get_state()[1].tobytes(), torch.get_rng_state()
+    own = Turn(seed=5, round=3).stream().integers(2**32, size=4)
+    places = {sent(option, x, Turn(seed=5, worker=w, round=3)).ne(0).numpy().tobytes() for w in range(4)}
+    assert len(places) == 1
+    assert sent(option, x, Turn(seed=5, round=4)).ne(0).numpy().tobytes() not in places
+    assert np.array_equal(own, Turn(seed=5, round=3).stream().integers(2**32, size=4))
+    assert np.random.get_state()[1].tobytes() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.1, 0.9, 0.9985, 1.0])
+@pytest.mark.parametrize(
+    "option",
+    [
+        codec("random_mask"),
+        codec("subsampling"),
+        codec("block_coordinate"),
+        codec("block_coordinate", order="random", scaled=True),
+    ],
+    ids=lambda option: f"{type(option).__name__}-{option.flags.unbiased}",
+)
+def test_the_sum_of_bodies_is_the_body_of_the_sum(option: Any, ratio: float) -> None:
+    turns = [Turn(ratio, 1, worker, round=2) for worker in range(3)]
+    xs = [torch.from_numpy(np.random.default_rng(w).integers(-99, 99, 1001).astype(np.float32)) for w in range(3)]
+    bodies = [option.encode(None, x, turn)[1] for x, turn in zip(xs, turns, strict=True)]
+    total = torch.stack([option.summand(body) for body in bodies]).sum(0)
+    whole = decoded(option, option.summed(bodies[0], total), 1001)
+    assert option.flags.linear
+    assert torch.allclose(whole, torch.stack([decoded(option, body, 1001) for body in bodies]).sum(0), rtol=1e-6)
+    assert torch.equal(option.summand(bodies[0]), option.summand(option.summed(bodies[1], option.summand(bodies[0]))))
+
+
+def test_what_is_not_linear() -> None:
+    layout = (Layer("a", (3, 4)), Layer("b", (4,)))
+    assert not codec("random_mask", values="bf16").flags.linear
+    assert not codec("subsampling", shared=False).flags.linear
+    assert not codec("random_k").flags.linear
+    assert not bare(codec("random_mask", layers=True), layout).flags.linear
+    assert linked(codec("random_mask"), layout).flags.linear
+
+
+def test_what_is_scaled_up_takes_no_feedback() -> None:
+    for option in ("subsampling", "random_dropping"):
+        with pytest.raises(UsageError, match=r"compression\.feedback=false"):
+            linked(codec(option, feedback=True), ())
+    with pytest.raises(UsageError, match=r"compression\.feedback=false"):
+        linked(codec("block_coordinate", feedback=True, scaled=True), ())
+
+
+def test_a_seed_takes_eight_bytes() -> None:
+    assert codec("random_k", ratio=0.1).payload(None, 1000) == 20 + 400 + 8
+    assert codec("random_mask", ratio=0.1).payload(None, 1000) == 20 + 400 + 8
+    assert codec("random_k", ratio=0.1, indices="packed").payload(None, 1000) == 20 + 400 + 125
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+def test_the_share_follows_its_schedule(name: str) -> None:
+    link, x = linked(codec(name, ratio=0.01, warmup_epochs=3), ()), vector("normal", 20_000)
+    sizes = [link.encode(None, x, Turn(epoch=epoch))[1].nbytes for epoch in range(5)]
+    assert sizes[0] > sizes[1] > sizes[2] > sizes[3] == sizes[4]
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("d", "blocks"), [(100, 10), (101, 10), (7, 10), (1, 3), (1000, 7)])
+def test_a_sweep_moves_every_element_once(d: int, blocks: int) -> None:
+    option, x = codec("block_coordinate", blocks=blocks), vector("normal", d)
+    sweep = [sent(option, x, Turn(round=k)) for k in range(min(blocks, d))]
+    assert torch.equal(torch.stack(sweep).sum(0), x)
+    assert torch.equal(torch.stack([part != 0 for part in sweep]).sum(0), torch.ones(d, dtype=torch.int64))
+
+
+def test_random_blocks_come_all() -> None:
+    option, x = codec("block_coordinate", blocks=5, order="random"), torch.ones(10)
+    counts = torch.stack([sent(option, x, Turn(round=k)) for k in range(1000)]).sum(0)
+    assert bool(((counts - 200).abs() < 5 * math.sqrt(1000 * 0.16)).all())
+
+
+# --- thresholds -------------------------------------------------------------------------------------------------------
+
+
+def test_reaching_and_estimated() -> None:
+    x = vector("heavy", SMALL + 5).numpy()
+    assert np.array_equal(reaching(x, 2.0), np.flatnonzero(np.abs(x) >= 2))
+    assert reaching(np.array([1, -1, np.nan, np.inf, 0.5], np.float32), 1.0).tolist() == [0, 1, 2, 3]
+    k = x.size // 100
+    assert 0.7 * k < reaching(x, estimated(x, k)).size < 1.4 * k
+    assert estimated(np.array([3, -1, 2], np.float32), 2) == 2
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_largest_of_rows(k: int) -> None:
+    x = np.random.default_rng(0).integers(-3, 4, (50, 10)).astype(np.float32)
+    x[7, 3], x[8] = np.nan, 0
+    columns = largest_of_rows(x, k)
+    magnitudes = np.where(np.isnan(x), np.inf, np.abs(x))
+    assert columns.shape == (50, k)
+    assert bool((np.diff(columns, axis=1) > 0).all())
+    chosen = np.sort(np.take_along_axis(magnitudes, columns, axis=1), axis=1)
+    assert np.array_equal(chosen, np.sort(magnitudes, axis=1)[:, 10 - k :])
+
+
+def test_what_reaches_the_threshold_is_sent_as_it_is() -> None:
+    option = codec("threshold", threshold=1.0, feedback=False)
+    assert sent(option, [0.5, -1.0, 0.99, 7, -0.1]).tolist() == [0, -1, 0, 7, 0]
+    nothing = option.encode(None, torch.full((50,), -0.5))[1]
+    assert nothing.nbytes == 20
+    link, sender, rounds = linked(codec("threshold", threshold=1.0), ()), None, []
+    for turn in range(10):
+        sender, body = link.encode(sender, torch.tensor([0.25, -0.375]))
+        rounds.append(decoded(link, body, 2).tolist())
+        assert turn or sender.error.tolist() == [0.25, -0.375]
+    assert rounds[2:4] == [[0, -1.125], [1, 0]]
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "ties", "constant", "mostly zero", "layered"])
+def test_a_single_threshold_keeps_to_its_share(kind: str) -> None:
+    for d in (1000, SMALL + 77):
+        x, option = vector(kind, d), codec("single_threshold", ratio=0.01)
+        count, k = int(sent(option, x).count_nonzero()), round(0.01 * d)
+        assert count <= 2 * k
+        assert count >= min(k / 2, int(x.count_nonzero())) or kind == "mostly zero"
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_adacomp_by_hand() -> None:
+    """Two bins of three: the second round's largest are found with the update counted twice."""
+    option = codec("adacomp", dense_bin=3)
+    sender, body = option.encode(None, torch.tensor([1.0, -2, 0.5, 0, 4, 2]))
+    # G = g, |2g| ≥ (2, 4): elements 0 and 1, and 4 and 5; the scale is (2 + 4)/2
+    assert decoded(option, body, 6).tolist() == [3, -3, 0, 0, 3, 3]
+    assert sender.error.tolist() == [-2, 1, 0.5, 0, 1, -1]
+    dropped = option.undo(sender, body)
+    assert dropped.error.tolist() == [1, -2, 0.5, 0, 4, 2]
+    sender, body = option.encode(sender, torch.tensor([-1.0, 0, 0.5, 0, 0, 0]))
+    # G = (-3, 1, 1, 0, 1, -1), G + g = (-4, 1, 1.5, 0, 1, -1) against (3, 1): scale 2
+    assert decoded(option, body, 6).tolist() == [-2, 0, 0, 0, 2, -2]
+    assert sender.error.tolist() == [-1, 1, 1, 0, -1, 1]
+
+
+def test_adacomp_knows_layers() -> None:
+    """Each with bins of its kind, and a scale of its own."""
+    layout = (Layer("conv", (2, 1, 1, 3)), Layer("bias", (2,)), Layer("dense", (2, 4)))
+    option = bare(codec("adacomp", conv_bin=4, dense_bin=5), layout)
+    assert option.bins(16).starts.tolist() == [0, 4, 6, 8, 13]
+    x = torch.tensor([1.0, 0, 0, 0, 3, 0, 5, 0, 7, 0, 0, 0, 0, 0, 0, 9])
+    assert sent(option, x).tolist() == [2, 0, 0, 0, 2, 0, 5, 0, 8, 0, 0, 0, 0, 0, 0, 8]
+    with pytest.raises(BodyError, match="another size"):
+        option.bins(17)
+
+
+def test_sbc_by_hand() -> None:
+    option = codec("sbc", ratio=0.4)
+    assert sent(option, [5, -4, 1, -4, 0]).tolist() == [0, -4, 0, -4, 0]  # 4 is more than (5 + 1)/2
+    assert sent(option, [5, -4, 4, -4, 0]).tolist() == [4.5, 0, 4.5, 0, 0]
+    assert sent(option, [5, -1, -1, -1, 0]).tolist() == [5, 0, 0, 0, 0]  # the only positive one
+    assert sent(option, [-3, -1, -2, -1, -2]).tolist() == [-2.5, 0, -2.5, 0, 0]
+    assert sent(option, [0, 0, 0, 0, 0]).tolist() == [0] * 5
+    assert option.encode(None, vector("normal", 10_000))[1].nbytes < 10_000 / 8 + 50
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "layered"])
+def test_what_sbc_and_stc_lose(kind: str) -> None:
+    """‖x‖² − m·μ², whichever are chosen."""
+    x = vector(kind, 1000)
+    for name in ("sbc", "stc"):
+        got = sent(codec(name), x)
+        assert length(x - got) == pytest.approx(length(x) - length(got), rel=1e-5)
+        assert got[got != 0].abs().unique().numel() == 1
+
+
+def test_stc_by_hand_and_of_everything() -> None:
+    assert sent(codec("stc", ratio=0.5), [5, -1, 0.5, -3]).tolist() == [4, 0, 0, -4]
+    x = vector("normal", 1000)
+    scaled_sign = float(x.double().abs().mean()) * x.sign()
+    assert torch.allclose(sent(codec("stc", ratio=1.0), x), scaled_sign, rtol=1e-6)
+    assert codec("stc", ratio=1.0).payload(None, 1000) == 20 + 4 + 125
+
+
+def test_random_dropping_gives_to_others_what_is_cut_off() -> None:
+    x = np.array([10, 1, -1, 1, 1, 0], np.float32)
+    assert slope(x, np.float32(10), 3) == pytest.approx(
+        5
+    )  # p = 1 and 1/2 four times, where 3/14·|x| would be 2.1 for one
+    assert slope(x, np.float32(10), 6) == math.inf
+    assert slope(x, np.float32(10), 1) == pytest.approx(10 / 14)
+    x, option = vector("heavy", 2000, 1), codec("random_dropping", ratio=0.05)
+    draws = torch.stack([sent(option, x, Turn(round=k)) for k in range(400)])
+    count = (draws != 0).sum(1).double()
+    assert float(count.mean()) == pytest.approx(100, abs=5 * 10 / 20)
+    assert len(draws[0].abs().unique()) <= int((x.abs() >= draws[draws != 0].abs().min()).sum()) + 2
+    best = lost_at_best(x.abs().double(), 100)
+    assert float(((draws - x).double() ** 2).sum(1).mean()) == pytest.approx(best, rel=0.15)
+
+
+def lost_at_best(x: Tensor, k: int) -> float:
+    """The least Σ x²/p − x² of Σ p = k: the largest are certain, the others as their magnitudes."""
+    x = x.sort(descending=True).values
+    for certain in range(k):
+        rest = float(x[certain:].sum())
+        if x[certain] * (k - certain) <= rest:
+            return rest**2 / (k - certain) - float((x[certain:] ** 2).sum())
+    return 0.0
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+def test_sparse_loco_takes_from_every_chunk() -> None:
+    x = torch.arange(1, 11, dtype=torch.float32)
+    option = codec("sparse_loco", values="fp32", chunk=4, ratio=0.5)
+    assert sent(option, x).tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0, 10]
+    assert codec("sparse_loco", ratio=1 / 64).payload(None, 4096 * 16) == 20 + 4 + 16 * 64 * (2 + 12) // 8 + 8
+    assert torch.equal(
+        sent(codec("sparse_loco", values="fp32", chunk=1000, ratio=0.1), x), sent(codec("topk", ratio=0.1), x)
+    )
+
+
+@pytest.mark.parametrize(("name", "decay"), [("sparse_loco", 0.95), ("demo", 0.999)])
+def test_feedback_as_the_papers_have_it(name: str, decay: float) -> None:
+    """m ← β·m + x, send C(m), m ← m − C(m)."""
+    link, m, sender = linked(codec(name), ()), torch.zeros(5000), None
+    for turn in range(6):
+        x = vector("normal", 5000, turn)
+        m = decay * m + x
+        sender, body = link.encode(sender, x, Turn(round=turn))
+        assert torch.allclose(decoded(link, body, 5000), sent(link.codec, m), atol=2e-5)
+        m = m - decoded(link, body, 5000)
+        assert torch.allclose(sender.error, m, atol=2e-5)
+
+
+def test_a_cosine_is_one_number() -> None:
+    layout = (Layer("matrix", (128, 64)), Layer("bias", (64,)), Layer("one", ()))
+    option = bare(codec("demo", ratio=0.0005), layout)
+    wave = np.cos(np.pi / 64 * 5 * (np.arange(64) + 0.5))
+    matrix = np.concatenate([np.outer(wave, wave), 3 * np.ones((64, 64))])
+    x = torch.from_numpy(np.concatenate([matrix.reshape(-1), wave, [7]]).astype(np.float32))
+    assert option.encode(None, x)[1].nbytes == option.payload(None, 8257) < 20 + 12 + 4 * (4 + 3) + 8
+    assert torch.allclose(sent(option, x), x, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(10, 84), (1,), (5, 1, 3, 3), (997,), (65, 65), (64, 64)])
+def test_cosines_keep_lengths_and_come_back(shape: tuple[int, ...]) -> None:
+    d = math.prod(shape)
+    option = bare(codec("demo"), (Layer("layer", shape),))
+    x = vector("normal", d)
+    (grid,) = option.grids(0.9, d)
+    coefficients = grid.forward(x.numpy(), np.float32(2))
+    assert 4 * float((coefficients.astype(np.float64) ** 2).sum()) == pytest.approx(length(x), rel=1e-5)
+    assert np.allclose(2 * grid.backward(coefficients), x.numpy(), atol=1e-5)
+    for ratio in (0.01, 0.3):
+        assert length(x - sent(option, x, Turn(ratio))) <= option.bound(ratio, d) * length(x)

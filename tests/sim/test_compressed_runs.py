@@ -1,0 +1,120 @@
+"""Compression inside a run: the same sum through a server and by gathering, health, and updates that are no numbers."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ashl.cli.app import main
+from ashl.compression.health import looked_at, split
+from ashl.compression.layers import Layer
+from ashl.compression.link import linked
+from ashl.health import OFTEN, Health
+from ashl.learner import Learner
+from tests.conf_option import conf_option
+from tests.laws.codecs import vector
+from tests.support import simulated
+
+BASE = ("sync=bsp", "stop.epochs=2", "compression=topk", "optimizer.momentum=0", "model.hidden=[16]")
+GATHER = "topology=all_reduce"
+
+
+def test_gathered_bodies_sum_to_what_a_server_sums() -> None:
+    """To the bit: the same bodies, decoded and added in rank order."""
+    assert simulated(*BASE).sha256 == simulated(*BASE, GATHER).sha256
+
+
+@pytest.mark.parametrize("mode", [("sync=bsp",), ("sync=local_sgd", "sync.local_steps=3")])
+def test_nothing_left_out_is_no_compression(mode: tuple[str, ...]) -> None:
+    whole = (*BASE, *mode, GATHER, "compression.ratio=1")
+    assert torch.allclose(
+        simulated(*whole).params, simulated(*BASE, *mode, GATHER, "compression=none").params, atol=1e-6
+    )
+
+
+def test_bytes_of_a_gathering_are_those_of_the_others_bodies() -> None:
+    ran = simulated(*BASE, GATHER)
+    (ledger,) = {(r["bytes_up"], r["bytes_down"]) for r in ran.of("ledger")}
+    n, merges = ran.plan.num_workers, ran.end["merges"]
+    body = conf_option("compression", "topk").payload(None, ran.plan.num_params)
+    assert ledger == (merges * (n - 1) * body,) * 2
+
+
+def test_what_was_looked_at() -> None:
+    """p = x + e, and with Top-K the lost share is what was not sent."""
+    layout = (Layer("a", (30,)), Layer("b", (70,)))
+    codec = conf_option("compression", "topk", ratio=0.1)
+    link, x = linked(codec, layout), vector("normal", 100)
+    sender, body = link.encode(None, x)
+    found = looked_at(codec, sender, x, body, layout, layers=True)
+    sent = codec.decode(None, body, 100)[1]
+    left = float(((x - sent) ** 2).sum() / (x**2).sum())
+    assert found["lost"] == pytest.approx(left)
+    assert found["residual"] == pytest.approx(left**0.5)
+    assert found["cosine"] == pytest.approx((1 - left) ** 0.5)
+    assert set(found["layers"]) == {"a", "b"}
+    assert sum(found["split"]) == found["nbytes"] == body.nbytes
+    assert found["split"] == (20, 0, 40, 9)
+    layered = linked(conf_option("compression", "topk", ratio=0.1, layers=True), layout)
+    _, body = layered.encode(None, x)
+    assert split(body) == (20 + 8 + 40, 0, 40, 2 + 7)
+
+
+def test_health_is_a_metric(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "train",
+        "-q",
+        "runtime=sim",
+        "tracking=none",
+        "run.dir=out",
+        "run.health_mean=true",
+        "run.health_every=5",
+    )
+    assert main([*command, *BASE]) == 0
+    line = json.loads((workplace / "out/metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < line["compress/lost"] < 1
+    assert 0 < line["compress/cosine"] < 1
+    assert 0.5 < line["compress/aggregate_cosine"] < 1
+    assert line["compress/residual"] > 0
+    told = json.loads((workplace / "out/summary.json").read_text())["compression"]
+    assert (
+        told["bits"] == line["compress/bits"] == pytest.approx(32 * sum(told["bytes"].values()) / (4 * 1210), rel=0.2)
+    )
+    assert told["warning"] is None
+
+
+def test_a_codec_that_enlarges_is_named() -> None:
+    health = Health(dense_bytes=400)
+    ill = {"lost": 1.4, "residual": None, "cosine": 0.1, "nbytes": 20, "split": [20, 0, 0, 0], "unbiased": False}
+    layers = {"a.weight": {"lost": 0.3}, "b.weight": {"lost": 1.9}}
+    for _ in range(OFTEN - 1):
+        health.look({**ill, "rank": 1, "layers": layers})
+    health.look({**ill, "rank": 1, "lost": 0.9})
+    assert health.warning is None
+    for _ in range(OFTEN):
+        health.look({**ill, "rank": 1, "layers": layers})
+    assert health.warning is not None
+    assert "worker 1" in health.warning
+    assert "layer b.weight" in health.warning
+
+
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_an_update_that_is_no_number_names_its_layer(
+    topology: str, monkeypatch: pytest.MonkeyPatch, workplace: Path
+) -> None:
+    gradient = Learner.gradient
+
+    def broken(self, params, indices, worker, step):
+        loss, grad = gradient(self, params, indices, worker, step)
+        if worker == 2 and step == 3:
+            grad[-3] = math.nan
+        return loss, grad
+
+    monkeypatch.setattr(Learner, "gradient", broken)
+    assert main(["train", "-q", "runtime=sim", "tracking=none", "run.dir=out", f"topology={topology}", *BASE]) == 1
+    told = json.loads((workplace / "out/summary.json").read_text())
+    assert told["status"] == "diverged"
+    assert "layer 3.bias of the update of worker 2" in told["exit_reason"]
+    assert "round 4" in told["exit_reason"]

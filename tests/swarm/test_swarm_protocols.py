@@ -1,0 +1,77 @@
+"""The swarm with codecs whose bodies are summed, gathered or sent along a tree: whatever is drawn, all end together,
+nothing is lost on the way, and the books balance to the nanosecond and the byte."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ashl.cluster.spec import Cluster
+from ashl.compression.gtopk import bits_bytes
+from ashl.compression.layers import Layer
+from ashl.compression.link import linked
+from ashl.stage import Stage
+from ashl.sync.bsp import BSP
+from ashl.sync.local_sgd import LocalSGD
+from ashl.topology.all_reduce import AllReduce
+from ashl.trainer import HollowTrainer
+from tests.conf_option import conf_option
+from tests.swarm.drawn import bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
+
+SEEDS = 300
+CHUNK = 100
+LAYOUT = (Layer("a", (40, 30)), Layer("b", (40,)), Layer("c", (10, 40)))
+D = sum(layer.size for layer in LAYOUT)
+OPTIONS = {
+    "power_sgd": {"rank": 2},
+    "gtopk": {"ratio": 0.05},
+    "sketch_sgd": {},
+    "fetch_sgd": {},
+    "topk": {"ratio": 0.05},
+}
+
+
+def drawn(seed: int) -> tuple[Cluster, Stage, str]:
+    rng = random.Random(seed)
+    cluster, name = drawn_cluster(rng), rng.choice(list(OPTIONS))
+    sync: Any = rng.choice([BSP(exchange="gradient"), LocalSGD(local_steps=rng.randint(1, 5))])
+    stage = bound(rng, sync, AllReduce(), cluster.num_workers, drawn_limits(rng))
+    codec = linked(conf_option("compression", name, **OPTIONS[name]), LAYOUT)
+    workers = tuple(replace(worker, compression_ratio=0.05) for worker in stage.plan.workers)
+    plan = replace(stage.plan, workers=workers)
+    return cluster, replace(stage, plan=plan, codec=codec, trainer=HollowTrainer(D, 100)), name
+
+
+def moved(name: str, n: int) -> int:
+    """Bytes that all workers together send in a round, as the papers count them."""
+    around = 2 * (n - 1)  # of a vector that all have summed
+    if name == "power_sgd":
+        return n * (around * 4 * (2 * 40 + 2 * 10 + 40) // n) + n * (around * 4 * (2 * 30 + 2 * 40) // n)
+    k, size = round(0.05 * D), 20 + 4 * 82 + -(-82 * 11 // 8)
+    assert (D, k) == (1640, 82)
+    if name == "gtopk":
+        return (n - 1) * (2 * size + bits_bytes(k))
+    if name == "topk":
+        return n * (n * size * (n - 1) // n)
+    cells, asked = 5 * round(0.2 * D / 5), 4 * round(0.02 * D)
+    return n * (around * 4 * cells // n) + (n * (around * 4 * asked // n) if name == "sketch_sgd" else 0)
+
+
+def check(seed: int) -> None:
+    cluster, stage, name = drawn(seed)
+    sim, seen = run(cluster, (stage,), seed)
+    end, n = seen.of("stage")[-1], stage.num_workers
+    check_mail(sim)
+    check_time(seen, n, end["end_ns"])
+    assert len(set(end["commits"])) == 1
+    assert end["stale_max"] == [0] * n
+    ledgers = seen.of("ledger")
+    assert (
+        sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers) == end["merges"] * moved(name, n)
+    )
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_a_swarm_of_protocols(first: int) -> None:
+    each(range(first, first + CHUNK), check, drawn)
