@@ -52,9 +52,8 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
     if hasattr(sync, "absorb"):
         check_absorbing(parts, choices)
     lossless = parts["compression"].flags.lossless
-    if getattr(topology, "replicas", False):
-        if sync is not None:
-            check_replicas(parts, choices, lossless)
+    if getattr(topology, "replicas", False) and sync is not None:
+        check_replicas(parts, choices, lossless)
     if topology.has_server and topology.pull_ratio is not None and lossless:
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
     if runtime.name == "sim":

@@ -87,8 +87,8 @@ def train(
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not quiet:
         outcome(console, summary, run_dir, link)
-    for warning in filter(None, (watch.health.warning, warning)):
-        Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
+    for text in filter(None, (watch.health.warning, warning)):
+        Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
         raise failure
     if status == "diverged":

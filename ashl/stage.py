@@ -243,7 +243,7 @@ class Stage:
     @property
     def estimator(self) -> str:
         """Which gradient the workers exchange, see `topology.estimate`."""
-        if self.trainer.statistics:
+        if getattr(self.trainer, "statistics", 0):
             return "statistics"
         return getattr(self.sync, "estimator", getattr(self.codec, "estimator", "minibatch"))
 

@@ -104,7 +104,11 @@ class Trainer:
     def local_step(
         self, params: Tensor, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
     ) -> tuple[float, Moments, Tensor]:
-        """One optimizer step on one minibatch: (loss, moments, params)."""
+        """One optimizer step on one minibatch, or on the shard where that is what the optimizer needs: (loss, moments,
+        params)."""
+        if self.statistics:
+            loss, _, statistics = self.sweep(params, moments, None, worker)
+            return (loss, *self.optimizer.step(moments, params, statistics, lr))
         loss, grad = self.gradient(params, worker, step, span)
         return (loss, *self.optimizer.step(moments, params, grad, lr))
 

@@ -16,10 +16,10 @@ and, where it has more to say,
                                                         where that is not Σ weight · decode
     summand(body) -> t, summed(body, t) -> body         `flags.linear`: the flat tensor that an all-reduce may sum, and
                                                         the body whose content is that of the sum
+    summed_bytes(ratio, d) -> bytes                     ... and those of such a tensor
     shaped(layout) -> codec                             the codec for a model's layers, where it treats them as such
     collective(...)                                     a protocol of its own over all workers: see `topology.exchange`
     links(stage, rank) -> ranks                         with whom that protocol exchanges messages, where it does
-    summed_bytes(d) -> bytes                            of a summand, where a run is only timed; else those of a body
 
 A codec that is for other gradients than those of a minibatch has `estimator`, see `ashl.topology.estimate`.
 

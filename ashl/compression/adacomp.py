@@ -15,8 +15,7 @@ Source: Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-P
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,17 +27,9 @@ from ashl.compression.code import Sparse, array_of
 from ashl.compression.feedback import Residual, rescaled
 from ashl.compression.index_code import IndexCode, index_room, read_indices, write_indices
 from ashl.compression.layers import Layer, Layout, with_layout
+from ashl.compression.select import BLOCK
 from ashl.option import Count, option
 from ashl.runtime.effects import Hollow
-
-
-class Bins(NamedTuple):
-    """Where the bins of a vector begin and how long they are; the first bin of each layer, and the layers' sizes."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    firsts: np.ndarray
-    sizes: np.ndarray
 
 
 @option
@@ -63,7 +54,7 @@ class AdaComp(Sparse):
         old = rescaled(error, lr, turn.lr)
         with np.errstate(over="ignore", invalid="ignore"):
             whole = g if old is None else g + array_of(old)
-            parts = self.chosen(whole, g, self.bins(g.size))
+            parts = self.chosen(whole, g)
         body = write_body(self.code, x.dtype, g.size, parts)
         rest = torch.from_numpy(whole.copy() if whole is g else whole).to(x.dtype)
         self.add(rest, body, -1.0)
@@ -76,26 +67,30 @@ class AdaComp(Sparse):
         self.add(restored, body)
         return sender._replace(error=restored)
 
-    def chosen(self, whole: np.ndarray, g: np.ndarray, bins: Bins) -> Parts:
+    def chosen(self, whole: np.ndarray, g: np.ndarray) -> Parts:
         """What of G is sent."""
-        magnitudes = np.abs(whole)
-        largest = np.maximum.reduceat(magnitudes, bins.starts)
-        magnitudes[:] = whole
-        magnitudes += g
-        np.abs(magnitudes, out=magnitudes)
-        stands_out = magnitudes >= np.repeat(largest, bins.lengths)
-        stands_out &= whole != 0
-        stands_out |= ~np.isfinite(whole)
-        counts = np.diff(bins.firsts, append=largest.size)
-        scales = (np.add.reduceat(largest.astype(np.float64), bins.firsts) / counts).astype("<f4")
-        places = np.flatnonzero(stands_out)
+        scales, found, start = [], [], 0
+        for size, length in self.bins(whole.size):
+            total, end, step = 0.0, start + size, length * max(1, BLOCK // length)
+            for at in range(start, end, step):
+                cut = min(at + step, end)
+                last = cut - (cut - at) % length  # where a shorter bin begins
+                for part in (slice(at, last), slice(last, cut)):
+                    if part.stop > part.start:
+                        rows = -1, min(length, part.stop - part.start)
+                        stands_out, largest = outstanding(whole[part].reshape(rows), g[part].reshape(rows))
+                        found.append(np.flatnonzero(stands_out) + part.start)
+                        total += float(largest.sum(dtype=np.float64))
+            scales.append(total / -(-size // length))
+            start = end
+        places, levels = np.concatenate(found), np.array(scales, "<f4")
         if not places.size:
-            return Parts(0, EMPTY, scales=scales)
-        return Parts(places.size, pack_signs(whole[places]), write_indices(self.indices, places, whole.size), scales)
+            return Parts(0, EMPTY, scales=levels)
+        return Parts(places.size, pack_signs(whole[places]), write_indices(self.indices, places, whole.size), levels)
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        sizes, k = self.bins(d).sizes, parts.count
-        scales = typed(parts.scales, "<f4", sizes.size, "scales")
+        sizes, k = [size for size, _ in self.bins(d)], parts.count
+        scales = typed(parts.scales, "<f4", len(sizes), "scales")
         signs = typed(parts.values, "u1", packed_bytes(k, 1), "signs")
         if parts.form or not (k or not parts.indices.size):
             raise BodyError(f"what came are not {k} signs")
@@ -105,23 +100,23 @@ class AdaComp(Sparse):
         return places, np.where(negative, -values, values)
 
     def payload(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 * self.bins(d).sizes.size + packed_bytes(d, 1) + index_room(self.indices, d, d)
+        return HEADER.size + 4 * len(self.bins(d)) + packed_bytes(d, 1) + index_room(self.indices, d, d)
 
-    def bins(self, d: int) -> Bins:
-        """The bins of a vector of d elements."""
+    def bins(self, d: int) -> list[tuple[int, int]]:
+        """The size of each layer, and how long its bins are."""
         layout = self.layout or (Layer("all", (d,)),)
         if d != sum(layer.size for layer in layout):
             raise BodyError(f"a vector of {d} elements came for layers of another size")
-        lengths = (self.conv_bin if len(layer.shape) > 2 else self.dense_bin for layer in layout)
-        return binned(tuple(zip((layer.size for layer in layout), lengths, strict=True)))
+        return [(layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin) for layer in layout]
 
 
-@lru_cache(8)
-def binned(layers: tuple[tuple[int, int], ...]) -> Bins:
-    """Bins of layers of (size, length of a bin)."""
-    lengths = [np.full(-(-size // length), length) for size, length in layers]
-    for each, (size, length) in zip(lengths, layers, strict=True):
-        each[-1] = size - length * (each.size - 1)
-    flat, counts = np.concatenate(lengths), np.array([each.size for each in lengths])
-    sizes = np.array([size for size, _ in layers])
-    return Bins(np.cumsum(flat) - flat, flat, np.cumsum(counts) - counts, sizes)
+def outstanding(whole: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of bins [n, length]: what is sent, and the largest |G| of each."""
+    magnitudes = np.abs(whole)
+    largest = magnitudes.max(axis=1, keepdims=True)
+    np.add(whole, g, out=magnitudes)
+    stands_out = np.abs(magnitudes, out=magnitudes) >= largest
+    stands_out &= whole != 0
+    if not np.isfinite(largest).all():
+        stands_out |= ~np.isfinite(whole)
+    return stands_out, largest

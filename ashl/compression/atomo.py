@@ -5,22 +5,24 @@ p_j = min(1, c·|λ_j|): of all such p the one with the least variance. `entries
 those of each matrix are its singular triples σ_j·u_j·v_jᵀ, where a parameter of more dimensions is a matrix of its
 first against the others; parameters of one are sent as they are. s = max(1, ratio · number of atoms), of each matrix by
 itself. E‖C(x) − x‖² ≤ (atoms/s − 1)‖x‖². Bits of an entry: its value and place; of a triple of an m × n matrix: those
-of m + n values, the factor being in u. Where that would be no less than 32 an element, elements are sent.
+of m + n values, the root of the factor being in each. Where that would be no less than 32 an element, these are sent.
 
 A light atom that is drawn is sent as ±1/c. Nothing is drawn again where nothing was drawn, and what a heavy atom does
 not use of s goes to the others: otherwise the mean would be wrong.
 
 Limit: unbiased, so that no error feedback is needed, and none allowed: C(x) may be much longer than x. The size is
-random. A singular value decomposition of each matrix and message is slow. Without a model's layers the vector is taken
-as one matrix, about as wide as high. Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification",
-NeurIPS 2018, as the paper states it.
+random; declared are s + 7√s + 16 atoms, which one message in 10^10 would exceed. A singular value decomposition of each
+matrix and message is slow. Without a model's layers the vector is taken as one matrix, about as wide as high.
+
+Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS 2018, as the paper
+states it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, inf, isfinite, isqrt, prod
+from math import ceil, inf, isfinite, isqrt, prod, sqrt
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -28,7 +30,7 @@ import numpy as np
 from ashl.compression import BodyError, Flags, Turn
 from ashl.compression.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.code import Code
-from ashl.compression.index_code import IndexCode, index_bytes, read_indices, write_indices
+from ashl.compression.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.compression.layers import Layout
 from ashl.compression.select import largest
 from ashl.compression.sparsifier import Share
@@ -62,7 +64,7 @@ class Atomo(Code, Share):
             return Spectral(self, (square(x.size),)).pack(x, turn)
         places, values = drawn(x, self.kept(turn.ratio, x.size), turn.stream())
         k = places.size
-        if 4 * k + index_bytes(self.indices, k, x.size) >= 4 * x.size or not np.isfinite(values).all():
+        if 4 * k + index_bytes(self.indices, k, x.size) >= 4 * x.size:
             dense = np.zeros(x.size, np.float32)
             dense[places] = values
             return Parts(x.size, dense, form=DENSE)
@@ -86,8 +88,8 @@ class Atomo(Code, Share):
     def payload(self, ratio: float | None, d: int) -> int:
         if self.atoms == "singular":
             return Spectral(self, (square(d),)).payload(ratio, d)
-        self.kept(ratio, d)
-        return HEADER.size + 4 * d  # however many are drawn
+        k = most(self.kept(ratio, d), d)
+        return HEADER.size + min(4 * d, 4 * k + index_room(self.indices, k, d))
 
     def bound(self, ratio: float | None, d: int) -> float:
         if self.atoms == "singular":
@@ -116,7 +118,7 @@ class Spectral(Code):
             part = x[start : start + matrix.size]
             matrix[: part.size] = part
             triples = None
-            if min(rows, columns) > 1 and np.isfinite(part).all():
+            if min(rows, columns) > 1:
                 triples = decomposed(matrix.reshape(rows, columns), self._budget(rows, columns, turn.ratio), rng)
             if triples is None or triples.size >= part.size:
                 sent = part if triples is None else composed(triples, rows, columns).reshape(-1)[: part.size]
@@ -148,8 +150,12 @@ class Spectral(Code):
         return x
 
     def payload(self, ratio: float | None, d: int) -> int:
-        self.option.kept(ratio, d)
-        return HEADER.size + 4 * len(self.shapes) + 4 * d
+        total, left = HEADER.size + 4 * len(self.shapes), d
+        for rows, columns in self.shapes:
+            budget, size = self._budget(rows, columns, ratio), min(rows * columns, left)
+            triples = most(budget, min(rows, columns)) * (rows + columns) if min(rows, columns) > 1 else size
+            total, left = total + 4 * min(size, triples), left - size
+        return total
 
     def bound(self, ratio: float | None, d: int) -> float:
         matrices = [shape for shape in self.shapes if min(shape) > 1]
@@ -171,7 +177,8 @@ def drawn(x: np.ndarray, budget: float, rng: np.random.Generator) -> tuple[np.nd
     """(places, values float32): the atoms of factors x that are drawn, and λ/p of each."""
     slope = odds(x, budget)
     if not isfinite(slope):
-        places = np.flatnonzero(x)
+        places = largest(x, min(x.size, int(budget)))
+        places = places[x[places] != 0]
         return places, x[places]
     found = []
     for start in range(0, x.size, BLOCK):
@@ -181,14 +188,19 @@ def drawn(x: np.ndarray, budget: float, rng: np.random.Generator) -> tuple[np.nd
         hits = np.flatnonzero(words < share)
         beyond = share[hits] - words[hits]  # below 1 where p ends within this word
         found.append(hits[beyond >= rng.random(hits.size)] + start)
-    places = np.concatenate(found)
+    places = np.concatenate(found)[: most(budget, x.size)]
     heavy = np.abs(x[places]) * np.float64(slope) >= 1
     return places, np.where(heavy, x[places], np.copysign(1 / slope, x[places])).astype(np.float32)
 
 
+def most(budget: float, count: int) -> int:
+    """Atoms of a message, at most: one message in 10^10 would have more, and loses the last ones."""
+    return min(count, ceil(budget + 7 * sqrt(budget)) + 16)
+
+
 def odds(x: np.ndarray, budget: float) -> float:
-    """c of p_j = min(1, c·|x_j|), so that Σ p_j = budget; infinite where all that are not 0 can be sent, and where x is
-    not finite.
+    """c of p_j = min(1, c·|x_j|), so that Σ p_j = budget; infinite where no more than ⌊budget⌋ are not 0, and where
+    x is not finite.
 
     What has p = 1 is among the ⌊budget⌋ largest. Where it is the m largest, c = (budget − m)/Σ of the others; m is the
     least number for which none of the others gets more than 1.
@@ -207,22 +219,22 @@ def odds(x: np.ndarray, budget: float) -> float:
     return float(left[m] / rests[m]) if rests[m] > 0 else inf
 
 
-def decomposed(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> np.ndarray | None:
-    """Drawn singular triples of a finite matrix [m, n], float32 [k, m + n]: (λ/p)·u and v of each. None where their sum
-    could be beyond float32."""
+def decomposed(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> np.ndarray:
+    """Drawn singular triples of a matrix [m, n], float32 [k, m + n]: u and v of each, times √(λ/p); of one that is not
+    finite a triple that is not."""
     scale = np.abs(matrix).max()
-    if scale == 0:
-        return np.empty((0, sum(matrix.shape)), np.float32)
+    if scale == 0 or not isfinite(scale):
+        return np.full((int(scale != 0), sum(matrix.shape)), np.nan, np.float32)
     u, sizes, v = np.linalg.svd(matrix / scale, full_matrices=False)
-    if float(scale) * float(sizes.sum()) * sizes.size > np.finfo(np.float32).max:
-        return None
     places, factors = drawn(sizes, budget, rng)
-    return np.concatenate([u.T[places] * (factors * scale)[:, None], v[places]], axis=1)
+    roots = np.sqrt(factors.astype(np.float64) * scale).astype(np.float32)
+    return np.concatenate([u.T[places], v[places]], axis=1) * roots[:, None]
 
 
 def composed(triples: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Their sum [rows, columns]."""
-    return triples[:, :rows].T @ triples[:, rows:]
+    """Their sum [rows, columns]; in float64, where what is huge cancels instead of becoming NaN."""
+    u, v = triples[:, :rows].astype(np.float64), triples[:, rows:].astype(np.float64)
+    return (u.T @ v).astype(np.float32)
 
 
 def square(d: int) -> tuple[int, int]:

@@ -60,6 +60,10 @@ class BlockCoordinate(Sparse, Linear, Aids):
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + 4 * -(-d // self.number(d))
 
+    def summed_bytes(self, ratio: float | None, d: int) -> int:
+        """What an all-reduce sums of a body: its values alone."""
+        return self.payload(ratio, d) - HEADER.size - 4
+
     def bound(self, ratio: float | None, d: int) -> float:
         count = self.number(d)
         if self.order == "random":

@@ -4,9 +4,9 @@ Rule: C(x)_j is the nearest fp16 (11 significant bits, up to 65504) or bf16 (8 s
 of two nearest, the even one. ‖C(x) − x‖² ≤ 2⁻¹⁶·‖x‖² in bf16. Bits: 16·d. Linear: an all-reduce sums the bodies, at
 the precision of float32, and rounds the sum once.
 
-Limit: what is beyond 65504 becomes infinity in fp16, and the run is seen to diverge; what is below 3e-8 becomes 0, which
-is why fp16 promises no contraction and takes no feedback. A scale would help, but sums need the same one everywhere.
-Deterministic, hence biased by up to half a step.
+Limit: what is beyond 65504 becomes infinity in fp16, and the run is seen to diverge; what is below 3e-8 becomes 0, so
+that fp16 promises no contraction and takes no feedback. A scale would help, but sums need the same one everywhere.
+Deterministic, hence biased by up to half a step. What rides along with a sum, the mean loss, is rounded with it.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; Kalamkar et al., "A Study of BFLOAT16 for Deep
 Learning Training", 2019.
@@ -51,6 +51,10 @@ class Cast(Code, Aids):
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 2 * d
+
+    def summed_bytes(self, ratio: float | None, d: int) -> int:
+        """What an all-reduce sums of a body: all but its header."""
+        return 2 * d
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 2.0**-16 if self.dtype == "bf16" else 1.0

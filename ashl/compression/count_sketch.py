@@ -6,10 +6,10 @@ with most collisions. The k largest |estimates| are what is recovered. S(x) + S(
 cell.
 
 Hash: u = a_r·j + b_r mod 2^32, u ← c_r·(u ⊕ ⌊u/2^16⌋) mod 2^32 with a_r and c_r odd; ⌊u·cols/2^32⌋ is the bucket and
-the next bit the sign. The first step alone is multiply-shift, whose pairs are as good as independent, but with which the
-variance of smooth vectors was measured two to three times as large. The seed is in the body. It holds for a whole run,
-since what is kept from round to round adds up in the table, and it is the same for all workers. Where rows·cols is no
-less than d the vector itself is sent, whose elements are exact.
+the next bit the sign. The first step alone is multiply-shift, whose pairs are as good as independent, but with which
+the variance of smooth vectors was measured two to three times as large. The seed is in the body. It holds for a whole
+run, since what is kept from round to round adds up in the table, and it is the same for all workers. Where rows·cols is
+no less than d the vector itself is sent, whose elements are exact.
 
 Source: Charikar, Chen and Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002; hash, Dietzfelbinger et
 al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997.
@@ -175,7 +175,7 @@ class CountSketch(Sparse, Linear):
             raise BodyError(f"a sketch of {parts.count} cells came where {table.cells} were expected")
         return table, typed(parts.values, "<f4", table.cells, "cells")
 
-    def summed_bytes(self, d: int) -> int:
+    def summed_bytes(self, ratio: float | None, d: int) -> int:
         """What an all-reduce sums of a body: its cells alone."""
         return 4 * self.table(d).cells
 

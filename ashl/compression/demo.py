@@ -85,14 +85,18 @@ class Grid(NamedTuple):
         filled = np.zeros((down * height, across * width), np.float32)
         matrix = x.reshape(self.rows, self.columns)
         np.divide(matrix, top if top else np.float32(1), out=filled[: self.rows, : self.columns])
-        blocks = filled.reshape(down, height, across, width).swapaxes(1, 2)
-        return (cosines(height) @ blocks @ cosines(width).T).reshape(self.blocks, self.size)
+        waves = filled.reshape(-1, width) @ cosines(width).T  # few large products, instead of two for each block
+        if height > 1:
+            waves = cosines(height) @ waves.reshape(down, height, -1)
+        return waves.reshape(down, height, across, width).swapaxes(1, 2).reshape(self.blocks, self.size)
 
     def backward(self, coefficients: np.ndarray) -> np.ndarray:
         """x/top, flat."""
         (down, across), (height, width) = self.cut, self.block
-        blocks = cosines(height).T @ coefficients.reshape(down, across, height, width) @ cosines(width)
-        filled = blocks.swapaxes(1, 2).reshape(down * height, across * width)
+        waves = coefficients.reshape(down, across, height, width).swapaxes(1, 2).reshape(down, height, -1)
+        if height > 1:
+            waves = cosines(height).T @ waves
+        filled = (waves.reshape(-1, width) @ cosines(width)).reshape(down * height, across * width)
         return filled[: self.rows, : self.columns].reshape(-1)
 
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from ashl.compression import TURN, Codec, Flags, Turn
+from ashl.compression.entropy_code import EntropyCode
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.qsgd import QSGD
 from ashl.option import Count, Number, Ratio, option
@@ -53,6 +54,7 @@ class Diana:
     levels: Annotated[int, Number, Field(ge=1, le=127)]
     bucket: Count
     norm: Literal["l2", "max"]
+    entropy: EntropyCode
     alpha: Ratio | None
     estimator: Estimator
 
@@ -62,7 +64,7 @@ class Diana:
         if self.quantizer == "natural":
             return NaturalCompression(**PLAIN)
         levels = 1 if self.quantizer == "ternary" else self.levels
-        return QSGD(levels=levels, bucket=self.bucket, norm=self.norm, **PLAIN)
+        return QSGD(levels=levels, bucket=self.bucket, norm=self.norm, entropy=self.entropy, **PLAIN)
 
     @property
     def flags(self) -> Flags:

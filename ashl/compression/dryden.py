@@ -20,7 +20,6 @@ Quantization for Data-Parallel SGD", NeurIPS 2020.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -29,7 +28,7 @@ from ashl.compression import BodyError, Flags, Turn
 from ashl.compression.bits import pack, packed_bytes, unpack
 from ashl.compression.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.code import Sparse, kept
-from ashl.compression.index_code import IndexCode, index_bytes, low_bits, read_indices, write_indices
+from ashl.compression.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.compression.select import largest
 from ashl.compression.sparsifier import DENSE, SPARSE, Share
 from ashl.option import Count, option
@@ -97,7 +96,7 @@ class Dryden(Sparse, Share):
         share = self.ratio if ratio is None else ratio
         kept(share, d)
         most = min(d, int(share * d) + 2)  # each side rounds for itself
-        places = max(index_bytes(self.indices, k, d) for k in longest(self.indices, most, d))
+        places = index_room(self.indices, most, d)
         return HEADER.size + min(4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + places)
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -115,15 +114,6 @@ class Dryden(Sparse, Share):
 
     def _size(self, k: int, d: int) -> int:
         return 8 * self._count + packed_bytes(k, self._width + 1) + (index_bytes(self.indices, k, d) if k else 0)
-
-
-def longest(code: IndexCode, most: int, d: int) -> set[int]:
-    """Of 1 to `most` places those numbers among which are the ones that take the most bytes: with Golomb's code the
-    last before its b becomes smaller."""
-    if code != "golomb":
-        return {most}
-    widths = range(low_bits(most, d), low_bits(1, d) + 1)
-    return {bisect_right(range(1, most + 1), -b, key=lambda k: -low_bits(k, d)) for b in widths}
 
 
 def learned(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.ndarray:

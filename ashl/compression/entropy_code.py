@@ -33,7 +33,7 @@ LONGEST = 16  # bits of a Huffman codeword, where no more levels than that are u
 MOST_LEVELS = 1 << 16  # beyond it a histogram says nothing
 
 
-def checked(code: EntropyCode) -> None:
+def check_code(code: EntropyCode) -> None:
     """Raises UsageError where the code needs a library that is not there."""
     if code == "range":
         _constriction()

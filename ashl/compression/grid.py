@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.bits import pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code
 from ashl.option import Number, option
@@ -86,7 +86,7 @@ def read(parts: Parts, d: int) -> np.ndarray:
     if parts.values.size != packed_bytes(d, bits):
         raise BodyError(f"{d} numbers of {bits} bits came in {parts.values.size} bytes")
     top, steps = typed(parts.scales, "<f4", 1, "scales")[0], np.float32(most(bits))
-    x = unpack(parts.values, bits, d).astype(np.float32)
+    x = (unpack_bytes if bits <= 8 else unpack)(parts.values, bits, d).astype(np.float32)
     x -= steps
     x /= steps
     x *= top

@@ -71,7 +71,7 @@ class GTopK(TopK):
     """Selects together with all others."""
 
     code: ClassVar[int] = 81
-    flags: ClassVar[Flags] = Flags(contraction=True, reduces=True)
+    promises: ClassVar[Flags] = Flags(contraction=True, reduces=True)
     values: Literal["fp32"]
     layers: Literal[False]
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.body import HEADER, Split
-from ashl.compression.feedback import Residual
 from ashl.compression.layers import Layerwise, Layout, slices
-from ashl.compression.momentum import Velocity
 
 
 def looked_at(codec: Any, sender: Any, x: Tensor, body: Tensor, layout: Layout, layers: bool) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def norm(x: Tensor) -> float:
 
 def kept_back(sender: Any) -> Tensor | None:
     """What a sender keeps for later, wherever it is among the states around a codec."""
-    while sender is not None and not isinstance(sender, Residual | Velocity):
+    while sender is not None and not isinstance(getattr(sender, "error", None), Tensor):
         sender = getattr(sender, "inner", None)
     return None if sender is None else sender.error
 

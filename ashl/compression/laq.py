@@ -13,9 +13,10 @@ descent, bit for bit.
 The sum of the papers is a mean here, so that their 1/(γn)² with f = Σ f_i is 1/γ² of this learning rate; all workers
 are taken to weigh alike. A dropped message leaves Q as it was at both ends.
 
-Limits: with `estimator=minibatch` the noise of the gradients is taken for change, and nothing is ever skipped. An
-optimizer with momentum or Adam moves farther than γ·Q, which the criterion does not know. What is not finite
-makes all of Q NaN.
+Limits: with `estimator=minibatch` the noise of the gradients is taken for change, and hardly anything is ever skipped.
+With momentum or Adam a model moves farther than γ·Q, and nothing would be sent any more; that is refused. Where a few
+elements are far larger than the rest, as in deep models, 4 bits leave an ε as long as g itself, which excuses every
+worker until `max_age`: 8 do. What is not finite makes all of Q NaN.
 
 Source: Chen et al., "LAG: Lazily Aggregated Gradient for Communication-Efficient Distributed Learning", NeurIPS 2018;
 Sun et al., "Communication-Efficient Distributed Learning via Lazily Aggregated Quantized Gradients", NeurIPS 2019.
@@ -32,7 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.bits import pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.body import HEADER, Parts, read_body, typed, write_body
 from ashl.compression.code import array_of
 from ashl.option import Count, NonNegative, Number, option
@@ -143,7 +144,7 @@ class LAQ:
         reach = typed(parts.scales.view(np.uint8), "<f4", 1, "scales")[0]
         if values.size != packed_bytes(d, self.bits):
             raise BodyError(f"{d} levels of {self.bits} bits came in {values.size} bytes")
-        change = unpack(values, self.bits, d).astype(np.float32)
+        change = (unpack_bytes if self.bits <= 8 else unpack)(values, self.bits, d).astype(np.float32)
         change *= np.float32(2 / (2**self.bits - 1))
         change -= np.float32(1)
         change *= reach

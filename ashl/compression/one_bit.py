@@ -1,8 +1,8 @@
 """1-bit SGD: one bit for each element says whether it is negative; either side decodes to its mean.
 
 Rule: C(x)_j = the mean of all x_j ≥ 0 where x_j ≥ 0, and of all x_j < 0 where it is not, by parts of x: the whole
-vector, each layer, or each column (or row) of each layer's matrix [outputs, all else], which is what the paper does. The
-mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², less the finer the parts. Bits: d, and 64 for each part.
+vector, each layer, or each column (or row) of each layer's matrix [outputs, all else]; the paper has columns. The mean
+of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², less the finer the parts. Bits: d, and 64 for each part.
 
 Limit: −0 counts as negative. Columns are short where a layer has few outputs: of 10 elements, a bit each costs 6.4 more
 for the means. What is not finite makes its side, or its part, not finite.

@@ -1,12 +1,12 @@
 """QSGD: in buckets, every element is rounded at random to one of s levels of either sign, so that its mean is kept.
 
-Rule: for each `bucket` of b elements with norm m (their ℓ2 norm, or their largest magnitude), q_j = ⌊s·x_j/m + u_j⌋ with
-u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω = min(b/s², √b/s) for the ℓ2 norm
-and min(b/4s², (1 + √b)/2s) for the largest. Bits: d·⌈log2(2s + 1)⌉ and 32 a bucket.
+Rule: for each `bucket` of b elements with norm m, their ℓ2 norm or their largest magnitude, q_j = ⌊s·x_j/m + u_j⌋ with
+u_j uniform in [0, 1), drawn in 16 bits; C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω = min(b/s², √b/s)
+for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the largest. Bits: d·⌈log2(2s + 1)⌉ and 32 a bucket.
 
-Limit: ω goes with the bucket, not with the model. It is a contraction, and may have feedback, only where ω < 1: feedback
-around a large ω is unstable. For the rare levels of a small s with the ℓ2 norm, entropy coding is shorter still. What is
-not finite makes its bucket NaN.
+Limit: ω goes with the bucket, not with the model. It is a contraction, and may have feedback, only where ω < 1:
+feedback around a large ω is unstable. For the rare levels of a small s with the ℓ2 norm, entropy coding is shorter
+still. What is not finite makes its bucket NaN.
 
 Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017.
 """
@@ -20,10 +20,10 @@ from pydantic import Field
 
 from ashl.compression import Flags, Turn
 from ashl.compression.aids import Aids
-from ashl.compression.bits import packed_bytes
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code
-from ashl.compression.levels import packed, rounded, rows_of, spread, unpacked, whole, width
+from ashl.compression.entropy_code import EntropyCode
+from ashl.compression.levels import level_bytes, packed, rounded, rows_of, spread, unpacked, whole
 from ashl.option import Count, Number, option
 
 LARGEST = np.finfo(np.float32).max
@@ -37,10 +37,12 @@ class QSGD(Code, Aids):
     levels: Annotated[int, Number, Field(ge=1, le=127)]
     bucket: Count
     norm: Literal["l2", "max"]
+    entropy: EntropyCode
 
     @property
     def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
-        return Flags(unbiased=True, contraction=self.bound(None, self.bucket) < 1)
+        small, variable = self.bound(None, self.bucket) < 1, self.entropy != "none"
+        return Flags(unbiased=True, contraction=small, variable=variable)
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
         row, top, rng = min(self.bucket, x.size), 2 * self.levels, turn.stream()
@@ -48,11 +50,9 @@ class QSGD(Code, Aids):
 
         def numbers(where: slice, block: np.ndarray) -> np.ndarray:
             norms[where] = lengths(block) if self.norm == "l2" else np.abs(block).max(1, keepdims=True)
-            y = spread(block, norms[where], self.levels)
-            y += np.float32(self.levels)
-            return rounded(y, rng)
+            return rounded(spread(block, norms[where], self.levels), rng, self.levels)
 
-        stream = packed(x.size, top, (numbers(where, block) for where, block in rows_of(x, row)))
+        stream = packed(x.size, top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
         return Parts(x.size, stream, scales=norms)
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
@@ -63,11 +63,11 @@ class QSGD(Code, Aids):
             block -= np.float32(self.levels)
             block *= steps[where]
 
-        return unpacked(whole(parts, d), d, row, 2 * self.levels, meant)
+        return unpacked(whole(parts, d), d, row, 2 * self.levels, meant, self.entropy)
 
     def payload(self, ratio: float | None, d: int) -> int:
         buckets = -(-d // min(self.bucket, d))
-        return HEADER.size + packed_bytes(d, width(2 * self.levels)) + 4 * buckets
+        return HEADER.size + level_bytes(d, 2 * self.levels, self.entropy) + 4 * buckets
 
     def bound(self, ratio: float | None, d: int) -> float:
         b, s = min(self.bucket, d), self.levels

@@ -7,8 +7,10 @@ quantized between its least and largest element as by `uniform`, and rotated bac
 min(b/2, 2 ln b + 2)/(k − 1)²·‖x‖². Bits: ⌈log2 k⌉ for each element of each block, 64 a block, and 64 for the seed of σ.
 
 H of b is the Kronecker product of two smaller ones, so that rotating is two products with matrices of 64 × 64, faster
-than butterflies. Limit: several times the time of `uniform`. A contraction, which may have feedback, from k = 6 on. What
-is not finite, or is so once rotated, makes its block NaN.
+than butterflies.
+
+Limit: several times the time of `uniform`. A contraction, which may have feedback, from k = 6 on. What is not finite,
+or is so once rotated, makes its block NaN.
 
 Source: Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
@@ -23,10 +25,10 @@ import numpy as np
 
 from ashl.compression import Flags, Turn
 from ashl.compression.aids import Aids
-from ashl.compression.bits import packed_bytes
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code
-from ashl.compression.levels import packed, rounded, rows_of, unpacked, whole, width
+from ashl.compression.entropy_code import EntropyCode
+from ashl.compression.levels import level_bytes, packed, rounded, rows_of, unpacked, whole
 from ashl.compression.uniform import Levels, between, placed
 from ashl.option import option
 
@@ -41,10 +43,12 @@ class Rotated(Code, Aids):
     code: ClassVar[int] = 14
     levels: Levels
     layers: bool
+    entropy: EntropyCode
 
     @property
     def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
-        return Flags(unbiased=True, contraction=self.bound(None, LARGEST) < 1)
+        small, variable = self.bound(None, LARGEST) < 1, self.entropy != "none"
+        return Flags(unbiased=True, contraction=small, variable=variable)
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
         row, top, rng = block_of(x.size), self.levels - 1, turn.stream()
@@ -57,7 +61,8 @@ class Rotated(Code, Aids):
             return rounded(placed(z, ends[where], top), rng)
 
         padded = x if rows * row == x.size else np.concatenate([x, np.zeros(rows * row - x.size, np.float32)])
-        stream = packed(rows * row, top, (numbers(where, block) for where, block in rows_of(padded, row)))
+        blocks = (numbers(where, block) for where, block in rows_of(padded, row))
+        stream = packed(rows * row, top, blocks, self.entropy)
         return Parts(x.size, stream, scales=np.concatenate([seed.view(np.uint8), ends.view(np.uint8).reshape(-1)]))
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
@@ -70,12 +75,12 @@ class Rotated(Code, Aids):
         def meant(where: slice, block: np.ndarray) -> None:
             block[:] = next_flipped(flips, rotate(between(block, ends[where], top), row))
 
-        return unpacked(whole(parts, d), rows * row, row, top, meant)[:d]
+        return unpacked(whole(parts, d), rows * row, row, top, meant, self.entropy)[:d]
 
     def payload(self, ratio: float | None, d: int) -> int:
         row = block_of(d)
         rows = -(-d // row)
-        return HEADER.size + SEED.itemsize + 8 * rows + packed_bytes(rows * row, width(self.levels - 1))
+        return HEADER.size + SEED.itemsize + 8 * rows + level_bytes(rows * row, self.levels - 1, self.entropy)
 
     def bound(self, ratio: float | None, d: int) -> float:
         b = block_of(d)

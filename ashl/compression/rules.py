@@ -10,6 +10,7 @@ from typing import Any
 
 from ashl.compression.code import Code
 from ashl.compression.count_sketch import CountSketch
+from ashl.compression.entropy_code import check_code
 from ashl.compression.layers import Layout
 from ashl.compression.link import linked
 from ashl.errors import UsageError
@@ -25,13 +26,24 @@ def check_compression(
     if codec.flags.lossless:
         return []
     check_aids(name, option, parts["optimizer"], layout)
+    check_code(getattr(option, "entropy", "none"))
     if sync is not None:
-        check_exchange(name, codec, sync, choices["sync"])
+        check_exchange(name, codec, sync, choices["sync"], parts["optimizer"])
+    elif getattr(codec, "estimator", "minibatch") != "minibatch" or codec.flags.full_gradient:
+        raise UsageError(
+            f"{name} is about gradients at one model, and the stages of schedule={choices['schedule']} exchange "
+            "differences between models; take schedule=single sync=bsp"
+        )
     if codec.flags.reduces:
         check_aggregate(name, parts["aggregate"], choices["aggregate"])
     if isinstance(option, CountSketch):
         check_sketch(name, option, topology, parts["optimizer"])
-    check_signs(name, option)
+    check_signs(name, option, parts["optimizer"])
+    if getattr(option, "shared_scale", False) and choices["topology"] != "all_reduce":
+        raise UsageError(
+            f"{name} with compression.shared_scale=true is an agreement of all workers before each sum; take "
+            "topology=all_reduce, or compression.shared_scale=false"
+        )
     pulled = option.pulled() if hasattr(option, "pulled") else option
     if (
         topology.has_server
@@ -81,7 +93,12 @@ def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
             )
 
 
-def check_exchange(name: str, codec: Any, sync: Any, sync_name: str) -> None:
+def plain(optimizer: Any) -> bool:
+    """Whether a step is lr · gradient, but for weight decay."""
+    return getattr(optimizer, "momentum", None) == 0
+
+
+def check_exchange(name: str, codec: Any, sync: Any, sync_name: str, optimizer: Any) -> None:
     """Whether what this sync mode exchanges is what the codec is for."""
     gradients = "sync=bsp" + (", or compression.scale=mean" if hasattr(codec, "scale") else "")
     if codec.flags.scale_free and sync.exchange != "gradient":
@@ -90,6 +107,11 @@ def check_exchange(name: str, codec: Any, sync: Any, sync_name: str) -> None:
             f"differences between models; take {gradients}"
         )
     estimator = getattr(codec, "estimator", "minibatch")
+    if codec.flags.full_gradient and not plain(optimizer):
+        raise UsageError(
+            f"{name} compares what has changed with how far plain gradient descent has moved the model; take "
+            "optimizer=sgd optimizer.momentum=0"
+        )
     if (codec.flags.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
         raise UsageError(
             f"{name} is about gradients at one model, and sync={sync_name} exchanges differences between models; take "
@@ -102,7 +124,7 @@ def check_exchange(name: str, codec: Any, sync: Any, sync_name: str) -> None:
         )
 
 
-def check_signs(name: str, option: Any) -> None:
+def check_signs(name: str, option: Any, optimizer: Any) -> None:
     """Signs without a scale have none to keep apart, and a vote has no use for one."""
     if getattr(option, "vote", "mean") == "majority" and option.scale != "none":
         raise UsageError(f"{name} with compression.vote=majority applies a sign; set compression.scale=none")
@@ -110,11 +132,13 @@ def check_signs(name: str, option: Any) -> None:
         raise UsageError(
             f"{name} with compression.scale=none is the same for each layer and for all; drop compression.layers"
         )
-    if getattr(option, "beta", None) is not None and getattr(option, "momentum", None) is not None:
-        raise UsageError(
-            f"{name} with compression.beta={option.beta:g} keeps a momentum, and compression.momentum="
-            f"{option.momentum:g} would keep another; drop one of them"
-        )
+    if getattr(option, "beta", None) is not None:
+        for key, part in (("compression", option), ("optimizer", optimizer)):
+            if getattr(part, "momentum", None):
+                raise UsageError(
+                    f"{name} with compression.beta={option.beta:g} sends a momentum, and {key}.momentum="
+                    f"{part.momentum:g} would count every velocity twice; take one of them"
+                )
 
 
 def check_sketch(name: str, option: CountSketch, topology: Any, optimizer: Any) -> None:
@@ -168,8 +192,9 @@ def notes(name: str, option: Any, codec: Any, topology: Any, layout: Layout, num
         each = codec.payload(getattr(option, "ratio", None), d) * (num_workers - 1)
         ring = 2 * (num_workers - 1) / num_workers * 4 * d
         if each >= ring:
+            most = "up to " if codec.flags.variable else ""
             found.append(
-                f"{name} does not add up on its way, so its bodies are gathered: {each / 1e6:.3g} MB a round, where "
-                f"summing without compression moves {ring / 1e6:.3g} MB"
+                f"{name} does not add up on its way, so its bodies are gathered: {most}{each / 1e6:.3g} MB a round, "
+                f"where summing without compression moves {ring / 1e6:.3g} MB"
             )
     return found

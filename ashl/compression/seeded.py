@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from ashl.compression import BodyError, Turn
-from ashl.compression.body import Parts
+from ashl.compression.body import HEADER, Parts
 from ashl.compression.sparsifier import SPARSE, Selection, Share
 from ashl.option import option
 
@@ -32,6 +32,11 @@ class Seeded(Selection, Share):
 
     def payload(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)
+
+    def summed_bytes(self, ratio: float | None, d: int) -> int:
+        """What an all-reduce sums of a body: its values alone."""
+        seed = SEED_BYTES if self.form(self.kept(ratio, d), d) == SPARSE else 0
+        return self.payload(ratio, d) - HEADER.size - seed
 
     def drawn(self, x: np.ndarray, rng: np.random.Generator, turn: Turn, scale: float = 1.0) -> Parts:
         """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""

@@ -5,11 +5,11 @@ with `layers`): then ‖C(x) − x‖² = ‖x‖² − ‖x‖₁²/d ≤ (1 �
 of the signs but sign(Σ c_i·sign(x_i)) over the workers i, 0 where they are even. With `beta` (Signum) x is replaced by
 the momentum u ← β·u + (1 − β)·x, kept by the sender. Bits: d, and 32 for m.
 
-Limit: sign(±0) is ±1, by the sign bit, since a bit has no third value; NaN counts by its sign bit, too. Without a scale,
-steps are of one length whatever x is, and training may go the wrong way: set a small learning rate that falls. A
+Limit: sign(±0) is ±1, by the sign bit, since a bit has no third value; NaN counts by its sign bit, too. Without a
+scale, steps are of one length whatever x is, and training may go the wrong way: set a small learning rate that falls. A
 majority is d bits up, but the model that comes back is 32·d: with `topology.pull_ratio=1` pulls are signs with a scale,
 d bits down. Under all-reduce, signs are gathered, (n − 1)·d bits, which up to 15 workers is less than integers that add
-up.
+up. Signum's momentum is there instead of the optimizer's.
 
 Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018, and "signSGD with
 Majority Vote", ICLR 2019; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",

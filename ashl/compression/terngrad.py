@@ -1,8 +1,8 @@
 """TernGrad: every element becomes −m, 0 or m at random, so that its mean is kept.
 
 Rule: m = max|x_j| (of each layer with `layers`); C(x)_j = m·sign(x_j) with probability |x_j|/m, else 0. E C(x) = x,
-E‖C(x) − x‖² ≤ (√d − 1)/2·‖x‖². With `clip_sigmas` = c, x_j is first cut at ±c·σ, with σ² the mean of x_j²: less noise, but
-biased. Bits: 1.6·d, as five trits in a byte, and 32 for each m.
+E‖C(x) − x‖² ≤ (√d − 1)/2·‖x‖². With `clip_sigmas` = c, x_j is first cut at ±c·σ, with σ² the mean of x_j²: less noise,
+but biased. Bits: 1.6·d, as five trits in a byte, and 32 for each m.
 
 With `shared_scale`, under all-reduce, all workers round to the largest of their m, for which 24 bytes of each are
 gathered beforehand. Ternaries then add up: what is summed on its way are integers of the ⌈log2(2n + 1)⌉ bits that n
@@ -32,8 +32,9 @@ from ashl.compression.around import Around
 from ashl.compression.bits import BLOCK, pack, unpack
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code, array_of
+from ashl.compression.entropy_code import EntropyCode
 from ashl.compression.layers import Layout, slices
-from ashl.compression.levels import whole
+from ashl.compression.levels import ends_of, level_bytes, packed, unpacked, whole
 from ashl.compression.protocol import offered
 from ashl.compression.trits import read_ternary, ternary, trit_bytes, write_ternary
 from ashl.option import Positive, option
@@ -51,10 +52,11 @@ class TernGrad(Code, Aids):
     layers: bool
     clip_sigmas: Positive | None
     shared_scale: bool
+    entropy: EntropyCode
 
     @property
     def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
-        return Flags(unbiased=self.clip_sigmas is None)
+        return Flags(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
     def shaped(self, layout: Layout) -> Any:
         """The codec for a model's layers; layers without a shared scale are told apart around it."""
@@ -62,21 +64,32 @@ class TernGrad(Code, Aids):
         return SharedScale(self, sizes) if self.shared_scale else self
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        top = self.top(x)
-        return Parts(x.size, write_ternary(x, top, turn.stream()), scales=top)
+        top, rng = self.top(x), turn.stream()
+        if self.entropy == "none":
+            return Parts(x.size, write_ternary(x, top, rng), scales=top)
+        blocks = (ternary(x[start : start + BLOCK], top, rng) for start in range(0, x.size, BLOCK))
+        return Parts(x.size, packed(x.size, 2, blocks, self.entropy), scales=top)
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
-        return read_ternary(whole(parts, d), typed(parts.scales, "<f4", 1, "scales"), d)
+        top = typed(parts.scales, "<f4", 1, "scales")
+        if self.entropy == "none":
+            return read_ternary(whole(parts, d), top, d)
+
+        def meant(_: slice, block: np.ndarray) -> None:
+            block -= np.float32(1)
+            block *= top
+
+        return unpacked(whole(parts, d), d, min(BLOCK, d), 2, meant, self.entropy)
 
     def payload(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 + trit_bytes(d)
+        return HEADER.size + 4 + (trit_bytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))
 
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
 
     def top(self, x: np.ndarray) -> np.ndarray:
         """m, float32 [1]."""
-        top = np.maximum(x.max(keepdims=True), -x.min(keepdims=True))
+        top = np.abs(ends_of(x)).max(keepdims=True)
         if self.clip_sigmas is None or not 0 < top < np.inf:
             return top
         parts = (x[start : start + BLOCK] / top for start in range(0, x.size, BLOCK))

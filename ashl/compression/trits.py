@@ -26,8 +26,7 @@ def ternary(x: np.ndarray, top: np.ndarray, rng: np.random.Generator) -> np.ndar
     """uint8: 1 + sign(x)·[drawn], with probability |x|/top; beyond ±top for sure. top is float32 [1]."""
     y = spread(x[None], top[None], 1)[0]
     np.clip(y, -1, 1, out=y)
-    y += np.float32(1)
-    return rounded(y, rng)
+    return rounded(y, rng, 1)
 
 
 def pack_trits(numbers: np.ndarray) -> np.ndarray:

@@ -19,35 +19,41 @@ from pydantic import Field
 
 from ashl.compression import Flags, Turn
 from ashl.compression.aids import Aids
-from ashl.compression.bits import BLOCK, packed_bytes
+from ashl.compression.bits import BLOCK
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code
-from ashl.compression.levels import packed, rounded, rows_of, spread, unpacked, whole, width
+from ashl.compression.entropy_code import EntropyCode
+from ashl.compression.levels import ends_of, level_bytes, packed, rounded, rows_of, spread, unpacked, whole
 from ashl.option import Number, option
 
 Levels = Annotated[int, Number, Field(ge=2, le=256)]
 
 
 @option
-class Uniform(Code, Aids):
+class StochasticUniform(Code, Aids):
     """Levels between the ends of the vector."""
 
     code: ClassVar[int] = 13
-    flags: ClassVar[Flags] = Flags(unbiased=True)
     levels: Levels
     layers: bool
+    entropy: EntropyCode
+
+    @property
+    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+        return Flags(unbiased=True, variable=self.entropy != "none")
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        ends, top, rng = np.array([[x.min(), x.max()]]), self.levels - 1, turn.stream()
+        ends, top, rng = ends_of(x)[None], self.levels - 1, turn.stream()
         blocks = (rounded(placed(block, ends, top), rng) for _, block in rows_of(x, min(BLOCK, x.size)))
-        return Parts(x.size, packed(x.size, top, blocks), scales=ends)
+        return Parts(x.size, packed(x.size, top, blocks, self.entropy), scales=ends)
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
         ends, top = typed(parts.scales, "<f4", 2, "ends")[None], self.levels - 1
-        return unpacked(whole(parts, d), d, min(BLOCK, d), top, lambda _, block: between(block, ends, top))
+        row = min(BLOCK, d)
+        return unpacked(whole(parts, d), d, row, top, lambda _, block: between(block, ends, top), self.entropy)
 
     def payload(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 8 + packed_bytes(d, width(self.levels - 1))
+        return HEADER.size + 8 + level_bytes(d, self.levels - 1, self.entropy)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return d / (2 * (self.levels - 1) ** 2)

@@ -40,7 +40,7 @@ class Waiting(NamedTuple):
     """The sender's state: r and v; what r held at the places that were sent last; and the learning rate that both go
     with."""
 
-    sums: Any = None
+    error: Any = None
     squares: Any = None
     places: Any = None
     values: Any = None
@@ -77,7 +77,7 @@ class Variance(Sparse):
         g = array_of(x)
         fresh = np.zeros_like(g) if turn.squares is None else array_of(turn.squares)
         with np.errstate(over="ignore", invalid="ignore"):
-            sums = g + self._kept(old.sums, old.lr, turn.lr, 1)
+            sums = g + self._kept(old.error, old.lr, turn.lr, 1)
             squares = fresh + self._kept(old.squares, old.lr, turn.lr, 2)
             # Not «greater than»: what is no number has to be sent.
             places = np.flatnonzero(~(sums.astype(np.float64) ** 2 <= self.alpha * squares.astype(np.float64)))
@@ -105,9 +105,9 @@ class Variance(Sparse):
     def undo(self, sender: Any, body: Any) -> Any:
         if isinstance(body, Hollow):
             return sender
-        sums = sender.sums.clone()
+        sums = sender.error.clone()
         sums[sender.places] = sender.values
-        return sender._replace(sums=sums, places=sender.places[:0], values=sender.values[:0])
+        return sender._replace(error=sums, places=sender.places[:0], values=sender.values[:0])
 
     def _kept(self, vector: Any, before: float, now: float, power: int) -> Any:
         """What was kept, in units of this learning rate."""

@@ -57,11 +57,18 @@ async def compressed(
     codec, turn = stage.codec, turn_of(stage, node.rank, state)
     if hasattr(codec, "collective"):
         return await codec.collective(node, stage, state, body, turn, weight, riders)
+    if codec.flags.linear:  # what adds up is alike in shape
+        turn = turn._replace(ratio=least_ratio(stage))
     x = body * weight if codec.flags.linear else body
     state.sender, encoded = await node.compute(partial(codec.encode, state.sender, x, turn), work=1, kind="compress")
     look(node, stage, state, x, encoded)
     way = summed_bodies if codec.flags.linear else gathered
     return await way(node, stage, state, encoded, riders)
+
+
+def least_ratio(stage: Stage) -> float:
+    """The kept share that all workers of a sum agree on."""
+    return min(worker.compression_ratio for worker in stage.plan.workers)
 
 
 async def summed(node: Node, stage: Stage, tensor: Any, weight: float, riders: Riders) -> tuple[Any, float, int]:
@@ -74,7 +81,7 @@ async def summed_bodies(node: Node, stage: Stage, state: Any, body: Any, riders:
     """What the sum of linear bodies decodes to."""
     codec, d = stage.codec, stage.trainer.num_params
     if isinstance(body, Hollow):
-        summand = Hollow(codec.summed_bytes(d)) if hasattr(codec, "summed_bytes") else body
+        summand = Hollow(codec.summed_bytes(least_ratio(stage), d), body.word)
     else:
         summand = codec.summand(body)
     total, loss, word = await summed(node, stage, summand, 1.0, riders)

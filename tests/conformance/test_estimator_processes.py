@@ -6,7 +6,15 @@ from tests.conformance.test_kernels import adds_up, real
 from tests.support import simulated
 
 QUICK = ("cluster=homogeneous", "cluster.compute=[1,1]", "cluster.step_s=0.001", "cluster.exchange_s=0.002")
-LAZY = ("sync=bsp", "model=linear", "compression=laq", "optimizer.momentum=0", "optimizer.lr=0.5", "stop.epochs=30")
+LAZY = (
+    "sync=bsp",
+    "model=linear",
+    "compression=laq",
+    "compression.bits=4",
+    "optimizer.momentum=0",
+    "optimizer.lr=0.5",
+    "stop.epochs=30",
+)
 
 
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
@@ -26,3 +34,10 @@ def test_asylpg_learns_on_processes(tmp_path):
     assert summary["steps"] == pytest.approx(sim.end["steps"], rel=0.05)
     assert summary["bytes_down"] < 0.8 * summary["steps"] * 4 * 650
     assert adds_up(summary)
+
+
+def test_block_coordinate_descent_sums_its_means_on_processes(tmp_path):
+    chosen = (*QUICK, "sync=bsp", "topology=all_reduce", "optimizer=bcd", "model.hidden=[16]", "stop.epochs=4")
+    summary, sim = real(tmp_path / "run", *chosen), simulated(*chosen)
+    assert summary["params_sha256"] == sim.sha256
+    assert summary["bytes_up"] == sum(record["bytes_up"] for record in sim.of("ledger"))

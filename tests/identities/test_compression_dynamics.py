@@ -168,3 +168,16 @@ def test_both_ends_of_diana_hold_the_same(mode: tuple[str, ...], monkeypatch: py
     assert len(decoded) > 50
     assert all(decoded)
     assert mode is not BACKUP or sum(ran.end["dropped_by"]) > 10
+
+
+# --- what is summed on its way ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["random_mask", "subsampling", "block_coordinate"])
+def test_a_sum_of_linear_bodies_is_what_a_server_makes_of_them(compression: str) -> None:
+    """Added up by an all-reduce, or decoded one by one: the same model, up to rounding."""
+    base = ("sync=bsp", "stop.steps=40", "model.hidden=[16]", f"compression={compression}", "optimizer.lr=0.02")
+    summed, served = (simulated(*base, f"topology={where}") for where in ("all_reduce", "parameter_server"))
+    assert torch.allclose(summed.params, served.params, atol=1e-5)
+    others = simulated(*base, "seed=2", "topology=all_reduce")
+    assert not torch.allclose(summed.params, others.params, atol=1e-3)

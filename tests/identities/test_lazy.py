@@ -36,7 +36,7 @@ def test_lag_that_skips_nothing_is_gradient_descent(topology: str) -> None:
 
 
 def test_laq_is_the_same_with_and_without_a_server() -> None:
-    chosen = (*DIGITS, "compression=laq", "stop.epochs=20")
+    chosen = (*DIGITS, "compression=laq", "compression.bits=4", "stop.epochs=20")
     server, ring = (simulated(*chosen, f"topology={topology}") for topology in ("parameter_server", "all_reduce"))
     assert server.sha256 == ring.sha256
     assert sent(server, 1 / 8) < 0.7, "some are skipped"
@@ -59,8 +59,11 @@ def test_minibatches_are_noted_and_never_skipped() -> None:
     assert any("minibatch" in note for note in planned(*chosen).notes)
     assert sent(simulated(*chosen)) > 0.95
     assert not any("minibatch" in note for note in planned(*DIGITS, *LAG).notes)
-    with pytest.raises(UsageError, match="take sync=bsp"):
-        planned(*DIGITS[2:], "schedule=single", "sync=asp", *LAG)
+    for wrong, why in ((("sync=asp",), "take sync=bsp"), (("optimizer.momentum=0.9",), "optimizer.momentum=0")):
+        with pytest.raises(UsageError, match=why):
+            planned(*DIGITS, *LAG, *wrong)
+    with pytest.raises(UsageError, match="schedule=single sync=bsp"):
+        planned("schedule=ashl", *LAG, "optimizer.momentum=0")
 
 
 @pytest.mark.parametrize("width", [1, 4, 11, None])

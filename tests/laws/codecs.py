@@ -19,13 +19,16 @@ ROWS: dict[str, Any] = {
     "none": codec("none"),
     **{f"topk-{code}": codec("topk", indices=code) for code in ("int32", "packed", "bitmap", "golomb")},
     **{f"topk-{code}": codec("topk", values=code) for code in ("fp16", "bf16", "int8", "int4", "int2", "mean")},
-    # quantizers with a threshold or a memory
-    **{f"strom-{code}": codec("strom", indices=code, threshold=1.5) for code in ("words", "golomb", "bitmap")},
+    # quantizers with a threshold, of atoms, and with an entropy code
+    "strom": codec("strom", threshold=1.5),
     "strom-dense": codec("strom", dense=True),
-    **{f"atomo-{code}": codec("atomo", indices=code) for code in ("packed", "golomb")},
+    "atomo": codec("atomo"),
     "atomo-singular": codec("atomo", atoms="singular"),
-    "dryden": codec("dryden"),
-    **{f"dryden-{code}": codec("dryden", levels="lloyd", indices=code) for code in ("packed", "bitmap")},
+    "dryden": codec("dryden", indices="bitmap"),
+    "dryden-lloyd": codec("dryden", levels="lloyd"),
+    "qsgd-elias": codec("qsgd", entropy="elias"),
+    "uniform-huffman": codec("uniform", entropy="huffman"),
+    "terngrad-range": codec("terngrad", entropy="range"),
     # sparsifiers
     "random_mask": codec("random_mask"),
     **{f"random_k-{code}": codec("random_k", indices=code) for code in ("seed", "golomb")},
@@ -44,13 +47,13 @@ ROWS: dict[str, Any] = {
     # value codes
     **{f"topk-{code}": codec("topk", values=code) for code in ("natural", "ternary")},
     # quantizers
-    **{f"uniform-{k}": codec("uniform", levels=k) for k in (2, 16, 256)},
+    **{f"uniform-{k}": codec("uniform", levels=k) for k in (2, 256)},
     **{f"rotated-{k}": codec("rotated", levels=k) for k in (2, 16)},
     **{f"qsgd-{norm}": codec("qsgd", norm=norm, bucket=60) for norm in ("l2", "max")},
     "qsgd-127": codec("qsgd", levels=127),
     "natural": codec("natural"),
     **{f"cast-{dtype}": codec("cast", dtype=dtype) for dtype in ("fp16", "bf16")},
-    **{f"sign-{scale}": codec("sign", scale=scale) for scale in ("none", "mean")},
+    "sign": codec("sign"),
     "sign-majority": codec("sign", scale="none", vote="majority"),
     "one_bit": codec("one_bit"),
     "terngrad": codec("terngrad"),
@@ -65,7 +68,8 @@ ROWS: dict[str, Any] = {
     "variance": codec("variance"),
 }
 EXACT = {"none", "topk-int32", "topk-packed", "topk-bitmap", "topk-golomb"}  # what they send, they send as it is
-RANDOM = {"random_mask", "random_k-seed", "random_k-golomb", "terngrad-clipped", "topk-natural"}  # those that draw and are not unbiased
+# Those that draw and are not unbiased.
+RANDOM = {"random_mask", "random_k-seed", "random_k-golomb", "terngrad-clipped", "topk-natural"}
 LARGEST = {"cast-fp16": 65504.0}  # of those whose numbers end before those of float32: infinity is beyond
 
 VECTORS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {

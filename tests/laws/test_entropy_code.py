@@ -4,13 +4,16 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ashl.compression import BodyError
-from ashl.compression.entropy_code import bound_bytes, checked, entropy, folded, read_levels, unfolded, write_levels
+from ashl.compression.entropy_code import bound_bytes, check_code, entropy, folded, read_levels, unfolded, write_levels
 from ashl.compression.prefix_code import omega, read_omega, read_prefix, write_prefix
 from ashl.errors import UsageError
+from tests.laws.codecs import codec, decoded, vector
+from tests.support import planned
 
 CODES = ("none", "huffman", "elias", "range")
 every_code = pytest.mark.parametrize("code", CODES)
@@ -90,7 +93,7 @@ def qsgd_levels(d: int, s: int) -> np.ndarray:
     return (np.sign(v) * np.floor(s * np.abs(v) / np.linalg.norm(v) + rng.random(d))).astype(np.int32)
 
 
-def test_lengths_of_qsgd() -> None:
+def test_lengths_of_levels() -> None:
     """Theorem 3.4 of the paper: at s = √d at most 2.8·d + 32 bits; the others are near the entropy."""
     d, s = 10_000, 100
     levels = folded(qsgd_levels(d, s))
@@ -127,6 +130,28 @@ def test_the_omega_code() -> None:
 def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "constriction", None)
     for code in ("none", "huffman", "elias"):
-        checked(code)
+        check_code(code)
     with pytest.raises(UsageError, match="pip install"):
-        checked("range")
+        check_code("range")
+
+
+def test_a_quantizer_with_an_entropy_code() -> None:
+    """The same values in fewer bytes; with s = √d and Elias's code within 2.8·d + 32 bits, the norm included."""
+    x, d = vector("normal", 10_000), 10_000
+    plain = codec("qsgd", levels=100, bucket=d)
+    sizes = {"none": plain.encode(None, x)[1].nbytes - 20}
+    for code in ("huffman", "elias", "range"):
+        coded = codec("qsgd", levels=100, bucket=d, entropy=code)
+        body = coded.encode(None, x)[1]
+        assert torch.equal(decoded(coded, body, d), decoded(plain, plain.encode(None, x)[1], d))
+        sizes[code] = body.nbytes - 20
+    assert 8 * sizes["elias"] <= 2.8 * d + 32
+    assert sizes["range"] < sizes["huffman"] < sizes["elias"] < 0.36 * sizes["none"]
+
+
+def test_a_library_that_is_not_there_is_missed_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ("compression=uniform", "compression.entropy=range", "stop.steps=8")
+    planned(*overrides)
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    with pytest.raises(UsageError, match=r"pip install 'ashl\[entropy\]'"):
+        planned(*overrides)

@@ -123,7 +123,7 @@ def test_the_variance_criterion_element_by_element() -> None:
             sender = codec.undo(sender, body)
         sums = np.where(sent & (not lost), 0, sums)
         squares = np.where(sent, 0, squares * 0.9)
-        np.testing.assert_allclose(sender.sums.numpy(), sums, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(sender.error.numpy(), sums, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(sender.squares.numpy(), squares, rtol=1e-4, atol=1e-9)
 
 
@@ -131,5 +131,5 @@ def test_what_waits_is_kept_in_units_of_the_model() -> None:
     codec, x, much = conf_option("compression", "variance"), torch.ones(8), torch.full((8,), 100.0)
     sender, _ = codec.encode(None, x, Turn(squares=much, lr=0.1))
     again, _ = codec.encode(sender, 0 * x, Turn(squares=0 * much, lr=0.2))
-    torch.testing.assert_close(again.sums, x / 2)
+    torch.testing.assert_close(again.error, x / 2)
     torch.testing.assert_close(again.squares, much / 4 * 0.999**2)

@@ -24,7 +24,7 @@ def test_sketches_add_up() -> None:
     bodies = [option.encode(None, torch.from_numpy(v), Turn(seed=7))[1] for v in (x, y, x + y)]
     one, other, both = (option.summand(body) for body in bodies)
     assert bits(option.summed(bodies[0], one + other)) == bits(bodies[2])
-    assert one.nbytes == option.summed_bytes(d)
+    assert one.nbytes == option.summed_bytes(None, d)
     assert torch.equal(one + other, both)
 
 

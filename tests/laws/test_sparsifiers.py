@@ -84,7 +84,7 @@ def test_places_are_drawn_without_replacement(k: int, d: int) -> None:
 
 @pytest.mark.parametrize("k", [1, 7, 13, 19])
 def test_every_place_and_every_pair_is_as_likely(k: int) -> None:
-    rng, d, draws = np.random.default_rng(3), 20, 8000
+    rng, d, draws = np.random.default_rng(3), 20, 4000
     seen = np.zeros((draws, d))
     for row in seen:
         row[distinct(rng, k, d)] = 1
@@ -122,13 +122,13 @@ def test_half_of_a_thousand_are_five_hundred() -> None:
 def test_workers_draw_alike_what_they_share(option: Any) -> None:
     """... and take numbers from nobody else."""
     x = vector("normal", 1000)
-    before = np.random.get_state()[1].tobytes(), torch.get_rng_state()
+    before = repr(np.random.get_state()), torch.get_rng_state()
     own = Turn(seed=5, round=3).stream().integers(2**32, size=4)
     places = {sent(option, x, Turn(seed=5, worker=w, round=3)).ne(0).numpy().tobytes() for w in range(4)}
     assert len(places) == 1
     assert sent(option, x, Turn(seed=5, round=4)).ne(0).numpy().tobytes() not in places
     assert np.array_equal(own, Turn(seed=5, round=3).stream().integers(2**32, size=4))
-    assert np.random.get_state()[1].tobytes() == before[0]
+    assert repr(np.random.get_state()) == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
@@ -269,7 +269,7 @@ def test_adacomp_knows_layers() -> None:
     """Each with bins of its kind, and a scale of its own."""
     layout = (Layer("conv", (2, 1, 1, 3)), Layer("bias", (2,)), Layer("dense", (2, 4)))
     option = bare(codec("adacomp", conv_bin=4, dense_bin=5), layout)
-    assert option.bins(16).starts.tolist() == [0, 4, 6, 8, 13]
+    assert option.bins(16) == [(6, 4), (2, 5), (8, 5)]
     x = torch.tensor([1.0, 0, 0, 0, 3, 0, 5, 0, 7, 0, 0, 0, 0, 0, 0, 9])
     assert sent(option, x).tolist() == [2, 0, 0, 0, 2, 0, 5, 0, 8, 0, 0, 0, 0, 0, 0, 8]
     with pytest.raises(BodyError, match="another size"):

@@ -118,3 +118,12 @@ def test_an_update_that_is_no_number_names_its_layer(
     assert told["status"] == "diverged"
     assert "layer 3.bias of the update of worker 2" in told["exit_reason"]
     assert "round 4" in told["exit_reason"]
+
+
+@pytest.mark.parametrize("name", ["cast", "random_mask", "subsampling", "block_coordinate", "topk", "qsgd", "sign"])
+def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
+    """... and takes as long: through sums on their way, and through gathering."""
+    mode = ("sync=bsp", GATHER, "stop.steps=32", f"compression={name}", "optimizer.momentum=0")
+    real, hollow = simulated(*mode), simulated(*mode, "runtime.gradients=false")
+    assert [r["bytes_up"] for r in hollow.of("ledger")] == [r["bytes_up"] for r in real.of("ledger")]
+    assert hollow.time_ns == real.time_ns

@@ -1,0 +1,77 @@
+"""The README's table of which compression runs where is what the checks say; rewritten by
+`python -m tests.cli.test_compression_table`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ashl.checks import check_combination
+from ashl.cli.catalog import catalog
+from ashl.compression.layers import Layer
+from ashl.compression.link import linked
+from ashl.compression.rules import check_compression
+from ashl.errors import UsageError
+from tests.conf_option import conf_option
+
+README = Path(__file__).parents[2] / "README.md"
+HEAD = "| compression | server: bsp | asp, local SGD | pulls | all-reduce | gossip (choco) |"
+LAYOUT = (Layer("0.weight", (64, 64)), Layer("0.bias", (64,)))
+CODECS = sorted(set(catalog()["compression"]) - {"none"})
+COMMON = {
+    "optimizer": conf_option("optimizer", "sgd", momentum=0.0),
+    "aggregate": conf_option("aggregate", "mean"),
+    "runtime": conf_option("runtime", "sim"),
+    "cluster": conf_option("cluster", "homogeneous"),
+}
+
+
+def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
+    """Whether the checks let this pass."""
+    chosen = {"compression": name, "topology": topology, "sync": sync}
+    parts = COMMON | {group: conf_option(group, option) for group, option in chosen.items()}
+    parts["topology"] = conf_option("topology", topology, **fields)
+    choices = chosen | {"aggregate": "mean", "optimizer": "sgd"}
+    try:
+        check_combination(parts, choices)
+        check_compression(parts, choices, LAYOUT, 4)
+    except UsageError:
+        return False
+    return True
+
+
+def way(name: str) -> str:
+    """How an all-reduce carries it."""
+    codec = linked(conf_option("compression", name), LAYOUT)
+    return "own protocol" if hasattr(codec, "collective") else "summed" if codec.flags.linear else "gathered"
+
+
+def row(name: str) -> str:
+    server = [allowed(name, "parameter_server", sync) for sync in ("bsp", "asp", "local_sgd")]
+    assert server[1] == server[2]
+    cells = [
+        *("yes" if run else "no" for run in server[:2]),
+        "yes" if allowed(name, "parameter_server", "bsp", pull_ratio=0.1) else "no",
+        way(name) if allowed(name, "all_reduce", "bsp") else "no",
+        "yes" if allowed(name, "gossip", "choco") else "no",
+    ]
+    return f"| `{name}` | {' | '.join(cells)} |"
+
+
+def in_readme() -> list[str]:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    start = lines.index(HEAD) + 2
+    return lines[start : start + len(CODECS)]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_readme_says_where_it_runs(name: str) -> None:
+    assert row(name) in in_readme()
+
+
+if __name__ == "__main__":
+    text = README.read_text(encoding="utf-8")
+    before, _, after = text.partition(HEAD)
+    rest = after.lstrip("\n").split("\n\n", 1)[1]
+    table = "\n".join([HEAD, "| --- " * (HEAD.count("|") - 1) + "|", *map(row, CODECS)])
+    README.write_text(f"{before}{table}\n\n{rest}", encoding="utf-8")

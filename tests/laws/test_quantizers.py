@@ -1,0 +1,318 @@
+"""What the papers of the quantizers state, and how each of them rounds."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.compression import BodyError, Turn
+from ashl.compression.averaged import Averaged
+from ashl.compression.bits import pack, pack_signs, packed_bytes, signed, unpack
+from ashl.compression.layers import Layer, Layerwise
+from ashl.compression.link import bare, handed_over, linked
+from ashl.compression.rotated import rotate
+from ashl.compression.rules import check_signs
+from ashl.compression.terngrad import SharedScale, sum_width
+from ashl.compression.trits import pack_trits, unpack_trits
+from ashl.compression.value_code import WIDTHS, ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.errors import UsageError
+from ashl.runtime.effects import Hollow
+from tests.conf_option import conf_option
+from tests.laws.codecs import decoded, length, vector
+
+SIZES = (0, 1, 7, 8, 9, 31, 33, 1000)
+LAYOUT = (Layer("matrix", (3, 4)), Layer("bias", (3,)), Layer("filter", (2, 2, 2)))
+
+
+def option(name: str, /, **fields: Any) -> Any:
+    return conf_option("compression", name, **fields)
+
+
+def draw(codec: Any, x: Tensor, k: int = 0, worker: int = 0) -> Tensor:
+    return decoded(codec, codec.encode(None, x, Turn(seed=7, round=k, worker=worker))[1], x.numel())
+
+
+def lost(codec: Any, x: Tensor, draws: int) -> tuple[float, float]:
+    """E‖C(x) − x‖²/‖x‖² and its standard error."""
+    shares = [length(draw(codec, x, k) - x) / length(x) for k in range(draws)]
+    return float(np.mean(shares)), float(np.std(shares)) / draws**0.5
+
+
+# --- numbers of a few bits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", range(1, 33))
+def test_numbers_come_back_from_a_little_endian_stream(width: int) -> None:
+    rng = np.random.default_rng(width)
+    for count in SIZES:
+        numbers = rng.integers(0, 2**width, count, np.uint32)
+        stream = pack(numbers, width)
+        assert (stream.dtype, stream.size) == (np.uint8, packed_bytes(count, width))
+        assert int.from_bytes(stream.tobytes(), "little") == sum(int(n) << i * width for i, n in enumerate(numbers))
+        assert np.array_equal(unpack(stream, width, count), numbers)
+        above = np.uint32(2**32 - 2**width) if width < 32 else np.uint32(0)
+        assert np.array_equal(pack(numbers | above, width), stream)
+
+
+def test_signs_and_trits_come_back() -> None:
+    rng = np.random.default_rng(0)
+    for count in (*SIZES, 70_001):
+        x = rng.standard_normal(count, np.float32)
+        assert np.array_equal(signed(pack_signs(x), count, np.array([2.5])), np.copysign(np.float32(2.5), x))
+        trits = rng.integers(0, 3, count, np.uint8)
+        assert np.array_equal(unpack_trits(pack_trits(trits), count), trits)
+    assert pack_signs(np.array([0.0, -0.0, np.nan, -np.inf], np.float32)).tolist() == [0b1010]
+    with pytest.raises(BodyError, match="243"):
+        unpack_trits(np.array([243], np.uint8), 5)
+
+
+# --- the bounds of the papers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["l2", "max"])
+@pytest.mark.parametrize(
+    ("d", "bucket", "levels"), [(1000, 1000, 1), (1000, 64, 4), (10_000, 10_000, 100), (4096, 512, 16)]
+)
+def test_variance_of_qsgd(norm: str, d: int, bucket: int, levels: int) -> None:
+    """ω = min(b/s², √b/s), and for s levels E[non-zeros] ≤ s(s + √b) in a bucket."""
+    codec = option("qsgd", norm=norm, bucket=bucket, levels=levels)
+    for kind in ("normal", "heavy"):
+        x = vector(kind, d, 3)
+        mean, error = lost(codec, x, 40)
+        assert mean <= codec.bound(None, d) + 4 * error
+        if norm == "l2":
+            found = np.mean([int(draw(codec, x, k).count_nonzero()) for k in range(20)])
+            assert found <= d / bucket * levels * (levels + bucket**0.5)
+    b, s = bucket, levels
+    expected = min(b / s**2, b**0.5 / s) if norm == "l2" else min(b / (4 * s * s), (1 + b**0.5) / (2 * s))
+    assert codec.bound(None, d) == pytest.approx(expected)
+    assert codec.flags.contraction == (expected < 1)
+
+
+def test_an_eighth_is_lost_by_natural_compression_at_worst() -> None:
+    """ω = 1/8 is reached at 4/3 of a power of two; powers themselves are exact."""
+    codec = option("natural")
+    worst, error = lost(codec, torch.full((10_000,), 4 / 3), 20)
+    assert worst == pytest.approx(1 / 8, abs=5 * error)
+    mean, error = lost(codec, vector("heavy", 10_000), 20)
+    assert mean < 1 / 8
+    powers = 2.0 ** torch.arange(-126, 128, dtype=torch.float32) * torch.tensor([1, -1]).repeat(127)
+    assert torch.equal(draw(codec, powers), powers)
+
+
+def test_natural_compression_at_both_ends() -> None:
+    codec, top, least = option("natural"), 2.0**127, 2.0**-126
+    assert draw(codec, torch.tensor([3e38, -3e38, 1.8e38])).tolist() == [top, -top, top]
+    assert draw(codec, torch.tensor([math.inf, -math.inf])).tolist() == [math.inf, -math.inf]
+    assert draw(codec, torch.tensor([math.nan])).isinf().all()
+    small = torch.full((20_000,), 2.0**-128)
+    assert set(draw(codec, small).tolist()) == {0.0, least}
+    assert float(draw(codec, small).double().mean()) == pytest.approx(2.0**-128, rel=0.05)
+
+
+@pytest.mark.parametrize(("levels", "gain"), [(2, 10), (16, 30)])
+def test_rotation_spreads_one_large_element(levels: int, gain: int) -> None:
+    """Where it makes the steps coarse for a thousand small ones, little is left of the error."""
+    x = 1e-3 * vector("normal", 1024)
+    x[17] = 1.0
+    plain, _ = lost(option("uniform", levels=levels), x, 20)
+    turned, _ = lost(option("rotated", levels=levels), x, 20)
+    assert turned <= option("rotated", levels=levels).bound(None, 1024) == (2 * math.log(1024) + 2) / (levels - 1) ** 2
+    assert turned * gain < plain
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64, 128, 4096])
+def test_rotating_twice_is_nothing(size: int) -> None:
+    x = np.random.default_rng(0).standard_normal((3, size)).astype(np.float32)
+    z = rotate(x, size)
+    assert np.allclose((z**2).sum(1), (x**2).sum(1), rtol=1e-4)
+    assert np.allclose(rotate(z, size), x, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["uniform", "rotated"])
+def test_the_mean_of_workers_has_an_nth_of_the_error(name: str) -> None:
+    """E‖mean C(x_i) − mean x_i‖² ≤ bound/n · mean ‖x_i‖²."""
+    n, d, codec = 8, 1000, option(name, levels=4)
+    xs = [vector("normal", d, seed) for seed in range(n)]
+    errors = []
+    for k in range(20):
+        total = sum(draw(codec, x, k, worker) for worker, x in enumerate(xs))
+        errors.append(length((total - sum(xs)) / n))
+    whole = np.mean([length(x) for x in xs])
+    assert np.mean(errors) <= codec.bound(None, d) / n * whole
+    single = np.mean([length(draw(codec, xs[0], k) - xs[0]) for k in range(20)])
+    assert np.mean(errors) == pytest.approx(single / n, rel=0.2)
+
+
+def test_clipping_makes_ternaries_biased() -> None:
+    """The slope of E C(x) in x: 1, and P(|x| < 2.5 σ) = 0.988 for a normal vector that is cut there."""
+    x = vector("normal", 400_000)
+    for sigmas, slope in ((None, 1.0), (2.5, 0.9876)):
+        codec = option("terngrad", clip_sigmas=sigmas)
+        got = torch.stack([draw(codec, x, k) for k in range(4)]).double().mean(0)
+        assert float(got @ x.double()) / length(x) == pytest.approx(slope, abs=0.004)
+        assert len(set(draw(codec, x).tolist())) == 3
+    assert option("terngrad").flags.unbiased
+    assert not option("terngrad", clip_sigmas=2.5).flags.unbiased
+
+
+# --- one bit ----------------------------------------------------------------------------------------------------------
+
+
+def test_either_side_decodes_to_its_mean() -> None:
+    codec = option("one_bit")
+    assert draw(codec, torch.tensor([1.0, 3.0, -2.0, 0.0, -4.0])).tolist() == pytest.approx(
+        [4 / 3, 4 / 3, -3, 4 / 3, -3]
+    )
+    assert draw(codec, torch.tensor([1.0, 3.0])).tolist() == [2, 2]
+    assert draw(codec, torch.tensor([-1.0, -3.0])).tolist() == [-2, -2]
+
+
+@pytest.mark.parametrize("per", ["layer", "row", "column"])
+def test_one_bit_by_parts(per: str) -> None:
+    """Of a matrix the columns are over all outputs; a bias is one part."""
+    codec = option("one_bit", per=per).shaped(LAYOUT)
+    x = vector("normal", 23, 4)
+    got = draw(codec, x)
+    parts = {"layer": [range(12)], "row": [range(4)], "column": [range(0, 12, 4), range(1, 12, 4)]}[per]
+    for part in [*map(list, parts), [12, 13, 14]]:
+        for side in (True, False):
+            here = [i for i in part if (x[i] < 0) == side]
+            assert got[here].tolist() == pytest.approx([float(x[here].mean())] * len(here))
+    count = {"layer": 3, "row": 3 + 1 + 2, "column": 4 + 1 + 4}[per]
+    body = codec.encode(None, x)[1]
+    assert body.nbytes == codec.payload(None, 23) == 20 + 3 + 8 * count
+    assert length(got - x) <= codec.bound(None, 23) * length(x)
+    with pytest.raises(BodyError, match="means"):
+        option("one_bit").decode(None, body, 23)
+    assert option("one_bit", per="vector").shaped(LAYOUT) == option("one_bit", per="vector")
+
+
+def test_signs_with_a_scale_and_without() -> None:
+    x = torch.tensor([1.0, -3.0, 0.0, -0.0])
+    assert draw(option("sign"), x).tolist() == [1, -1, 1, -1]
+    assert draw(option("sign", scale="none"), 7 * x).tolist() == [1, -1, 1, -1]
+    plain, scaled = option("sign", scale="none").flags, option("sign").flags
+    assert (plain.contraction, plain.scale_free, scaled.contraction, scaled.scale_free) == (False, True, True, False)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 10])
+def test_a_majority_decides(n: int) -> None:
+    """Even votes are 0; unequal weights decide by their sum; nothing is changed."""
+    codec = option("sign", scale="none", vote="majority")
+    xs = [vector("normal", 500, seed) for seed in range(n)]
+    bodies = [codec.encode(None, x)[1] for x in xs]
+    votes = torch.stack(xs).sign().sum(0)
+    assert torch.equal(codec.reduce(None, bodies, [1 / n] * n, 500)[1], votes.sign())
+    weights = [1.0] + [0.1 / n] * (n - 1)
+    assert torch.equal(codec.reduce(None, bodies, weights, 500)[1], xs[0].sign())
+    assert codec.reduce(None, [Hollow(83)] * n, weights, 500)[1] == Hollow(2000)
+    assert codec.pulled().flags.contraction
+
+
+def test_signum_sends_the_signs_of_a_running_mean() -> None:
+    codec = linked(option("sign", scale="none", feedback=False, beta=0.75), ())
+    assert isinstance(codec, Averaged)
+    sender, mean = None, torch.zeros(100)
+    for k in range(4):
+        x = vector("normal", 100, k)
+        before, mean = sender, 0.75 * mean + 0.25 * x
+        sender, body = codec.encode(before, x, Turn(round=k))
+        assert torch.allclose(sender.mean, mean, atol=1e-6)
+        assert torch.equal(decoded(codec, body, 100), sender.mean.sign())
+        assert codec.undo(sender, body) == sender
+    assert codec.encode(None, Hollow(400))[1] == Hollow(20 + 13)
+
+
+def test_a_residual_goes_on_behind_a_running_mean() -> None:
+    plain, averaged = linked(option("sign"), ()), linked(option("sign", beta=0.5), ())
+    sender, _ = plain.encode(None, vector("normal", 50))
+    after = handed_over(sender, averaged)
+    assert torch.equal(after.inner.error, sender.error)
+    later, _ = averaged.encode(after, torch.zeros(50))
+    assert handed_over(later, plain).error is later.inner.error
+
+
+@pytest.mark.parametrize(
+    ("fields", "momentum", "why"),
+    [
+        ({"vote": "majority"}, 0.0, r"compression\.scale=none"),
+        ({"scale": "none", "layers": True}, 0.0, r"drop compression\.layers"),
+        ({"beta": 0.9}, 0.9, r"optimizer\.momentum=0\.9"),
+        ({"beta": 0.9, "momentum": 0.5}, 0.0, r"compression\.momentum=0\.5"),
+    ],
+)
+def test_signs_that_make_no_sense(fields: dict[str, Any], momentum: float, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        check_signs("compression=sign", option("sign", **fields), SimpleNamespace(momentum=momentum))
+    check_signs("compression=sign", option("sign"), SimpleNamespace(momentum=0.9))
+
+
+# --- sums of bodies ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_sums_of_casts_decode_to_the_sum(dtype: str) -> None:
+    codec = option("cast", dtype=dtype)
+    xs = [torch.from_numpy(np.random.default_rng(k).integers(-40, 40, 999).astype(np.float32)) for k in range(3)]
+    bodies = [codec.encode(None, x)[1] for x in xs]
+    terms = [codec.summand(body) for body in bodies]
+    assert {term.element_size() for term in terms} == {2}
+    whole = codec.summed(bodies[0], sum(terms))
+    assert torch.equal(decoded(codec, whole, 999), sum(xs))
+    assert torch.equal(decoded(codec, bodies[0], 999), xs[0])
+
+
+def test_the_range_of_a_cast() -> None:
+    x = torch.tensor([65504.0, 65520.0, -1e30, 1e-8, 2.0**-24])
+    assert draw(option("cast", dtype="fp16"), x).tolist() == [65504, math.inf, -math.inf, 0, 2.0**-24]
+    assert draw(option("cast"), x).isfinite().all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 40])
+@pytest.mark.parametrize("layers", [True, False])
+def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
+    """The sum of the words is that of the ternaries, each layer with the largest scale of all workers."""
+    codec = bare(option("terngrad", shared_scale=True, layers=layers), LAYOUT)
+    assert isinstance(codec, SharedScale)
+    xs = [vector("normal", 23, seed) for seed in range(n)]
+    tops = np.max([codec.tops(x) for x in xs], axis=0)
+    assert tops.size == (3 if layers else 1)
+    words = [codec.words(x, tops, Turn(worker=k), n) for k, x in enumerate(xs)]
+    total = codec.update(torch.stack(words).sum(0, dtype=torch.int32), tops, n)
+    sizes = [layer.size for layer in LAYOUT] if layers else [23]
+    scale = torch.from_numpy(np.repeat(tops, sizes))
+    alone = [codec.update(word, tops, n) + (n - 1) * scale for word in words]  # nobody else said 0
+    for one, x in zip(alone, xs, strict=True):
+        assert ((one / scale).round() * x.sign() >= 0).all()
+        assert torch.allclose((one / scale).abs().round(), (one / scale).abs(), atol=1e-4)
+    assert torch.allclose(total, sum(alone), rtol=1e-4, atol=1e-3)
+    assert 2 * n < 2 ** sum_width(n)
+    assert words[0].nbytes <= 23 * sum_width(n) / 8 + 4
+
+
+def test_layers_of_ternaries_without_a_shared_scale() -> None:
+    assert isinstance(bare(option("terngrad"), LAYOUT), Layerwise)
+    assert bare(option("terngrad", layers=False), LAYOUT) == option("terngrad", layers=False)
+
+
+# --- value codes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [*WIDTHS, "natural", "ternary"])
+def test_values_in_few_bits(code: ValueCode) -> None:
+    """As many bytes as declared, for any number of values; and no more is lost than stated."""
+    for k in (0, 1, 2, 1023, 1024, 1025, 3000):
+        for kind in ("normal", "heavy", "zero", "constant"):
+            x = vector(kind, max(1, k), 1).numpy()[:k]
+            values, scales = write_values(code, x, Turn())
+            assert values.nbytes + scales.nbytes == value_bytes(code, k)
+            got = read_values(code, values.view(np.uint8), scales.view(np.uint8), k)
+            assert (got.dtype, got.shape) == (np.float32, (k,))
+            wide = x.astype(np.float64)
+            stated = 1.0 if code == "natural" else value_bound(code, k)  # its bound is one of the mean
+            assert ((got - wide) ** 2).sum() <= stated * (wide**2).sum() * (1 + 1e-5)
