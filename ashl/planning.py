@@ -84,7 +84,7 @@ def _plan_and_data(
     device_of(parts["runtime"])
     learner = Learner(parts["model"], data, seed=settings.seed)
     num_params, layout = learner.num_params, layout_of(learner.layers)
-    found = check_compression(parts, config["choices"], layout, num_workers)
+    found = check_compression(parts, config["choices"], layout, num_workers, overrides)
     batch = parts["dataset"].batch_size
     given = given_profile(profile, settings, config, num_workers, num_params, batch)
     stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, given))

@@ -44,13 +44,13 @@ def show_options(
 
 def _laws(file: Path) -> None:
     """What a codec promises, and whether it keeps it here."""
-    from ashl.compression.laws import laws, promises
+    from ashl.compression.laws import D, laws, promises
     from ashl.construct import construct
 
     codec = construct(values(file), "compression", (target(file).partition(".")[0],))
-    typer.echo(f"\nPromises: {promises(codec)}")
+    show("\nPromises", promises(codec))
     rows = [(law.name, law.stated, law.measured, law.verdict) for law in laws(codec)]
-    show("\nLaws: stated, and measured just now", rows)
+    show(f"\nLaws: stated, and measured just now on {D:,} elements; lost is ‖C(x) − x‖²/‖x‖²", rows)
 
 
 def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
@@ -64,7 +64,10 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
 def _card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
-        typer.echo("\n\n".join([f"{group}={option}", *filter(None, [head(file), *docstrings(name)])]))
+        module, attribute = docstrings(name)
+        own = module and name.split(".")[-2:-1] == [option]  # it has said it all, where the class has but a line
+        about = [head(file), module, "" if own and "\n" not in attribute else attribute]
+        typer.echo("\n\n".join([f"{group}={option}", *filter(None, about)]))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:
             show("\nParameters and their defaults", rows)

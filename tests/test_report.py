@@ -96,6 +96,15 @@ def test_the_axes_of_loose_runs_are_what_differs(tmp_path) -> None:
     assert [[run.seed for run in setting.runs] for setting in settings] == [[0, 1]] * 4
 
 
+def test_what_all_runs_of_an_option_share_is_no_part_of_their_name(tmp_path) -> None:
+    chosen = [("topk", None), ("topk", 0.9), ("qsgd", None)]
+    for index, (codec, momentum) in enumerate(chosen):
+        values = {"compression.momentum": momentum, "compression.masking": codec == "topk"}
+        write_run(tmp_path / f"{index}", choices={"compression": codec}, values=values)
+    _, settings = settings_of(read(sorted(tmp_path.iterdir())))
+    assert [setting.label for setting in settings] == ["topk momentum=None", "topk momentum=0.9", "qsgd"]
+
+
 def test_a_key_that_a_mode_lacks_is_no_part_of_its_name(tmp_path) -> None:
     write_sweep(tmp_path / "s", [({"sync": "bsp", "seed": "0"}, 1.0), ({"sync": "ssp", "sync.staleness": "3"}, 2.0)])
     assert [row.label for row in ranked(tmp_path / "s").rows] == ["bsp", "ssp staleness=3"]

@@ -64,8 +64,9 @@ class Turn(NamedTuple):
     """What one message is encoded for. (seed, worker, round, layer) name its random streams.
 
     `ratio` is the kept share of this message, in (0, 1]; None is the option's own, and codecs without one ignore it. It
-    may change from message to message. `lr` is what x will be multiplied with at the other end: 1 where x is a
-    difference between models, the learning rate where it is a gradient.
+    may change from message to message. `lr` is what x will be multiplied with on its way into the model: 1 where x is a
+    difference between models, minus the learning rate where it is a gradient. `weight` is what x was multiplied with
+    already.
     """
 
     ratio: float | None = None
@@ -76,6 +77,7 @@ class Turn(NamedTuple):
     workers: int = 1
     epoch: float = 0.0  # of the run so far
     lr: float = 1.0
+    weight: float = 1.0
     params: Any = None  # the model that x was computed on
     squares: Any = None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch, [d]
 

@@ -54,11 +54,15 @@ class AdaComp(Sparse):
         old = rescaled(error, lr, turn.lr)
         with np.errstate(over="ignore", invalid="ignore"):
             whole = g if old is None else g + array_of(old)
-            parts = self.chosen(whole, g)
+            parts, places = self.chosen(whole, g)
+            rest = whole.copy() if whole is g else whole
+            if x.dtype == torch.float32:
+                rest[places] -= self.meant(parts, places, g.size)
         body = write_body(self.code, x.dtype, g.size, parts)
-        rest = torch.from_numpy(whole.copy() if whole is g else whole).to(x.dtype)
-        self.add(rest, body, -1.0)
-        return Residual(rest, None, turn.lr), body
+        error = torch.from_numpy(rest).to(x.dtype)
+        if x.dtype != torch.float32:  # what comes out of the body is rounded
+            self.add(error, body, -1.0)
+        return Residual(error, None, turn.lr), body
 
     def undo(self, sender: Residual, body: Any) -> Residual:
         if isinstance(body, Hollow):
@@ -67,8 +71,8 @@ class AdaComp(Sparse):
         self.add(restored, body)
         return sender._replace(error=restored)
 
-    def chosen(self, whole: np.ndarray, g: np.ndarray) -> Parts:
-        """What of G is sent."""
+    def chosen(self, whole: np.ndarray, g: np.ndarray) -> tuple[Parts, np.ndarray]:
+        """What of G is sent, and the places of that."""
         scales, found, start = [], [], 0
         for size, length in self.bins(whole.size):
             total, end, step = 0.0, start + size, length * max(1, BLOCK // length)
@@ -85,19 +89,25 @@ class AdaComp(Sparse):
             start = end
         places, levels = np.concatenate(found), np.array(scales, "<f4")
         if not places.size:
-            return Parts(0, EMPTY, scales=levels)
-        return Parts(places.size, pack_signs(whole[places]), write_indices(self.indices, places, whole.size), levels)
+            return Parts(0, EMPTY, scales=levels), places
+        signs, coded = pack_signs(whole[places]), write_indices(self.indices, places, whole.size)
+        return Parts(places.size, signs, coded, levels), places
 
     def unpack(self, parts: Parts, d: int) -> Any:
         sizes, k = [size for size, _ in self.bins(d)], parts.count
-        scales = typed(parts.scales, "<f4", len(sizes), "scales")
-        signs = typed(parts.values, "u1", packed_bytes(k, 1), "signs")
+        typed(parts.scales, "<f4", len(sizes), "scales")
+        typed(parts.values, "u1", packed_bytes(k, 1), "signs")
         if parts.form or not (k or not parts.indices.size):
             raise BodyError(f"what came are not {k} signs")
         places = read_indices(self.indices, parts.indices, k, d) if k else np.empty(0, np.int64)
-        negative = np.unpackbits(signs, count=k, bitorder="little").view(bool)
-        values = np.repeat(scales, np.diff(np.searchsorted(places, np.cumsum(sizes)), prepend=0))
-        return places, np.where(negative, -values, values)
+        return places, self.meant(parts, places, d)
+
+    def meant(self, parts: Parts, places: np.ndarray, d: int) -> np.ndarray:
+        """The values at these places."""
+        ends = np.cumsum([size for size, _ in self.bins(d)])
+        negative = np.unpackbits(parts.values, count=places.size, bitorder="little").view(bool)
+        values = np.repeat(parts.scales.view("<f4"), np.diff(np.searchsorted(places, ends), prepend=0))
+        return np.where(negative, -values, values)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 * len(self.bins(d)) + packed_bytes(d, 1) + index_room(self.indices, d, d)

@@ -5,11 +5,15 @@ Up to 8 bits, eight numbers are moved together: as the bytes of one word of 64 b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 
 GROUP = 32  # numbers of w bits fill w words of 32 bits
 BLOCK = 1 << 16  # elements: what lies between stays in the L2 cache
 LANES = (16, 32, 64)  # bits of a pair of numbers, of two pairs, of four
+Read = Callable[[np.ndarray, int, int], np.ndarray]
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -21,59 +25,24 @@ def pack(numbers: np.ndarray, width: int) -> np.ndarray:
     """uint8 [packed_bytes] of the low `width` bits, 1 to 32, of each number."""
     if width in (8, 16, 32):
         return numbers.astype(f"<u{width // 8}").view(np.uint8)
-    if width < 8:
-        return _pack_bytes(numbers, width)
-    groups = -(-numbers.size // GROUP)
-    columns = np.zeros((groups, GROUP), np.uint32)
-    columns.reshape(-1)[: numbers.size] = numbers
-    columns &= np.uint32((1 << width) - 1)
-    words = np.zeros((groups, width), "<u4")
-    for j in range(GROUP):
-        word, shift = divmod(j * width, 32)
-        words[:, word] |= columns[:, j] << np.uint32(shift)
-        if shift + width > 32:
-            words[:, word + 1] |= columns[:, j] >> np.uint32(32 - shift)
-    return words.reshape(-1).view(np.uint8)[: packed_bytes(numbers.size, width)]
+    write = _pack_bytes if width < 8 else _pack_words
+    packed = np.empty(packed_bytes(numbers.size, width), np.uint8)
+    for start in range(0, numbers.size, BLOCK):
+        piece = write(numbers[start : start + BLOCK], width)
+        packed[start * width // 8 :][: piece.size] = piece
+    return packed
 
 
 def unpack(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
     """The first `count` numbers of such a stream, uint32; the stream must be long enough."""
-    if width <= 8:
-        return unpack_bytes(buffer, width, count).astype(np.uint32)
     if width in (16, 32):
         return buffer[: count * width // 8].view(f"<u{width // 8}").astype(np.uint32)
-    groups = -(-count // GROUP)
-    words = np.zeros((groups, width), "<u4")
-    stream = buffer[: words.nbytes]
-    words.reshape(-1).view(np.uint8)[: stream.size] = stream
-    columns = np.empty((groups, GROUP), np.uint32)
-    for j in range(GROUP):
-        word, shift = divmod(j * width, 32)
-        columns[:, j] = words[:, word] >> np.uint32(shift)
-        if shift + width > 32:
-            columns[:, j] |= words[:, word + 1] << np.uint32(32 - shift)
-    columns &= np.uint32((1 << width) - 1)
-    return columns.reshape(-1)[:count]
+    return _unpacked(_unpack_bytes if width <= 8 else _unpack_words, buffer, width, np.empty(count, np.uint32))
 
 
 def unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
     """As `unpack`, for a width of at most 8: uint8."""
-    if width == 8:
-        return buffer[:count].copy()
-    groups, size = -(-count // 8), packed_bytes(count, width)
-    stream = buffer[:size] if size == groups * width else np.append(buffer[:size], np.zeros(width, np.uint8))
-    if width in (1, 2, 4):
-        words = stream[: groups * width].view(f"<u{width}").astype("<u8")
-    else:
-        words = np.zeros(groups, "<u8")
-        words.view(np.uint8).reshape(-1, 8)[:, :width] = stream[: groups * width].reshape(-1, width)
-    for lane in reversed(LANES):
-        lower, upper, apart = _halves(lane, width)
-        moved = words & upper
-        moved <<= apart
-        words &= lower
-        words |= moved
-    return words.view(np.uint8)[:count]
+    return _unpacked(_unpack_bytes, buffer, width, np.empty(count, np.uint8))
 
 
 def pack_signs(x: np.ndarray) -> np.ndarray:
@@ -98,6 +67,42 @@ def signed(buffer: np.ndarray, count: int, magnitude: np.ndarray) -> np.ndarray:
     return x.view(np.float32)
 
 
+def _unpacked(read: Read, buffer: np.ndarray, width: int, numbers: np.ndarray) -> np.ndarray:
+    for start in range(0, numbers.size, BLOCK):
+        part = numbers[start : start + BLOCK]
+        part[:] = read(buffer[start * width // 8 :], width, part.size)
+    return numbers
+
+
+def _pack_words(numbers: np.ndarray, width: int) -> np.ndarray:
+    groups = -(-numbers.size // GROUP)
+    columns = np.zeros((groups, GROUP), np.uint32)
+    columns.reshape(-1)[: numbers.size] = numbers
+    columns &= np.uint32((1 << width) - 1)
+    words = np.zeros((groups, width), "<u4")
+    for j in range(GROUP):
+        word, shift = divmod(j * width, 32)
+        words[:, word] |= columns[:, j] << np.uint32(shift)
+        if shift + width > 32:
+            words[:, word + 1] |= columns[:, j] >> np.uint32(32 - shift)
+    return words.reshape(-1).view(np.uint8)[: packed_bytes(numbers.size, width)]
+
+
+def _unpack_words(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
+    groups = -(-count // GROUP)
+    words = np.zeros((groups, width), "<u4")
+    stream = buffer[: words.nbytes]
+    words.reshape(-1).view(np.uint8)[: stream.size] = stream
+    columns = np.empty((groups, GROUP), np.uint32)
+    for j in range(GROUP):
+        word, shift = divmod(j * width, 32)
+        columns[:, j] = words[:, word] >> np.uint32(shift)
+        if shift + width > 32:
+            columns[:, j] |= words[:, word + 1] << np.uint32(32 - shift)
+    columns &= np.uint32((1 << width) - 1)
+    return columns.reshape(-1)[:count]
+
+
 def _pack_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
     words = np.zeros(-(-numbers.size // 8), "<u8")
     words.view(np.uint8)[: numbers.size] = numbers.astype(np.uint8, copy=False)
@@ -115,6 +120,26 @@ def _pack_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
     return packed[: packed_bytes(numbers.size, width)]
 
 
+def _unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
+    if width == 8:
+        return buffer[:count]
+    groups, size = -(-count // 8), packed_bytes(count, width)
+    stream = buffer[:size] if size == groups * width else np.append(buffer[:size], np.zeros(width, np.uint8))
+    if width in (1, 2, 4):
+        words = stream[: groups * width].view(f"<u{width}").astype("<u8")
+    else:
+        words = np.zeros(groups, "<u8")
+        words.view(np.uint8).reshape(-1, 8)[:, :width] = stream[: groups * width].reshape(-1, width)
+    for lane in reversed(LANES):
+        lower, upper, apart = _halves(lane, width)
+        moved = words & upper
+        moved <<= apart
+        words &= lower
+        words |= moved
+    return words.view(np.uint8)[:count]
+
+
+@cache
 def _halves(lane: int, width: int) -> tuple[np.uint64, np.uint64, np.uint64]:
     """Masks of a lane's lower and upper half of numbers, pushed together, and how far the upper one had to move."""
     used = lane * width // 16

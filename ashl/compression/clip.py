@@ -1,6 +1,8 @@
 """Local gradient clipping: every worker shortens its own update before anything is added to it.
 
-Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, so that the norm of their sum is about bounded by θ.
+Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, so that the norm of their sum is about bounded by θ. Where x has
+been multiplied with the worker's weight already, as for a sum on its way, so is the bound.
+
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
 
@@ -24,6 +26,7 @@ class Clipped(Around):
 
     def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
         if not isinstance(x, Hollow):
-            length, bound = float(torch.linalg.vector_norm(x)), self.norm / turn.workers**0.5
+            length = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+            bound = abs(turn.weight) * self.norm / turn.workers**0.5
             x = x if length <= bound else x * (bound / length)
         return self.codec.encode(sender, x, turn)

@@ -112,7 +112,7 @@ def estimated(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
     x, buffer = np.empty(d, np.float32), np.empty((table.rows, BLOCK), np.float32)
     for rows in zip(*(hashed(table, row, d) for row in range(table.rows)), strict=True):
         part, size = rows[0][0], rows[0][1].size
-        guesses = [np.take(signed[r], places, out=buffer[r, :size]) for r, (_, places) in enumerate(rows)]
+        guesses = [signed[r].take(places, out=buffer[r, :size], mode="clip") for r, (_, places) in enumerate(rows)]
         x[part] = median(guesses)
     return x
 

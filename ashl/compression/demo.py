@@ -16,6 +16,7 @@ Source: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 202
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +28,7 @@ from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code, kept
 from ashl.compression.index_code import width
 from ashl.compression.layers import Layer, Layout, with_layout
-from ashl.compression.select import largest_of_rows
+from ashl.compression.select import BLOCK, largest_of_rows
 from ashl.compression.sparsifier import DENSE, SPARSE, Share
 from ashl.compression.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.option import option
@@ -79,25 +80,41 @@ class Grid(NamedTuple):
         """Coefficients that are sent, of all blocks."""
         return self.blocks * self.kept
 
-    def forward(self, x: np.ndarray, top: np.float32) -> np.ndarray:
-        """The coefficients [blocks, size] of x/top."""
-        (down, across), (height, width) = self.cut, self.block
-        filled = np.zeros((down * height, across * width), np.float32)
-        matrix = x.reshape(self.rows, self.columns)
-        np.divide(matrix, top if top else np.float32(1), out=filled[: self.rows, : self.columns])
-        waves = filled.reshape(-1, width) @ cosines(width).T  # few large products, instead of two for each block
-        if height > 1:
-            waves = cosines(height) @ waves.reshape(down, height, -1)
-        return waves.reshape(down, height, across, width).swapaxes(1, 2).reshape(self.blocks, self.size)
+    def strips(self) -> Iterator[slice]:
+        """Blocks that lie beside each other, by row of blocks: as many rows as fit the cache."""
+        down, across = self.cut
+        step = max(1, BLOCK // (across * self.size))
+        return (slice(first, min(first + step, down)) for first in range(0, down, step))
 
-    def backward(self, coefficients: np.ndarray) -> np.ndarray:
-        """x/top, flat."""
-        (down, across), (height, width) = self.cut, self.block
-        waves = coefficients.reshape(down, across, height, width).swapaxes(1, 2).reshape(down, height, -1)
-        if height > 1:
-            waves = cosines(height).T @ waves
-        filled = (waves.reshape(-1, width) @ cosines(width)).reshape(down * height, across * width)
-        return filled[: self.rows, : self.columns].reshape(-1)
+    def forward(self, x: np.ndarray, top: np.float32, strip: slice) -> np.ndarray:
+        """The coefficients [blocks, size] of a strip of x/top."""
+        rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
+        filled = np.zeros(((strip.stop - strip.start) * height, across * width), np.float32)
+        np.divide(rows, top if top else np.float32(1), out=filled[: len(rows), : self.columns])
+        blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
+        return turned(cosines(height), blocks, cosines(width).T).reshape(-1, self.size)
+
+    def backward(self, coefficients: np.ndarray, x: np.ndarray, strip: slice) -> np.ndarray:
+        """That strip again, as it is in x."""
+        rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
+        blocks = turned(cosines(height).T, coefficients.reshape(-1, height, width), cosines(width))
+        filled = blocks.reshape(-1, across, height, width).swapaxes(1, 2).reshape(-1, across * width)
+        rows[:] = filled[: len(rows), : self.columns]
+        return rows
+
+    def of(self, x: np.ndarray, strip: slice) -> np.ndarray:
+        """The rows of this layer, in the flat vector x, that a strip covers."""
+        height = self.block[0]
+        matrix = x[self.start : self.stop].reshape(self.rows, self.columns)
+        return matrix[strip.start * height : strip.stop * height]
+
+
+def turned(left: np.ndarray, blocks: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """left @ block @ right of each: products so small that BLAS does not share them among threads, which waits long
+    where cores are busy."""
+    if len(left) == 1:
+        return blocks[:, 0] @ right
+    return left @ (blocks @ right)
 
 
 @cache
@@ -132,10 +149,13 @@ class DeMo(Code, Share):
         top = np.float32(max(x.max(), -x.min()))
         chosen, places = [], []
         for grid in grids:
-            blocks = grid.forward(x[grid.start : grid.stop], top)
-            inside = largest_of_rows(blocks, grid.kept)
-            chosen.append(np.take_along_axis(blocks, inside, axis=1).reshape(-1))
-            places.append(pack(inside.reshape(-1), width(grid.size)))
+            found = []
+            for strip in grid.strips():
+                blocks = grid.forward(x, top, strip)
+                inside = largest_of_rows(blocks, grid.kept)
+                chosen.append(np.take_along_axis(blocks, inside, axis=1).reshape(-1))
+                found.append(inside.reshape(-1))
+            places.append(pack(np.concatenate(found), width(grid.size)))
         values, scales = write_values(self.values, np.concatenate(chosen), turn)
         scales = np.concatenate([np.array([top], "<f4").view(np.uint8), scales.view(np.uint8)])
         share = np.array([self.ratio if turn.ratio is None else turn.ratio], "<f8").view(np.uint8)
@@ -160,13 +180,17 @@ class DeMo(Code, Share):
             inside = unpack(parts.indices[start : start + size], width(grid.size), grid.sent).reshape(-1, grid.kept)
             if (inside >= grid.size).any() or not (inside[:, 1:] > inside[:, :-1]).all():
                 raise BodyError(f"the places that came are not {grid.kept} ascending numbers below {grid.size}")
-            blocks = np.zeros((grid.blocks, grid.size), np.float32)
             content = values[value : value + grid.sent].reshape(inside.shape)
-            np.put_along_axis(blocks, inside.astype(np.int64), content, axis=1)
-            x[grid.start : grid.stop] = grid.backward(blocks)
+            for strip in grid.strips():
+                part = slice(strip.start * grid.cut[1], strip.stop * grid.cut[1])
+                blocks = np.zeros((part.stop - part.start, grid.size), np.float32)
+                np.put_along_axis(blocks, inside[part].astype(np.int64), content[part], axis=1)
+                rows = grid.backward(blocks, x, strip)
+                rows *= top
+                if np.isfinite(top):
+                    np.clip(rows, -LARGEST, LARGEST, out=rows)
             value, start = value + grid.sent, start + size
-        x *= top
-        return np.clip(x, -LARGEST, LARGEST, out=x) if np.isfinite(top) else x
+        return x
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + min(4 * d, self.sparse_bytes(self.grids(ratio, d)))

@@ -29,7 +29,8 @@ from ashl.compression.bits import pack, packed_bytes, unpack
 from ashl.compression.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.code import Sparse, kept
 from ashl.compression.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
-from ashl.compression.select import largest
+from ashl.compression.levels import ends_of
+from ashl.compression.select import NEGATIVE, POSITIVE, largest
 from ashl.compression.sparsifier import DENSE, SPARSE, Share
 from ashl.option import Count, option
 
@@ -51,14 +52,15 @@ class Dryden(Sparse, Share):
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
         share = self.ratio if turn.ratio is None else turn.ratio
-        sides, buffer = [], np.empty_like(x)
-        for sign in (1, -1):
-            magnitudes = np.fmax(np.multiply(x, sign, out=buffer) if sign < 0 else x, 0, out=buffer)
-            if sign > 0:
-                magnitudes[np.isnan(x)] = np.nan  # they go with the positive ones
-            size = int(np.count_nonzero(magnitudes))
-            places = largest(magnitudes, kept(share, size)) if size else np.empty(0, np.int64)
-            sides.append((places, magnitudes[places]))
+        if np.isnan(ends_of(x)).any():
+            x = np.where(np.isnan(x), np.float32(np.nan), x)  # they go with the positive ones
+        of_side = np.empty(x.size, bool)
+        above = x.size - int(np.count_nonzero(np.less_equal(x, 0, out=of_side)))
+        below = int(np.count_nonzero(np.less(x, 0, out=of_side)))
+        sides = []
+        for size, order in ((above, POSITIVE), (below, NEGATIVE)):
+            places = largest(x, kept(share, size), order) if size else np.empty(0, np.int64)
+            sides.append((places, np.abs(x[places])))
         return self._written(x, *sides)
 
     def _written(self, x: np.ndarray, positive: Any, negative: Any) -> Parts:
@@ -69,8 +71,9 @@ class Dryden(Sparse, Share):
         scales, codes = [], []
         for side, values in enumerate((above, below)):
             levels = learned(self.levels, values, self.num_levels)
-            scales.append(levels)
-            codes.append(nearest(levels, values) | side << self._width)
+            chosen = nearest(levels, values)
+            scales.append(levels if self.levels == "mean" else centred(levels, values, chosen))
+            codes.append(chosen | side << self._width)
         order = np.argsort(np.concatenate([p, n]))
         places, numbers = np.concatenate([p, n])[order], np.concatenate(codes)[order]
         scales = np.concatenate(scales).astype("<f4")
@@ -142,3 +145,11 @@ def lloyd(magnitudes: np.ndarray, count: int) -> np.ndarray:
 def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Of each value the number of the level next to it."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, values)
+
+
+def centred(levels: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Each level as the mean of all that decodes to it, where it was learned from a sample: a level far above what was
+    not in the sample would enlarge that."""
+    counts = np.bincount(chosen, minlength=levels.size)
+    sums = np.bincount(chosen, values, levels.size)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), levels)

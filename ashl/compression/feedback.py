@@ -4,7 +4,8 @@ Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first.
 C(p): what was sent and the residual e add up to the sum of all x, so that nothing is lost, only late. Smaller ones are
 ECQ-SGD, which forgets old errors. A dropped message returns its content to e.
 
-e is kept in units of the model: where x is a gradient, it is rescaled when the learning rate changes. C has to be a
+e is kept in units of the model: where x is a gradient, it is rescaled when the learning rate changes, and where a stage
+of differences between models follows one of gradients, or the other way round, it becomes one. C has to be a
 contraction. Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
 Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et al., "Error Compensated Quantized SGD",
 ICML 2018.
@@ -46,7 +47,7 @@ class Feedback(Around):
         inner, body = self.codec.encode(inner, p, turn)
         if isinstance(x, Hollow):
             return Residual(None, inner, turn.lr), body
-        if error is not None and (self.gain != 1 or self.decay != 1):
+        if error is not None and self.gain != self.decay:
             p = x + error * self.decay
         rest = p.clone() if p is x or p is body else p
         self.codec.add(rest, body, -1.0)

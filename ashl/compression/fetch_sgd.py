@@ -4,7 +4,8 @@ Rule: M ← ρ·M + Σ w_i·S(g_i), E ← E + M, Δ = the k largest elements tha
 Δ is the update; S and the estimates as in `count_sketch`. Workers have no memory at all, so they may come and go.
 Without Δ: `error=zero` sets every cell of E that an element of Δ has to 0, `error=subtract` takes S(Δ) from E, as the
 paper's text has it. `masking` sets those cells of M to 0, too. At a parameter server M and E are the server's; under an
-all-reduce the sketches are summed on their way, and everybody has the same M and E. Bits up: see `count_sketch`.
+all-reduce the sketches are summed on their way, and everybody has the same M and E. Bits up: 64, and 32 for each of the
+about `size`·d cells.
 
 Traps: with `subtract` what an estimate was too large by stays in E with the other sign, is recovered in turn, and feeds
 itself where the sketch is small against k; the authors' code zeroes the cells, since subtraction diverged for them.

@@ -25,12 +25,18 @@ def looked_at(codec: Any, sender: Any, x: Tensor, body: Tensor, layout: Layout, 
     rest = kept_back(sender)
     kept = rest is not None
     rest = x - sent if rest is None else rest
-    found: dict[str, Any] = {**measures(x, sent, rest, kept), "split": split(body), "nbytes": body.nbytes}
+    found = sizes(body) | measures(x, sent, rest, kept)
     found["unbiased"] = codec.flags.unbiased  # what it loses evens out, and may well be longer than what is sent
     if layers:
         parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
         found["layers"] = {layer.name: measures(x[part], sent[part], rest[part], kept) for layer, part in parts}
     return found
+
+
+def sizes(body: Tensor) -> dict[str, Any]:
+    """What can be said of any message."""
+    unknown = dict.fromkeys(("lost", "residual", "cosine"))
+    return {**unknown, "split": split(body), "nbytes": body.nbytes, "unbiased": True}
 
 
 def measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
@@ -61,6 +67,8 @@ def kept_back(sender: Any) -> Tensor | None:
 
 def split(body: Tensor) -> Split:
     """Where the bytes of an encoded vector go."""
+    if not body.numel():
+        return Split(0, 0, 0, 0)  # nothing was sent
     memory = body.numpy()
     _, code, _, _, _, _, scales, values = HEADER.unpack_from(memory.data)
     if code != Layerwise.code:

@@ -92,11 +92,15 @@ def _write_golomb(indices: np.ndarray, d: int) -> np.ndarray:
     if not indices.size:
         return np.empty(0, np.uint8)
     b = low_bits(indices.size, d)
-    gaps = np.diff(indices, prepend=-1) - 1
-    ends = np.cumsum((gaps >> b) + 1) - 1
-    unary = np.zeros(int(ends[-1]) + 1, bool)
-    unary[ends] = True
-    low = [pack(gaps & ((1 << b) - 1), b)] if b else []
+    gaps = indices.astype(np.int64)
+    gaps[1:] -= indices[:-1]
+    gaps[1:] -= 1
+    low = [pack(gaps, b)] if b else []
+    gaps >>= b
+    gaps += 1
+    ends = np.cumsum(gaps, out=gaps)
+    unary = np.zeros(int(ends[-1]), bool)
+    unary[ends - 1] = True
     return np.concatenate([np.array([b], np.uint8), *low, np.packbits(unary, bitorder="little")])
 
 
@@ -109,7 +113,10 @@ def _read_golomb(buffer: np.ndarray, k: int, d: int) -> np.ndarray:
     ends = np.flatnonzero(np.unpackbits(buffer[first:], bitorder="little").view(bool))
     if ends.size != k or ends[-1] // 8 != buffer.size - first - 1:
         raise BodyError(f"{ends.size} golomb indices below {d} came where {k} were expected")
-    gaps = (np.diff(ends, prepend=-1) - 1) << b
+    before = np.arange(k)  # of each end the ones below it; what else is below it are high bits of gaps
+    indices = ends - before
+    indices <<= b
+    indices += before
     if b:
-        gaps += unpack(buffer[1:first], b, k)
-    return np.cumsum(gaps + 1) - 1
+        indices += np.cumsum(unpack(buffer[1:first], b, k), dtype=np.int64)
+    return indices

@@ -25,6 +25,7 @@ Sun et al., "Communication-Efficient Distributed Learning via Lazily Aggregated 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.bits import pack, packed_bytes, unpack, unpack_bytes
+from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.body import HEADER, Parts, read_body, typed, write_body
 from ashl.compression.code import array_of
 from ashl.option import Count, NonNegative, Number, option
@@ -85,7 +86,7 @@ class LAQ:
         with np.errstate(over="ignore", invalid="ignore"):
             parts = self._parts(g, sent)
             now = self._applied(parts, sent)
-            change, error = squared(now - sent), squared(g - now)
+            change, error = distance(now, sent), distance(g, now)
         reach = self.xi / self.memory * sum(state.moves) / turn.lr**2 if turn.lr else 0.0
         lazy = change <= reach + 3 * (error + state.error) and state.age < self.max_age
         before = (state.sent, state.error, state.age)
@@ -119,17 +120,21 @@ class LAQ:
     def _parts(self, g: np.ndarray, sent: np.ndarray) -> Parts:
         if self.bits is None:
             return Parts(g.size, g, form=WHOLE)
-        change = g - sent
-        reach = np.abs(change).max(initial=0.0)
-        top = 2**self.bits - 1
+        d, top = g.size, 2**self.bits - 1
+        buffer, stream = np.empty(min(BLOCK, d), np.float32), np.empty(packed_bytes(d, self.bits), np.uint8)
+        reach = np.max([np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)], initial=np.float32(0))
         if not np.isfinite(reach):
-            return Parts(g.size, pack(np.zeros(g.size, np.uint16), self.bits), scales=np.array([np.nan], "<f4"))
-        change /= reach if reach else np.float32(1)  # divided first: twice a large R is no float32
-        change += np.float32(1)
-        change *= np.float32(top / 2)
-        change += np.float32(0.5)
-        levels = np.clip(change, 0, top, out=change).astype(np.uint16)
-        return Parts(g.size, pack(levels, self.bits), scales=np.array([reach], "<f4"))
+            stream[:] = 0
+            return Parts(d, stream, scales=np.array([np.nan], "<f4"))
+        for where, change in changes(g, sent, buffer):
+            change /= reach if reach else np.float32(1)  # divided first: twice a large R is no float32
+            change += np.float32(1)
+            change *= np.float32(top / 2)
+            change += np.float32(0.5)
+            levels = np.clip(change, 0, top, out=change).astype(np.uint8 if self.bits <= 8 else np.uint16)
+            piece = pack(levels, self.bits)
+            stream[where.start * self.bits // 8 :][: piece.size] = piece
+        return Parts(d, stream, scales=np.array([reach], "<f4"))
 
     def _applied(self, parts: Parts, sent: np.ndarray) -> np.ndarray:
         """Q after a message, the same to the bit at both ends."""
@@ -144,12 +149,16 @@ class LAQ:
         reach = typed(parts.scales.view(np.uint8), "<f4", 1, "scales")[0]
         if values.size != packed_bytes(d, self.bits):
             raise BodyError(f"{d} levels of {self.bits} bits came in {values.size} bytes")
-        change = (unpack_bytes if self.bits <= 8 else unpack)(values, self.bits, d).astype(np.float32)
-        change *= np.float32(2 / (2**self.bits - 1))
-        change -= np.float32(1)
-        change *= reach
-        change += sent
-        return change
+        numbers = unpack_bytes if self.bits <= 8 else unpack
+        now = np.empty(d, np.float32)
+        for where in blocks(d):
+            change = now[where]
+            change[:] = numbers(values[where.start * self.bits // 8 :], self.bits, change.size)
+            change *= np.float32(2 / (2**self.bits - 1))
+            change -= np.float32(1)
+            change *= reach
+            change += sent[where]
+        return now
 
 
 def moved(state: Lazy, model: Any, memory: int) -> Lazy:
@@ -157,10 +166,26 @@ def moved(state: Lazy, model: Any, memory: int) -> Lazy:
     if model is None or state.model is None:
         return state._replace(model=model)
     with np.errstate(over="ignore", invalid="ignore"):
-        move = squared(array_of(model) - array_of(state.model))
+        move = distance(array_of(model), array_of(state.model))
     return state._replace(model=model, moves=(move, *state.moves)[:memory])
 
 
-def squared(x: np.ndarray) -> float:
-    """‖x‖² in float64."""
-    return float(np.einsum("i,i->", x, x, dtype=np.float64))
+def blocks(d: int) -> Iterator[slice]:
+    """Parts of d elements that fit the cache."""
+    return (slice(start, min(start + BLOCK, d)) for start in range(0, d, BLOCK))
+
+
+def changes(x: np.ndarray, y: np.ndarray, buffer: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """x − y by blocks, each of which overwrites the one before."""
+    return (
+        (where, np.subtract(x[where], y[where], out=buffer[: where.stop - where.start])) for where in blocks(x.size)
+    )
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> float:
+    """‖x − y‖² in float64."""
+    buffer, total = np.empty(min(BLOCK, x.size), np.float32), 0.0
+    for _, part in changes(x, y, buffer):
+        wide = part.astype(np.float64)
+        total += float(np.einsum("i,i->", wide, wide))
+    return total

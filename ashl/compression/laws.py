@@ -51,10 +51,23 @@ def laws(option: Any) -> list[Law]:
     return [*found, repeatable(codec, vectors["normal"])]
 
 
-def promises(option: Any) -> str:
-    """Its flags, in words."""
-    flags = bare(option, LAYOUT).flags
-    return ", ".join(name.replace("_", " ") for name, on in flags._asdict().items() if on) or "none"
+MEANT = {
+    "unbiased": "E C(x) = x: what is lost evens out",
+    "contraction": "E‖C(x) − x‖² < ‖x‖²: error feedback may be used",
+    "drains": "‖C(x) − x‖ ≤ ‖x‖: what error feedback keeps stays bounded, so it may be used",
+    "linear": "the sum of bodies decodes to the sum: an all-reduce adds them up on its way",
+    "lossless": "C(x) = x",
+    "variable": "how long a body is depends on x",
+    "full_gradient": "needs the gradient over all samples",
+    "reduces": "all bodies of a merge are decoded together",
+    "scale_free": "the length of x is lost: for gradients, not for differences between models",
+}
+
+
+def promises(option: Any) -> list[tuple[str, str]]:
+    """Its flags, and what they mean."""
+    flags = bare(option, LAYOUT).flags._asdict()
+    return [(name.replace("_", " "), MEANT[name]) for name, on in flags.items() if on] or [("none", "")]
 
 
 def vector(x: np.ndarray) -> Tensor:

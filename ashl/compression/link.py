@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ashl.compression.adacomp import AdaComp
 from ashl.compression.around import Around
 from ashl.compression.averaged import Average, Averaged
 from ashl.compression.clip import Clipped
@@ -23,9 +24,12 @@ def linked(option: Any, layout: Layout) -> Any:
         codec = Feedback(codec, option.feedback_gain, option.feedback_decay)
     keeps = isinstance(codec, Feedback | MomentumCorrection)
     if keeps and not (codec.flags.contraction or codec.flags.drains):
+        key, fix = ("feedback=true", "set compression.feedback=false")
+        if isinstance(codec, MomentumCorrection):
+            key, fix = f"momentum={option.momentum:g}", "set compression.momentum=null, and optimizer.momentum instead"
         raise UsageError(
-            f"compression.feedback=true needs a codec that never enlarges an update, and {type(option).__name__} may; "
-            "set compression.feedback=false"
+            f"compression.{key} keeps what is not sent for later, which needs a codec that never enlarges an update, "
+            f"and compression={type(option).__module__.rpartition('.')[2]} as it is set here may; {fix}"
         )
     if getattr(option, "beta", None) is not None:
         codec = Averaged(codec, option.beta)
@@ -52,7 +56,7 @@ def handed_over(sender: Any, codec: Any) -> Any:
     memory = codec
     while isinstance(memory, Around) and not isinstance(memory, Feedback | MomentumCorrection):
         memory = memory.codec
-    kinds = {Feedback: Residual, MomentumCorrection: Velocity}
+    kinds = {Feedback: Residual, MomentumCorrection: Velocity, AdaComp: Residual}
     if rest is None or type(rest) is not kinds.get(type(memory)):
         return None
     kept = rest._replace(inner=None)

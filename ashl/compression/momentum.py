@@ -47,7 +47,10 @@ class MomentumCorrection(Around):
         if isinstance(x, Hollow):
             inner, body = self.codec.encode(state.inner, x, turn)
             return Velocity(inner=inner), body
-        u = x.clone() if state.velocity is None else x + state.velocity * self.decay
+        velocity = state.velocity
+        if state.lr * turn.lr < 0:  # a gradient after a difference, or the other way round
+            velocity = rescaled(velocity, state.lr, turn.lr)
+        u = x.clone() if velocity is None else x + velocity * self.decay
         error = rescaled(state.error, state.lr, turn.lr)
         v = u.clone() if error is None else u + error
         inner, body = self.codec.encode(state.inner, v, turn)

@@ -30,9 +30,21 @@ class WarmUp(Around):
     epochs: int
 
     def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        return self.codec.encode(sender, x, turn._replace(ratio=self.share(turn)))
+
+    def share(self, turn: Turn) -> float:
+        """What is kept of this message."""
         ratio = innermost(self.codec).ratio if turn.ratio is None else turn.ratio
-        power = min(1.0, (int(turn.epoch) + 1) / (self.epochs + 1))
-        return self.codec.encode(sender, x, turn._replace(ratio=ratio**power))
+        return ratio ** min(1.0, (int(turn.epoch) + 1) / (self.epochs + 1))
+
+
+def scheduled(codec: Any, turn: Turn) -> float | None:
+    """The kept share of a message after the warm-up around a codec, where there is one."""
+    while isinstance(codec, Around):
+        if isinstance(codec, WarmUp):
+            return codec.share(turn)
+        codec = codec.codec
+    return turn.ratio
 
 
 class Regime(NamedTuple):
@@ -55,9 +67,11 @@ class Accordion(Around):
     def encode(self, sender: Regime | None, x: Any, turn: Turn = TURN) -> tuple[Regime, Any]:
         state = sender or Regime(epoch=int(turn.epoch))
         if int(turn.epoch) > state.epoch and state.total is not None:
-            norm = float(torch.linalg.vector_norm(state.total))
+            norm = float(torch.linalg.vector_norm(state.total, dtype=torch.float64))
             critical = state.before is None or abs(state.before - norm) >= CHANGE * state.before
             state = Regime(int(turn.epoch), None, norm, critical, state.inner)
+        elif state.total is None:  # the first update of a stage
+            state = state._replace(epoch=int(turn.epoch))
         total = None if isinstance(x, Hollow) else x if state.total is None else state.total + x
         if state.critical:
             turn = turn._replace(ratio=self.critical_ratio)

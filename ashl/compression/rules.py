@@ -5,7 +5,7 @@ Source: what is refused are the traps that Xu et al., "GRACE", ICDCS 2021, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ashl.compression.code import Code
@@ -14,14 +14,23 @@ from ashl.compression.entropy_code import check_code
 from ashl.compression.layers import Layout
 from ashl.compression.link import linked
 from ashl.errors import UsageError
+from ashl.override import key_of
+
+MUCH, MOST = 0.8, 0.7  # momentum, and a lost share of an update, that together overshoot
 
 
 def check_compression(
-    parts: Mapping[str, Any], choices: Mapping[str, str], layout: Layout, num_workers: int
+    parts: Mapping[str, Any],
+    choices: Mapping[str, str],
+    layout: Layout,
+    num_workers: int,
+    overrides: Sequence[str] = (),
 ) -> list[str]:
-    """What is legal and worth knowing, a sentence each. Raises UsageError for what makes no sense."""
+    """What is legal and worth knowing, a sentence each; `overrides` is what the user wrote. Raises UsageError for what
+    makes no sense."""
     option, topology, sync = parts["compression"], parts["topology"], parts["sync"]
     name = f"compression={choices['compression']}"
+    check_signs(name, option, parts["optimizer"])
     codec = linked(option, layout)
     if codec.flags.lossless:
         return []
@@ -38,7 +47,6 @@ def check_compression(
         check_aggregate(name, parts["aggregate"], choices["aggregate"])
     if isinstance(option, CountSketch):
         check_sketch(name, option, topology, parts["optimizer"])
-    check_signs(name, option, parts["optimizer"])
     if getattr(option, "shared_scale", False) and choices["topology"] != "all_reduce":
         raise UsageError(
             f"{name} with compression.shared_scale=true is an agreement of all workers before each sum; take "
@@ -54,10 +62,13 @@ def check_compression(
             f"topology.pull_ratio makes no sense with {name}: a pull needs a codec without memory that never enlarges "
             "what it is given, as compression=topk; drop topology.pull_ratio, or take another compression"
         )
-    if getattr(topology, "replicas", False) and not (isinstance(option, Code) and tends_to_nothing(option)):
+    d = sum(layer.size for layer in layout)
+    if topology.has_server and topology.pull_ratio is not None:
+        check_share("topology.pull_ratio", topology.pull_ratio, d)
+    if getattr(topology, "replicas", False) and not (isinstance(option, Code) and tends_to_nothing(option, d)):
         raise UsageError(
             f"{name} makes no sense with topology={choices['topology']}: replicas of neighbours need a codec without "
-            "memory that keeps lengths, as compression=topk"
+            "memory that never enlarges what it is given; take one, as compression=topk"
         )
     alone = getattr(option, "critical_ratio", None) is not None  # each worker decides how much it sends
     if alone and codec.flags.linear and choices["topology"] == "all_reduce":
@@ -65,13 +76,13 @@ def check_compression(
             f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
             "worker decides for itself; drop it, or take topology=parameter_server"
         )
-    return notes(name, option, codec, topology, layout, num_workers)
+    return [*unused(option, parts, choices, overrides), *notes(name, option, codec, parts, d, num_workers)]
 
 
-def tends_to_nothing(option: Any) -> bool:
+def tends_to_nothing(option: Any, d: int) -> bool:
     """Whether differences that are sent again and again shrink."""
     flags = option.flags
-    return not flags.scale_free and (flags.contraction or flags.unbiased or flags.drains)
+    return not flags.scale_free and (flags.contraction or flags.drains or option.bound(None, d) < 1)
 
 
 def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
@@ -86,11 +97,19 @@ def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
             raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
     d = sum(layer.size for layer in layout)
     for key in ("ratio", "critical_ratio"):
-        share = getattr(option, key, None)
-        if share is not None and share * d < 1:
-            raise UsageError(
-                f"compression.{key}={share:g} keeps less than one of the model's {d} elements; take more than 1/{d}"
-            )
+        if (share := getattr(option, key, None)) is not None:
+            check_share(f"compression.{key}", share, d)
+    critical = getattr(option, "critical_ratio", None)
+    if critical is not None and critical < option.ratio:
+        raise UsageError(
+            f"compression.critical_ratio={critical:g} is what is kept while gradients change fast, and must be no less "
+            f"than compression.ratio={option.ratio:g}, which is kept while they do not; take the one for the other"
+        )
+
+
+def check_share(key: str, share: float, d: int) -> None:
+    if share * d < 1:
+        raise UsageError(f"{key}={share:g} keeps less than one of the model's {d} elements; take at least 1/{d}")
 
 
 def plain(optimizer: Any) -> bool:
@@ -107,15 +126,16 @@ def check_exchange(name: str, codec: Any, sync: Any, sync_name: str, optimizer: 
             f"differences between models; take {gradients}"
         )
     estimator = getattr(codec, "estimator", "minibatch")
-    if codec.flags.full_gradient and not plain(optimizer):
-        raise UsageError(
-            f"{name} compares what has changed with how far plain gradient descent has moved the model; take "
-            "optimizer=sgd optimizer.momentum=0"
-        )
+    curved = codec.flags.full_gradient and not plain(optimizer)
     if (codec.flags.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
         raise UsageError(
             f"{name} is about gradients at one model, and sync={sync_name} exchanges differences between models; take "
-            "sync=bsp"
+            f"sync=bsp{' optimizer=sgd optimizer.momentum=0' if curved else ''}"
+        )
+    if curved:
+        raise UsageError(
+            f"{name} compares what has changed with how far plain gradient descent has moved the model; take "
+            "optimizer=sgd optimizer.momentum=0"
         )
     if estimator == "full" and getattr(sync, "resizes", False):
         raise UsageError(
@@ -127,7 +147,8 @@ def check_exchange(name: str, codec: Any, sync: Any, sync_name: str, optimizer: 
 def check_signs(name: str, option: Any, optimizer: Any) -> None:
     """Signs without a scale have none to keep apart, and a vote has no use for one."""
     if getattr(option, "vote", "mean") == "majority" and option.scale != "none":
-        raise UsageError(f"{name} with compression.vote=majority applies a sign; set compression.scale=none")
+        fix = "compression.scale=none" + (" compression.feedback=false" if option.feedback else "")
+        raise UsageError(f"{name} with compression.vote=majority applies a sign; set {fix}")
     if getattr(option, "scale", None) == "none" and getattr(option, "layers", False):
         raise UsageError(
             f"{name} with compression.scale=none is the same for each layer and for all; drop compression.layers"
@@ -173,9 +194,29 @@ def check_aggregate(name: str, aggregate: Any, aggregate_name: str) -> None:
         )
 
 
-def notes(name: str, option: Any, codec: Any, topology: Any, layout: Layout, num_workers: int) -> list[str]:
+def unused(option: Any, parts: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+    """What was asked for and has no say in this run."""
+    asked = {key.removeprefix("compression.") for key in map(key_of, overrides) if key.startswith("compression.")}
+    found = []
+    preset = getattr(parts.get("schedule"), "r_preset", None)
+    if "ratio" in asked and preset and parts["schedule"].names_sync:
+        found.append(
+            f"compression.ratio={option.ratio:g} is not used: the stages of schedule={choices['schedule']} keep what "
+            f"schedule.r_preset=[{', '.join(f'{share:g}' for share in preset)}] says; set that, or it to null"
+        )
+    moves, keeps = getattr(option, "momentum", None) is not None, getattr(option, "feedback", False)
+    if "masking" in asked and hasattr(option, "momentum") and not moves:
+        found.append("compression.masking is not used: it is for compression.momentum, which is not set")
+    if asked & {"feedback_gain", "feedback_decay"} and (moves or not keeps):
+        instead = "compression.momentum is there instead" if moves else "compression.feedback=false"
+        found.append(f"compression.feedback_gain and .feedback_decay are not used: {instead}")
+    return found
+
+
+def notes(name: str, option: Any, codec: Any, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:
     """What is legal and worth knowing."""
     found = []
+    topology, momentum = parts["topology"], getattr(parts["optimizer"], "momentum", None) or 0
     keeps = getattr(option, "feedback", True) or getattr(option, "momentum", None) is not None
     if isinstance(option, Code) and not option.flags.unbiased and not keeps and not option.flags.reduces:
         found.append(
@@ -187,9 +228,18 @@ def notes(name: str, option: Any, codec: Any, topology: Any, layout: Layout, num
             f"{name} with compression.estimator=minibatch takes the noise of gradients for change: hardly anything is "
             "ever left out"
         )
-    d = sum(layer.size for layer in layout)
+    ratio, after = getattr(option, "ratio", None), getattr(parts["sync"], "exchange", None) == "gradient"
+    if after and getattr(option, "feedback", False) and momentum >= MUCH and codec.bound(ratio, d) > MOST:
+        found.append(
+            f"{name} keeps most of an update for later, which optimizer.momentum={momentum:g} carries on once more: "
+            "training may overshoot; optimizer.momentum=0 with a larger optimizer.lr, or compression.momentum, may help"
+        )
+    if topology.has_server and not codec.flags.variable and codec.payload(ratio, d) >= 4 * d:
+        found.append(
+            f"{name} shortens nothing here: {codec.payload(ratio, d) / 1e6:.3g} MB a push, as without compression"
+        )
     if not topology.has_server and not codec.flags.linear and not hasattr(codec, "collective"):
-        each = codec.payload(getattr(option, "ratio", None), d) * (num_workers - 1)
+        each = codec.payload(ratio, d) * (num_workers - 1)
         ring = 2 * (num_workers - 1) / num_workers * 4 * d
         if each >= ring:
             most = "up to " if codec.flags.variable else ""

@@ -36,6 +36,9 @@ def largest(x: np.ndarray, k: int, order: Order = MAGNITUDE) -> np.ndarray:
         places, keys = _reaching(bits, bound, order)
         if keys.size >= k:
             return places[_choose(keys, k)]
+        if bound == 1 and order is MAGNITUDE:  # all others are zeros
+            zeros = np.flatnonzero(_keys(bits[:k], order) == 0)[: k - keys.size]
+            return np.sort(np.concatenate([places, zeros]))
     return _choose(_keys(bits, order), k)
 
 
@@ -81,11 +84,14 @@ def _sample(bits: np.ndarray) -> np.ndarray:
 
 
 def _bound(bits: np.ndarray, k: int, order: Order) -> np.int32 | None:
-    """A key that more than k elements reach, in all likelihood; None where too many would."""
+    """A key that more than k elements reach, in all likelihood; None where too many would. Not 0: of vectors that are
+    sparse already, all elements reach it."""
     sample = _keys(_sample(bits), order)
     rank = k * sample.size / bits.size
     rank = math.ceil(rank + SAFETY * (math.sqrt(rank) + 1))
-    return np.partition(sample, sample.size - rank)[sample.size - rank] if rank < sample.size // 4 else None
+    if rank >= sample.size // 4:
+        return None
+    return np.partition(sample, sample.size - rank)[sample.size - rank] or np.int32(1)
 
 
 def _reaching(bits: np.ndarray, bound: np.int32, order: Order) -> tuple[np.ndarray, np.ndarray]:

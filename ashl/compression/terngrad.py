@@ -79,7 +79,7 @@ class TernGrad(Code, Aids):
             block -= np.float32(1)
             block *= top
 
-        return unpacked(whole(parts, d), d, min(BLOCK, d), 2, meant, self.entropy)
+        return unpacked(whole(parts, d), d, min(BLOCK // 8, d), 2, meant, self.entropy)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + (trit_bytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))

@@ -1,8 +1,8 @@
 """Top-K: the k elements of largest magnitude are sent with their places; the others are not.
 
 Rule: C(x)_j = x_j for the k largest |x_j| of the whole vector, else 0, with k = max(1, round(ratio · d)). Of equal
-magnitudes the first are kept. ‖C(x) − x‖² ≤ (1 − k/d)‖x‖². Bits: those of k values and of their places. Where that is
-no less than 32·d the whole vector is sent, which loses nothing.
+magnitudes the first are kept. ‖C(x) − x‖² ≤ (1 − k/d)‖x‖². Bits: those of k values and of their places, with the
+defaults k·(32 + ⌈log2 d⌉). Where that is no less than 32·d the whole vector is sent, which loses nothing.
 
 Limit: ratio = 1 with `values=fp32` is no compression. A NaN or an infinity counts as large and is sent among the first,
 as torch.topk has it: a run that diverges is then seen at the server, where a residual would hide it, and bodies keep

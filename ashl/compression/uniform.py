@@ -26,6 +26,7 @@ from ashl.compression.entropy_code import EntropyCode
 from ashl.compression.levels import ends_of, level_bytes, packed, rounded, rows_of, spread, unpacked, whole
 from ashl.option import Number, option
 
+ROW = BLOCK // 8  # eight rows are a block, see `levels.row_step`
 Levels = Annotated[int, Number, Field(ge=2, le=256)]
 
 
@@ -44,12 +45,12 @@ class StochasticUniform(Code, Aids):
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
         ends, top, rng = ends_of(x)[None], self.levels - 1, turn.stream()
-        blocks = (rounded(placed(block, ends, top), rng) for _, block in rows_of(x, min(BLOCK, x.size)))
+        blocks = (rounded(placed(block, ends, top), rng) for _, block in rows_of(x, min(ROW, x.size)))
         return Parts(x.size, packed(x.size, top, blocks, self.entropy), scales=ends)
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
         ends, top = typed(parts.scales, "<f4", 2, "ends")[None], self.levels - 1
-        row = min(BLOCK, d)
+        row = min(ROW, d)
         return unpacked(whole(parts, d), d, row, top, lambda _, block: between(block, ends, top), self.entropy)
 
     def payload(self, ratio: float | None, d: int) -> int:

@@ -39,7 +39,9 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Setting, ...]]:
         chosen = {run: {key: run.axes[key] for key in axes if key in run.axes} for run in study.runs}
     else:
         keys = differing([run.config for run in study.runs])
-        chosen = {run: {key: str(run.config[key]) for key in keys if key in run.config} for run in study.runs}
+        chosen = {
+            run: {key: str(run.config[key]) for key in keys if varied(key, run, study.runs)} for run in study.runs
+        }
         axes = tuple(key for key in keys if len({values.get(key) for values in chosen.values()}) > 1)
     alike: dict[tuple[str | None, ...], list[Run]] = {}
     for run, values in chosen.items():
@@ -50,6 +52,13 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Setting, ...]]:
         for values, runs in zip(names, alike.values(), strict=True)
     ]
     return axes, tuple(Setting(*parts) for parts in zip(labels, names, map(tuple, alike.values()), strict=True))
+
+
+def varied(key: str, run: Run, runs: Sequence[Run]) -> bool:
+    """Whether a run has this key, and another run of the same option has another value for it."""
+    group = key.split(".")[0]
+    alike = [other.config for other in runs if group == key or other.config.get(group) == run.config.get(group)]
+    return key in run.config and len({str(config.get(key)) for config in alike}) > 1
 
 
 def label(axes: Mapping[str, str]) -> str:

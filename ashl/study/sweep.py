@@ -314,7 +314,7 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     for key, count in sorted(grid.unused.items()):
         console.print(f"{key} has no say in {count} of the points and is left out there", soft_wrap=True)
     if grid.merged:
-        console.print(f"{grid.merged} points came to the same as others and run once", soft_wrap=True)
+        console.print(f"points that came to the same as others, and run once: {grid.merged}", soft_wrap=True)
     for skipped in grid.skipped[:MAX_ROWS]:
         console.print(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}", markup=False, soft_wrap=True)
     if len(grid.skipped) > MAX_ROWS:

@@ -26,7 +26,7 @@ from ashl.runtime.node import Node
 from ashl.stage import Stage
 from ashl.topology.gossip import RoundState
 from ashl.topology.graph import Round
-from ashl.topology.local_work import turn_of
+from ashl.topology.local_work import look, turn_of
 
 
 class Replicas(NamedTuple):
@@ -73,11 +73,13 @@ class Choco:
     ) -> dict[int, tuple[Any, tuple[float, ...]]]:
         state.params = state.params + delta
         codec, own = stage.bare_codec, state.memory.own
-        encode = partial(codec.encode, None, state.params - own, turn_of(stage, node.rank, state))
+        ahead = state.params - own
+        encode = partial(codec.encode, None, ahead, turn_of(stage, node.rank, state))
         if codec.flags.lossless:
             _, body = encode()
         else:
             _, body = await node.compute(encode, work=1, kind="compress")
+            look(node, stage, state, ahead, body)
         state.memory = Replicas(added(codec, own, [(body, 1.0)]), state.memory.mixed, body)
         return {j: (body, ()) for j in stage.topology.round(stage, k).targets[node.rank]}
 

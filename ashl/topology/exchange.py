@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ashl.compression.ratio import scheduled
 from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
@@ -58,12 +59,13 @@ async def compressed(
     if hasattr(codec, "collective"):
         return await codec.collective(node, stage, state, body, turn, weight, riders)
     if codec.flags.linear:  # what adds up is alike in shape
-        turn = turn._replace(ratio=least_ratio(stage))
+        turn = turn._replace(ratio=least_ratio(stage), weight=weight)
     x = body * weight if codec.flags.linear else body
     state.sender, encoded = await node.compute(partial(codec.encode, state.sender, x, turn), work=1, kind="compress")
     look(node, stage, state, x, encoded)
-    way = summed_bodies if codec.flags.linear else gathered
-    return await way(node, stage, state, encoded, riders)
+    if codec.flags.linear:
+        return await summed_bodies(node, stage, state, encoded, riders, scheduled(codec, turn))
+    return await gathered(node, stage, state, encoded, riders)
 
 
 def least_ratio(stage: Stage) -> float:
@@ -77,11 +79,13 @@ async def summed(node: Node, stage: Stage, tensor: Any, weight: float, riders: R
     return unpack(total)
 
 
-async def summed_bodies(node: Node, stage: Stage, state: Any, body: Any, riders: Riders) -> tuple[Any, float, int]:
-    """What the sum of linear bodies decodes to."""
+async def summed_bodies(
+    node: Node, stage: Stage, state: Any, body: Any, riders: Riders, ratio: float | None = None
+) -> tuple[Any, float, int]:
+    """What the sum of linear bodies, of this kept share, decodes to."""
     codec, d = stage.codec, stage.trainer.num_params
     if isinstance(body, Hollow):
-        summand = Hollow(codec.summed_bytes(least_ratio(stage), d), body.word)
+        summand = Hollow(codec.summed_bytes(ratio, d), body.word)
     else:
         summand = codec.summand(body)
     total, loss, word = await summed(node, stage, summand, 1.0, riders)

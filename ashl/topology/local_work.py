@@ -14,7 +14,7 @@ import torch
 
 from ashl.compression import Turn
 from ashl.compression.code import Code
-from ashl.compression.health import looked_at
+from ashl.compression.health import looked_at, sizes
 from ashl.compression.layers import Layerwise, layer_at
 from ashl.compression.link import handed_over
 from ashl.runtime.effects import Hollow
@@ -122,8 +122,9 @@ def look(node: Node, stage: Stage, state: WorkerState, x: Any, body: Any) -> Non
     if every is None or state.round % every or isinstance(x, Hollow):
         return
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
-        return  # a body alone does not say what comes of it
-    found = looked_at(codec, state.sender, x, body, stage.layout, stage.health_layers)
+        found = sizes(body)  # a body alone does not say what comes of it
+    else:
+        found = looked_at(codec, state.sender, x, body, stage.layout, stage.health_layers)
     node.emit("health", round=state.round, time_ns=node.now_ns, **found)
 
 
@@ -142,7 +143,7 @@ def turn_of(stage: Stage, rank: int, state: WorkerState) -> Turn:
         round=state.round,
         workers=stage.num_workers,
         epoch=state.samples / stage.epoch_samples,
-        lr=stage.trainer.rate(state.samples) if stage.sync.exchange == "gradient" else 1.0,
+        lr=1.0 if stage.sync.exchange == "difference" else -stage.trainer.rate(state.samples),
         params=state.params,
         squares=state.squares,
     )

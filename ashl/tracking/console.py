@@ -144,6 +144,10 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         told = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
         yield "pace", f"{told} longer than declared: this machine is too slow for this cluster"
     yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
+    if looked := summary.get("compression"):  # at the workers' last messages that were looked at
+        told = [f"{number(looked['bits'])} bits an element"]
+        told += [f"{name} {number(looked[name])}" for name in ("lost", "cosine") if looked.get(name) is not None]
+        yield "messages", ", ".join(told)
 
 
 def _workers(summary: dict) -> Table:

@@ -50,7 +50,7 @@ def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile 
 def notes(console: Console, plan: Plan) -> None:
     """Print what is legal and worth knowing."""
     for note in plan.notes:
-        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"note: {note}", soft_wrap=not console.is_terminal, highlight=False, markup=False)
 
 
 def duration(plan: Plan, epoch_samples: int) -> str:

@@ -1,10 +1,13 @@
 """Compression asked for wrongly: one sentence with the way out, exit code 2, before anything starts."""
 
 import shlex
+import sys
 
 import pytest
 
 from ashl.cli.app import main
+from ashl.cli.catalog import catalog
+from ashl.compression import Flags, laws
 
 
 @pytest.mark.parametrize(
@@ -12,9 +15,20 @@ from ashl.cli.app import main
     [
         ("compression.ratio=0", "compression.ratio=0 is not possible"),
         ("compression.ratio=1.5", "compression.ratio=1.5 is not possible"),
-        ("compression.ratio=1e-7", "keeps less than one of the model's 9610 elements; take more than 1/9610"),
+        ("compression.ratio=1e-7", "keeps less than one of the model's 9610 elements; take at least 1/9610"),
         ("compression.critical_ratio=1e-7", "compression.critical_ratio=1e-07 keeps less than one"),
+        ("compression.critical_ratio=0.01", "must be no less than compression.ratio=0.05"),
+        ("topology.pull_ratio=1e-7 sync=bsp", "topology.pull_ratio=1e-07 keeps less than one"),
         ("compression.momentum=0.9 optimizer.momentum=0.9", "set optimizer.momentum=0"),
+        (
+            "compression=qsgd compression.feedback=true",
+            "compression=qsgd as it is set here may; set compression.feedback=",
+        ),
+        ("compression=qsgd compression.momentum=0.9 optimizer.momentum=0", "set compression.momentum=null"),
+        ("compression=sign compression.vote=majority sync=bsp", "compression.scale=none compression.feedback=false"),
+        ("compression=laq sync=asp", "take sync=bsp optimizer=sgd optimizer.momentum=0"),
+        ("compression=terngrad compression.shared_scale=true sync=bsp", "compression.shared_scale=false"),
+        ("compression=gtopk sync=bsp aggregate.clip_norm=1", "drop it"),
         ("compression.values=fp8", "compression.values=fp8 is not possible"),
         ("topology=gossip sync=d_psgd", "take compression=none, or sync=choco"),
         ("topology=partial_all_reduce sync=ripples_static", "whole models travel"),
@@ -35,6 +49,11 @@ def test_one_sentence(overrides: str, says: str, workplace, capsys: pytest.Captu
     [
         ("compression.feedback=false", "what it leaves out is lost"),
         ("topology=all_reduce sync=bsp compression.ratio=0.9", "so its bodies are gathered"),
+        ("sync=bsp compression.ratio=0.9 optimizer.momentum=0", "0.0385 MB a push, as without compression"),
+        ("sync=bsp compression=power_sgd", "optimizer.momentum=0.9 carries on once more"),
+        ("compression.ratio=0.01", "compression.ratio=0.01 is not used: the stages of schedule=ashl"),
+        ("sync=asp compression.masking=false", "compression.masking is not used"),
+        ("sync=asp compression=qsgd compression.feedback_gain=0.5", "are not used: compression.feedback=false"),
     ],
 )
 def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, capsys) -> None:
@@ -44,3 +63,27 @@ def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, c
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1
     assert says in notes[0]
+
+
+def test_a_range_code_needs_its_library(workplace, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    assert main(["train", "-q", "runtime=sim", "compression=qsgd", "compression.entropy=range"]) == 2
+    assert "pip install 'ashl[entropy]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_doctor_has_a_line_for_each_codec(kept: bool, workplace, capsys, monkeypatch) -> None:
+    """... behind what is broken."""
+    held = [laws.Law("bits an element", "at most 3", "2", True), laws.Law("bias on a normal vector", "0", "9", kept)]
+    monkeypatch.setattr(laws, "laws", lambda option: held)
+    assert main(["doctor", "compression"]) == (not kept)
+    out, err = capsys.readouterr()
+    lines = [line.split() for line in out.splitlines()]
+    codecs = len(catalog()["compression"])
+    assert ["topk", f"{1 + kept}", "of", "2", "2", "(≤", "3)"] in lines
+    assert ("BROKEN" in out.splitlines()[1]) is not kept
+    assert f"{codecs * (1 + kept)} of {2 * codecs} laws are kept by {codecs} codecs" in (out if kept else err)
+
+
+def test_every_flag_is_explained() -> None:
+    assert set(laws.MEANT) == set(Flags._fields)

@@ -31,7 +31,7 @@ def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
     chosen = {"compression": name, "topology": topology, "sync": sync}
     parts = COMMON | {group: conf_option(group, option) for group, option in chosen.items()}
     parts["topology"] = conf_option("topology", topology, **fields)
-    choices = chosen | {"aggregate": "mean", "optimizer": "sgd"}
+    choices = chosen | {"aggregate": "mean", "optimizer": "sgd", "schedule": "single"}
     try:
         check_combination(parts, choices)
         check_compression(parts, choices, LAYOUT, 4)

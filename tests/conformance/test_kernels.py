@@ -28,7 +28,12 @@ SYNCHRONOUS = [
 
 def real(folder, *overrides):
     """Run on real processes; returns the summary."""
-    chosen = ["runtime=local", "tracking=none", f"run.dir={folder}", *overrides]
+    return trained(folder, "runtime=local", *overrides)
+
+
+def trained(folder, *overrides):
+    """Run as the command line does; returns the summary."""
+    chosen = ["tracking=none", f"run.dir={folder}", *overrides]
     assert run.train(compose(chosen, None), chosen, quiet=True) == 0
     return json.loads((folder / "summary.json").read_text())
 

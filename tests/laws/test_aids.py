@@ -107,6 +107,34 @@ def test_clipping_comes_before_anything_is_added() -> None:
     assert torch.equal(sender.error + decoded(codec, body, D), short * 0.5)
 
 
+def test_what_is_huge_is_shortened_and_not_lost() -> None:
+    """... although the sum of its squares is no float32."""
+    codec = Clipped(TOPK, 2.0)
+    x = torch.full((D,), 3e38)
+    _, body = codec.encode(None, x, Turn(1.0))
+    assert torch.allclose(decoded(codec, body, D), torch.full((D,), 2 / D**0.5))
+
+
+def test_what_is_weighed_already_is_clipped_as_if_it_were_not() -> None:
+    codec, x = Clipped(TOPK, 2.0), vector("normal", D)
+    plain, weighed = (codec.encode(None, x * w, Turn(1.0, workers=4, weight=w))[1] for w in (1.0, 0.25))
+    assert torch.allclose(decoded(codec, plain, D) * 0.25, decoded(codec, weighed, D))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_what_is_kept_of_gradients_moves_the_model_as_a_difference(momentum: float | None) -> None:
+    """A step of −lr·g is the difference −lr·g: changing from one to the other, and back, changes nothing."""
+    codec = linked(conf_option("compression", "topk", ratio=0.1, momentum=momentum), LAYOUT)
+    one = other = None
+    for k, g in enumerate(updates(6)):
+        rate = -0.25  # a power of two: nothing is rounded
+        one, body = codec.encode(one, g, Turn(lr=rate))
+        gradients = k in (0, 1, 4)
+        other, again = codec.encode(other, g if gradients else rate * g, Turn(lr=rate if gradients else 1.0))
+        moved = decoded(codec, again, D) * (rate if gradients else 1.0)
+        assert torch.allclose(decoded(codec, body, D) * rate, moved, atol=1e-6)
+
+
 def test_warm_up_is_the_papers() -> None:
     """25, 6.3, 1.6, 0.4 and 0.1 % of a million."""
     option, d = conf_option("compression", "topk", ratio=0.001, warmup_epochs=4), 1_000_000
@@ -125,6 +153,18 @@ def test_accordion_sends_much_while_gradients_change() -> None:
         sizes.append(body.nbytes)
     much, little = TOPK.payload(0.5, D), TOPK.payload(0.01, D)
     assert sizes == [much, much, little, little, much, little]
+
+
+def test_accordion_begins_anew_in_a_later_stage() -> None:
+    """Its first epoch there is judged whole, not by its first message."""
+    codec = linked(conf_option("compression", "topk", ratio=0.01, critical_ratio=0.5), LAYOUT)
+    sender, sizes = handed_over(Residual(torch.zeros(D)), codec), []
+    for epoch in (3, 4, 5):
+        for x in updates(3):
+            sender, body = codec.encode(sender, x, Turn(0.01, epoch=epoch))
+        sizes.append(body.nbytes)
+    much, little = TOPK.payload(0.5, D), TOPK.payload(0.01, D)
+    assert sizes == [much, much, little]
 
 
 def test_each_layer_by_itself() -> None:
@@ -179,6 +219,7 @@ def test_everything_at_once_and_what_is_handed_over() -> None:
     velocity = linked(conf_option("compression", "topk", momentum=0.9), LAYOUT)
     assert handed_over(sender, velocity) is None
     assert handed_over(Velocity(total, total), velocity) == Velocity(total, total)
+    assert handed_over(Residual(total), conf_option("compression", "adacomp")) == Residual(total)
     undone = codec.undo(sender, body)
     assert torch.allclose(undone.inner.error, sender.inner.error + decoded(codec, body, D))
 

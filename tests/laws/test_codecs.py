@@ -36,7 +36,7 @@ TINY = 2.0**-126  # below it float32 loses digits
 DRAWS = 400
 
 
-laws = settings(max_examples=60)
+laws = settings(max_examples=40)
 cases = given(
     case=st.sampled_from(CASES), ratio=st.sampled_from(RATIOS), seed=st.integers(0, 2**32 - 1), more=st.booleans()
 )
@@ -71,14 +71,13 @@ def test_encode_and_decode(name: str, case: tuple[str, int], ratio: float | None
 
 
 @every_codec
-@pytest.mark.parametrize("d", [1, 8, 96])
-@pytest.mark.parametrize("kind", ["normal", "heavy", "constant"])
+@pytest.mark.parametrize(("kind", "d"), [("normal", 1), ("normal", 96), ("heavy", 96), ("constant", 8)])
 def test_what_is_promised_in_the_mean(name: str, kind: str, d: int) -> None:
     """E C(x) = x within five standard errors, and E‖C(x) − x‖² ≤ bound · ‖x‖²."""
     codec, x = ROWS[name], vector(kind, d, 5)
     if codec.flags.lossless or not (codec.flags.unbiased or name in RANDOM):
         return
-    for ratio in (None, 0.3):
+    for ratio in (None, 0.3) if hasattr(codec, "ratio") else (None,):
         draws = torch.stack(
             [decoded(codec, codec.encode(None, x, Turn(ratio, 1, round=k))[1], d) for k in range(DRAWS)]
         )

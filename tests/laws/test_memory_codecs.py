@@ -88,6 +88,15 @@ def test_learned_levels_fit_better() -> None:
     assert losses[-1] < 0.05 * losses[0]
 
 
+def test_levels_of_a_sample_enlarge_nothing() -> None:
+    """Every fourth element is large, and so is every one that levels are learned from."""
+    d, dryden = 2**16, codec("dryden", ratio=1.0, levels="lloyd", num_levels=2)
+    x = torch.full((d,), 0.01)
+    x[::4] = 1.0
+    got = decoded(dryden, dryden.encode(None, x)[1], d)
+    assert length(x - got) <= dryden.bound(None, d) * length(x)
+
+
 # --- ATOMO ------------------------------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,18 @@ def test_an_update_that_is_no_number_names_its_layer(
 def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
     """... and takes as long: through sums on their way, and through gathering."""
     mode = ("sync=bsp", GATHER, "stop.steps=32", f"compression={name}", "optimizer.momentum=0")
-    real, hollow = simulated(*mode), simulated(*mode, "runtime.gradients=false")
+    warm = ("compression.warmup_epochs=2",) if name in ("random_mask", "subsampling", "topk") else ()
+    real, hollow = simulated(*mode, *warm), simulated(*mode, *warm, "runtime.gradients=false")
     assert [r["bytes_up"] for r in hollow.of("ledger")] == [r["bytes_up"] for r in real.of("ledger")]
     assert hollow.time_ns == real.time_ns
+
+
+def test_clipping_is_the_same_with_and_without_a_server() -> None:
+    """... although what is summed on its way has been weighed before."""
+    mode = ("sync=bsp", "stop.steps=32", "compression=random_mask", "compression.clip_norm=0.5", "optimizer.momentum=0")
+    server, peers, free = (
+        simulated(*mode, *more)
+        for more in (("topology=parameter_server",), (GATHER,), (GATHER, "compression.clip_norm=null"))
+    )
+    assert torch.allclose(server.params, peers.params, atol=1e-6)
+    assert not torch.allclose(server.params, free.params, atol=1e-4)

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from ashl import run
+from ashl.build import assemble
 from ashl.cli.compose import compose
 from ashl.compression.feedback import Residual
 from ashl.stage import Clock
-from ashl.topology.local_work import WorkerState
+from ashl.topology.local_work import WorkerState, turn_of
 from ashl.topology.parameter_server import ServerState
 from tests.conf_option import conf_option
-from tests.support import simulated
+from tests.support import planned, simulated
 
 BASE = ("model.hidden=[16]", "cluster=ashl_paper", "optimizer.lr=0.05", "stop.epochs=10")
 COSINE = ("optimizer.schedule=cosine",)
@@ -125,6 +126,14 @@ def test_momentum_is_handed_over_as_declared(topology):
     plain = "optimizer.momentum=0"
     a, b = (simulated(*BASE, *LOCAL, plain, f"schedule.momentum={m}") for m in ("keep", "reset"))
     assert a.sha256 == b.sha256  # there is none
+
+
+@pytest.mark.parametrize("exchange", ["gradient", "difference"])
+def test_what_is_kept_knows_which_way_it_moves_the_model(exchange):
+    """Residuals of gradients and of differences between models have opposite signs: w − lr·g and w + Δ."""
+    stage = assemble(planned("sync=bsp", f"sync.exchange={exchange}", "optimizer.lr=0.25"), "cpu").stages[0]
+    turn = turn_of(stage, 0, stage.topology.begin(stage, 0))
+    assert turn.lr == (-0.25 if exchange == "gradient" else 1.0)
 
 
 def test_residuals_are_handed_over_as_declared():

@@ -1,0 +1,92 @@
+"""Bodies that were damaged on their way, to the codecs that keep something, know layers or write codewords: whatever
+comes, d elements or a refusal, in little memory. Those that are a row of `codecs` are tried there."""
+
+import random
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.compression import BodyError, Turn
+from ashl.compression.layers import Layer
+from ashl.compression.link import bare
+from tests.laws.codecs import codec, vector
+
+LAYOUT = (Layer("weight", (10, 12)), Layer("bias", (10,)), Layer("conv", (4, 3, 3, 3)))
+D = sum(layer.size for layer in LAYOUT)
+CODECS = {
+    "laq": codec("laq", bits=11),
+    "lag": codec("laq", bits=None),
+    "diana": codec("diana", entropy="elias"),
+    "diana-range": codec("diana", quantizer="qsgd", entropy="range"),
+    "diana-natural": codec("diana", quantizer="natural"),
+    "power_sgd": codec("power_sgd"),
+    "atomo": codec("atomo", atoms="singular"),
+    "sketch_sgd": codec("sketch_sgd"),
+    "fetch_sgd": codec("fetch_sgd", kept=0.1),
+    "gtopk": codec("gtopk"),
+    "one_bit": codec("one_bit", per="column"),
+    "demo": codec("demo"),
+    "adacomp": codec("adacomp"),
+    "sparse_loco-layers": codec("sparse_loco", layers=True),
+    "topk-layers": codec("topk", layers=True, indices="golomb", values="int4"),
+    "rotated-layers": codec("rotated", layers=True, entropy="huffman"),
+    "uniform-layers": codec("uniform", layers=True, entropy="range"),
+}
+WORDS = (0, 1, D - 1, D, D + 1, 2**16, 2**31, 2**32 - 1)
+MOST = 2**24  # bytes: some bodies are read by tables of a fixed size
+
+
+def damaged(body: np.ndarray, rng: random.Random) -> Tensor:
+    """The body with something of it changed, gone or too much."""
+    body, kind = body.copy(), rng.choice(("bytes", "word", "noise", "shorter", "longer", "gap"))
+    at = rng.randrange(min(body.size, rng.choice((64, body.size))))
+    if kind == "bytes":
+        body[at : at + rng.randrange(1, 4)] = rng.randrange(256)
+    elif kind == "word":
+        piece = body[at : at + 4]
+        piece[:] = np.frombuffer(rng.choice(WORDS).to_bytes(4, "little"), np.uint8)[: piece.size]
+    elif kind == "noise":
+        body[20 + at :] = np.frombuffer(rng.randbytes(max(0, body.size - 20 - at)), np.uint8)
+    elif kind == "shorter":
+        body = body[:at]
+    elif kind == "longer":
+        body = np.append(body, np.frombuffer(rng.randbytes(rng.randrange(1, 9)), np.uint8))
+    else:
+        body = np.delete(body, slice(at, at + rng.randrange(1, 9)))
+    return torch.from_numpy(body)
+
+
+def messages(codec: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """The receiver's state before each of three messages, and the message."""
+    sender = receiver = None
+    for turn in range(3):
+        sender, body = codec.encode(sender, vector("normal", D, turn), Turn(round=turn))
+        yield receiver, body.numpy()
+        receiver, _ = codec.decode(receiver, body, D)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_damaged_body_is_refused_or_read(name: str) -> None:
+    whole, rng, refused = bare(CODECS[name], LAYOUT), random.Random(name), 0
+    tracemalloc.start()
+    try:
+        for receiver, body in messages(whole):
+            for _ in range(40 if body.size else 0):
+                wire = damaged(body, rng)
+                try:
+                    if whole.flags.reduces:
+                        _, got = whole.reduce(None, [wire, torch.from_numpy(body)], [0.5, 0.5], D)
+                    else:
+                        _, got = whole.decode(receiver, wire, D)
+                    assert got.shape == (D,)
+                except BodyError:
+                    refused += 1
+        assert tracemalloc.get_traced_memory()[1] < MOST
+    finally:
+        tracemalloc.stop()
+    assert refused
