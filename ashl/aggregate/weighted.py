@@ -49,7 +49,7 @@ class Weighted:
         """The body, shortened to `clip_norm` where it is longer."""
         if self.clip_norm is None or isinstance(body, Hollow):
             return body
-        length = float(torch.linalg.vector_norm(body))
+        length = float(torch.linalg.vector_norm(body, dtype=torch.float64))
         return body if length <= self.clip_norm else body * (self.clip_norm / length)
 
     def outer(self, memory: Any, total: Any) -> tuple[Any, Any]:

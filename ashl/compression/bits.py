@@ -1,6 +1,7 @@
 """Numbers of a few bits each, one after the other in a little-endian stream.
 
-Up to 8 bits, eight numbers are moved together: as the bytes of one word of 64 bits that three shifts push together.
+1, 2 and 4 bits are pushed together in pairs; others up to 8 bits by eights: as the bytes of one word of 64 bits, in
+three shifts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 
 GROUP = 32  # numbers of w bits fill w words of 32 bits
 BLOCK = 1 << 16  # elements: what lies between stays in the L2 cache
+HALVES = (1, 2, 4)
 LANES = (16, 32, 64)  # bits of a pair of numbers, of two pairs, of four
 Read = Callable[[np.ndarray, int, int], np.ndarray]
 
@@ -104,32 +106,39 @@ def _unpack_words(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
 
 
 def _pack_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
-    words = np.zeros(-(-numbers.size // 8), "<u8")
-    words.view(np.uint8)[: numbers.size] = numbers.astype(np.uint8, copy=False)
-    words &= np.uint64(_repeated((1 << width) - 1, 8))
+    size, words = packed_bytes(numbers.size, width), np.zeros(-(-numbers.size // 8), "<u8")
+    single = words.view(np.uint8)
+    np.bitwise_and(numbers.astype(np.uint8, copy=False), np.uint8((1 << width) - 1), out=single[: numbers.size])
+    if width in HALVES:
+        while width < 8:  # two numbers become one of twice the width
+            pairs = single.view("<u2")
+            single, width = (pairs | pairs >> np.uint16(8 - width)).astype(np.uint8), 2 * width
+        return single[:size]
     for lane in LANES:  # the upper half of each lane moves down to where the lower one ends
         lower, upper, apart = _halves(lane, width)
         moved = words >> apart
         moved &= upper
         words &= lower
         words |= moved
-    if width in (1, 2, 4):
-        packed = words.astype(f"<u{width}").view(np.uint8)
-    else:
-        packed = np.ascontiguousarray(words.view(np.uint8).reshape(-1, 8)[:, :width]).reshape(-1)
-    return packed[: packed_bytes(numbers.size, width)]
+    return np.ascontiguousarray(single.reshape(-1, 8)[:, :width]).reshape(-1)[:size]
 
 
 def _unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
     if width == 8:
         return buffer[:count]
     groups, size = -(-count // 8), packed_bytes(count, width)
+    if width in HALVES:
+        single, wide = buffer[:size], 8
+        while wide > width:
+            wide //= 2
+            pairs = single.astype("<u2")
+            pairs |= pairs << np.uint16(8 - wide)
+            pairs &= np.uint16(0x0101 * ((1 << wide) - 1))
+            single = pairs.view(np.uint8)
+        return single[:count]
     stream = buffer[:size] if size == groups * width else np.append(buffer[:size], np.zeros(width, np.uint8))
-    if width in (1, 2, 4):
-        words = stream[: groups * width].view(f"<u{width}").astype("<u8")
-    else:
-        words = np.zeros(groups, "<u8")
-        words.view(np.uint8).reshape(-1, 8)[:, :width] = stream[: groups * width].reshape(-1, width)
+    words = np.zeros(groups, "<u8")
+    words.view(np.uint8).reshape(-1, 8)[:, :width] = stream[: groups * width].reshape(-1, width)
     for lane in reversed(LANES):
         lower, upper, apart = _halves(lane, width)
         moved = words & upper

@@ -26,8 +26,8 @@ A mode of the parameter server that has other messages than updates and models, 
 `absorb(stage, state, message)`       at the server: what a push does to `state`; whether the model changed
 `answer(stage, state, rank)`          the body of the reply to a worker; None = nothing new
 `take(stage, state, body)`            at the worker: the model that it goes on with
-`unbiased`, `sparse`, `plain`         that it needs an unbiased codec; that its own messages leave a codec nothing to do;
-                                      that its steps leave the optimizer nothing but the learning rate to say
+`unbiased`, `sparse`, `plain`         that it needs an unbiased codec; that its own messages leave a codec nothing to
+                                      do; that its steps leave the optimizer nothing but the learning rate to say
 
 and a mode whose loops are its own, like profiling, has `role(stage, rank)`. What a mode of partial all-reduce has
 instead of these says `ashl.sync.groups`, and a mode of gossip `ashl.topology.gossip`.

@@ -84,10 +84,8 @@ async def summed_bodies(
 ) -> tuple[Any, float, int]:
     """What the sum of linear bodies, of this kept share, decodes to."""
     codec, d = stage.codec, stage.trainer.num_params
-    if isinstance(body, Hollow):
-        summand = Hollow(codec.summed_bytes(ratio, d), body.word)
-    else:
-        summand = codec.summand(body)
+    timed = isinstance(body, Hollow)
+    summand = Hollow(codec.summed_bytes(ratio, d), body.word) if timed else codec.summand(body)
     total, loss, word = await summed(node, stage, summand, 1.0, riders)
     whole = body if isinstance(body, Hollow) else codec.summed(body, total)
     if codec.flags.reduces and not isinstance(body, Hollow):

@@ -42,4 +42,4 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note
         table.add_row(*row)
     console = Console(highlight=False, width=110)
     console.print(table)
-    console.print(f"{os.cpu_count()} cores, torch {torch.__version__}, one thread of torch in each process")
+    console.print(f"{os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} of its threads a process")
