@@ -42,4 +42,5 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note
         table.add_row(*row)
     console = Console(highlight=False, width=110)
     console.print(table)
-    console.print(f"{os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} of its threads a process")
+    threads = torch.get_num_threads()
+    console.print(f"{os.cpu_count()} cores, torch {torch.__version__}, {threads} of its threads in each process")
