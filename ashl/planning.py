@@ -18,6 +18,7 @@ from ashl.checks import (
 )
 from ashl.cluster.spec import Cluster
 from ashl.compression.layers import Layout
+from ashl.compression.link import linked
 from ashl.compression.rules import check_compression
 from ashl.construct import construct, own_faults
 from ashl.data.dataset import Data
@@ -26,7 +27,7 @@ from ashl.errors import UsageError
 from ashl.learner import Learner
 from ashl.optimizer.schedule import with_horizon
 from ashl.plan.given import read_plan, read_profile
-from ashl.plan.plan import SCHEMA, Plan
+from ashl.plan.plan import SCHEMA, Plan, StagePlan
 from ashl.plan.profile import Profile
 from ashl.predict import predict
 from ashl.runtime.device import device_of
@@ -114,9 +115,18 @@ def _plan_and_data(
     )
     if settings.plan is not None:
         plan = given_plan(settings.plan, plan)
+    plan = replace(plan, stages=tuple(sized(stage, layout, settings.allow_targets) for stage in plan.stages))
     if parts["runtime"].gradients:
         check_shards(plan, parts["dataset"], data)
     return predicted(plan, parts["cluster"], len(data.train), batch), data
+
+
+def sized(stage: StagePlan, layout: Layout, allow: Sequence[str]) -> StagePlan:
+    """The stage with the bytes of each worker's messages."""
+    codec, d = linked(construct(stage.compression, "compression", allow), layout), sum(layer.size for layer in layout)
+    sizes = [codec.payload(worker.compression_ratio, d) for worker in stage.workers]
+    workers = zip(stage.workers, sizes, strict=True)
+    return replace(stage, workers=tuple(replace(worker, message_bytes=size) for worker, size in workers))
 
 
 def choices_of(

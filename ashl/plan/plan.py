@@ -21,6 +21,7 @@ class WorkerPlan:
     data_share: float  # of the training set
     compression_ratio: float  # kept share of the update; 1 = dense
     predicted_cycle_s: float | None  # H steps, push and pull; null where costs are not declared
+    message_bytes: int | None = None  # of one compressed update, at most; null once the ratio was planned anew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ def assigned(workers: Sequence[WorkerPlan], rows: Sequence[Any]) -> tuple[Worker
             data_share=row.data_share,
             compression_ratio=row.compression_ratio,
             predicted_cycle_s=row.predicted_cycle_s,
+            message_bytes=worker.message_bytes if row.compression_ratio == worker.compression_ratio else None,
         )
         for worker, row in zip(workers, rows, strict=True)
     )

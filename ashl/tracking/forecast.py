@@ -71,14 +71,15 @@ def duration(plan: Plan, epoch_samples: int) -> str:
 def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
     until = ", ".join(f"{rule} {bound:g}" for rule, bound in stage.until.items())
     title = f"stage {stage.name}" + (f", until {until}" if until else "")
-    columns = ["worker", "H", "batch", "data share", "kept", "cycle"]
+    columns = ["worker", "H", "batch", "data share", "kept", "message", "cycle"]
     before = profile if stage.h_preset is not None else None
     if before:
         columns.append(f"cycle at H {stage.h_preset}")
     table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for rank, worker in enumerate(stage.workers[:MAX_ROWS]):
         shares = percent(worker.data_share), percent(worker.compression_ratio, 0)
-        row = [str(rank), str(worker.local_steps), str(worker.batch), *shares, seconds(worker.predicted_cycle_s)]
+        size = "-" if worker.message_bytes is None else f"{worker.message_bytes / 1e3:,.3g} kB"
+        row = [str(rank), str(worker.local_steps), str(worker.batch), *shares, size, seconds(worker.predicted_cycle_s)]
         if before:
             costs = before.workers[rank]
             row.append(seconds((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s))
