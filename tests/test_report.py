@@ -347,3 +347,9 @@ def test_hold_counts_for_all(tmp_path) -> None:
     with pytest.raises(UsageError, match="2 times in a row"):
         ranked(*folders)
     assert len(ranked(*folders, hold=1).rows) == 2
+
+
+def test_an_environment_that_has_no_name_is_elsewhere(tmp_path) -> None:
+    lines = [({"compression": c, "cluster.bandwidth_mbit_s": "1"}, 1.0 + i) for i, c in enumerate(("topk", "none"))]
+    write_sweep(tmp_path / "s", [*lines, ({"compression": "qsgd"}, 3.0)])
+    assert [row.environment for row in ranked(tmp_path / "s").rows] == ["bandwidth_mbit_s=1"] * 2 + ["elsewhere"]

@@ -162,6 +162,8 @@ def _rows(
     if len(around) == len(axes):
         around = []  # nothing else was varied: then these are what is compared
     parts = {setting: _parts(setting, around) for setting in settings}
+    if len({environment for environment, _ in parts.values()}) > 1:  # lines of a grid that say nothing of it
+        parts = {setting: (environment or "elsewhere", name) for setting, (environment, name) in parts.items()}
     ranked = sorted(settings, key=lambda s: _order(measure, s, values[s]))
     chosen = _baseline([s for s in ranked if parts[s][0] == parts[settings[0]][0]], settings, parts, values, baseline)
     bases = {parts[s][0]: s for s in settings if parts[s][1] == chosen}
