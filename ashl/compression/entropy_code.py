@@ -276,7 +276,7 @@ def _constriction() -> Any:
         import constriction
     except ImportError:
         raise UsageError(
-            "compression.entropy=range needs the library constriction; pip install 'ashl[entropy]', or take "
+            "compression.entropy=range needs the library constriction: pip install constriction, or take "
             "compression.entropy=huffman"
         ) from None
     return constriction

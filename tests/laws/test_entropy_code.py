@@ -153,5 +153,5 @@ def test_a_library_that_is_not_there_is_missed_before_the_run(monkeypatch: pytes
     overrides = ("compression=uniform", "compression.entropy=range", "stop.steps=8")
     planned(*overrides)
     monkeypatch.setitem(sys.modules, "constriction", None)
-    with pytest.raises(UsageError, match=r"pip install 'ashl\[entropy\]'"):
+    with pytest.raises(UsageError, match="pip install constriction"):
         planned(*overrides)
