@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.layers import Layer, Layout
+from ashl.compression.layers import Layer, Layout, size_of
 from ashl.compression.link import bare, linked
 from ashl.construct import construct
 from ashl.data.batches import Batches
@@ -47,7 +47,7 @@ def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
 
 def payload_of(option: Any, layout: Layout) -> Callable[[float | None], float]:
     """Bytes on the wire at a ratio, as a share of the dense vector's."""
-    codec, d = linked(option, layout), sum(layer.size for layer in layout)
+    codec, d = linked(option, layout), size_of(layout)
     return lambda ratio: codec.payload(ratio, d) / (4 * d)
 
 

@@ -90,11 +90,9 @@ def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None
 
 def check_absorbing(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """A sync mode that makes the model itself leaves nothing to weigh, and has pulls of its own."""
-    sync, aggregate, codec = f"sync={choices['sync']}", parts["aggregate"], parts["compression"]
-    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key, None) is not None]
-    if choices["aggregate"] != "mean" or guards or aggregate.scale != 1:
-        what = f".{(guards or ['scale'])[0]}" if choices["aggregate"] == "mean" else f"={choices['aggregate']}"
-        raise UsageError(f"{sync} makes of each push what its rule says, which aggregate{what} has no say in; drop it")
+    sync, codec = f"sync={choices['sync']}", parts["compression"]
+    if what := changed(parts["aggregate"], choices["aggregate"]):
+        raise UsageError(f"{sync} makes of each push what its rule says, which {what} has no say in; drop it")
     if parts["topology"].pull_ratio is not None:
         raise UsageError(f"{sync} has pulls of its own; drop topology.pull_ratio")
     if getattr(parts["sync"], "sparse", False) and not codec.flags.lossless:
@@ -111,6 +109,14 @@ def check_absorbing(parts: Mapping[str, Any], choices: Mapping[str, str]) -> Non
         )
 
 
+def changed(aggregate: Any, name: str) -> str | None:
+    """What of the aggregation rule is not as it is when nothing is said."""
+    if name != "mean":
+        return f"aggregate={name}"
+    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key, None) is not None]
+    return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
+
+
 def check_replicas(parts: Mapping[str, Any], choices: Mapping[str, str], lossless: bool) -> None:
     """Where every worker has a model of its own, models travel, and their weights are those of the meeting."""
     if not lossless and not getattr(parts["sync"], "compresses", False):
@@ -118,12 +124,9 @@ def check_replicas(parts: Mapping[str, Any], choices: Mapping[str, str], lossles
             f"compression={choices['compression']} makes no sense with sync={choices['sync']}: whole models travel, "
             "and most of a compressed model would be zero; take compression=none, or sync=choco: it sends differences"
         )
-    aggregate = parts["aggregate"]
-    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key, None) is not None]
-    if choices["aggregate"] != "mean" or guards or aggregate.scale != 1:
-        what = f".{(guards or ['scale'])[0]}" if choices["aggregate"] == "mean" else f"={choices['aggregate']}"
+    if what := changed(parts["aggregate"], choices["aggregate"]):
         raise UsageError(
-            f"topology={choices['topology']} has no place for aggregate{what}: workers average their models, and "
+            f"topology={choices['topology']} has no place for {what}: workers average their models, and "
             "nobody adds up updates; leave aggregate as it is"
         )
 

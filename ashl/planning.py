@@ -17,7 +17,7 @@ from ashl.checks import (
     refuse_sync,
 )
 from ashl.cluster.spec import Cluster
-from ashl.compression.layers import Layout
+from ashl.compression.layers import Layout, size_of
 from ashl.compression.link import linked
 from ashl.compression.rules import check_compression
 from ashl.construct import construct, own_faults
@@ -123,7 +123,7 @@ def _plan_and_data(
 
 def sized(stage: StagePlan, layout: Layout, allow: Sequence[str]) -> StagePlan:
     """The stage with the bytes of each worker's messages."""
-    codec, d = linked(construct(stage.compression, "compression", allow), layout), sum(layer.size for layer in layout)
+    codec, d = linked(construct(stage.compression, "compression", allow), layout), size_of(layout)
     sizes = [codec.payload(worker.compression_ratio, d) for worker in stage.workers]
     workers = zip(stage.workers, sizes, strict=True)
     return replace(stage, workers=tuple(replace(worker, message_bytes=size) for worker, size in workers))
@@ -133,7 +133,7 @@ def choices_of(
     config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, layout: Layout, given: Profile | None
 ) -> Choices:
     """What the schedule is given to make stages of."""
-    batch, num_params = parts["dataset"].batch_size, sum(layer.size for layer in layout)
+    batch, num_params = parts["dataset"].batch_size, size_of(layout)
     return Choices(
         names=config["choices"],
         specs={group: dict(config[group]) for group in STAGE_GROUPS},

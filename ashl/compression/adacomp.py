@@ -21,13 +21,12 @@ import numpy as np
 import torch
 
 from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.bits import pack_signs, packed_bytes
+from ashl.compression.bits import BLOCK, pack_signs, packed_bytes
 from ashl.compression.body import EMPTY, HEADER, Parts, typed, write_body
 from ashl.compression.code import Sparse, array_of
 from ashl.compression.feedback import Residual, rescaled
 from ashl.compression.index_code import IndexCode, index_room, read_indices, write_indices
-from ashl.compression.layers import Layer, Layout, with_layout
-from ashl.compression.select import BLOCK
+from ashl.compression.layers import Layer, Layout, size_of, with_layout
 from ashl.option import Count, option
 from ashl.runtime.effects import Hollow
 
@@ -115,7 +114,7 @@ class AdaComp(Sparse):
     def bins(self, d: int) -> list[tuple[int, int]]:
         """The size of each layer, and how long its bins are."""
         layout = self.layout or (Layer("all", (d,)),)
-        if d != sum(layer.size for layer in layout):
+        if d != size_of(layout):
             raise BodyError(f"a vector of {d} elements came for layers of another size")
         return [(layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin) for layer in layout]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,14 @@ class Around:
         return getattr(self.codec, name)
 
 
+def inwards(codec: Any) -> Iterator[Any]:
+    """What is around a codec, from the outside in, and then the codec itself."""
+    while isinstance(codec, Around):
+        yield codec
+        codec = codec.codec
+    yield codec
+
+
 def innermost(codec: Any) -> Any:
     """The codec without anything around it."""
-    return innermost(codec.codec) if isinstance(codec, Around) else codec
+    return list(inwards(codec))[-1]

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ashl.compression import BodyError, Flags, Turn
+from ashl.compression.bits import blocks
 from ashl.compression.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.code import Code
 from ashl.compression.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
@@ -37,7 +38,6 @@ from ashl.compression.sparsifier import Share
 from ashl.option import option
 
 ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a body
-BLOCK = 1 << 16
 ELEMENTS = 2**32 - 1  # in place of a number of triples: the matrix as it is
 
 Shapes = tuple[tuple[int, int], ...]
@@ -181,13 +181,13 @@ def drawn(x: np.ndarray, budget: float, rng: np.random.Generator) -> tuple[np.nd
         places = places[x[places] != 0]
         return places, x[places]
     found = []
-    for start in range(0, x.size, BLOCK):
-        share = np.abs(x[start : start + BLOCK]).astype(np.float64)
+    for where in blocks(x.size):
+        share = np.abs(x[where]).astype(np.float64)
         share *= slope * 2.0**32
         words = rng.integers(0, 1 << 32, share.size, np.uint32)
         hits = np.flatnonzero(words < share)
         beyond = share[hits] - words[hits]  # below 1 where p ends within this word
-        found.append(hits[beyond >= rng.random(hits.size)] + start)
+        found.append(hits[beyond >= rng.random(hits.size)] + where.start)
     places = np.concatenate(found)[: most(budget, x.size)]
     heavy = np.abs(x[places]) * np.float64(slope) >= 1
     return places, np.where(heavy, x[places], np.copysign(1 / slope, x[places])).astype(np.float32)
@@ -210,7 +210,7 @@ def odds(x: np.ndarray, budget: float) -> float:
     heavy = np.sort(np.abs(x[top]).astype(np.float64))[::-1]
     light = x.copy()
     light[top] = 0
-    rest = sum(float(np.abs(light[i : i + BLOCK]).sum(dtype=np.float64)) for i in range(0, x.size, BLOCK))
+    rest = sum(float(np.abs(light[where]).sum(dtype=np.float64)) for where in blocks(x.size))
     if not isfinite(rest + heavy[0]):
         return inf
     rests = rest + np.append(np.cumsum(heavy[::-1])[::-1], 0.0)  # Σ of all but the m largest

@@ -6,16 +6,21 @@ three shifts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
 
 GROUP = 32  # numbers of w bits fill w words of 32 bits
-BLOCK = 1 << 16  # elements: what lies between stays in the L2 cache
+BLOCK = 1 << 16  # elements: what lies between two passes over a block stays in the L2 cache
 HALVES = (1, 2, 4)
 LANES = (16, 32, 64)  # bits of a pair of numbers, of two pairs, of four
 Read = Callable[[np.ndarray, int, int], np.ndarray]
+
+
+def blocks(d: int) -> Iterator[slice]:
+    """The parts of d elements, one after the other, that fit the cache."""
+    return (slice(start, min(start + BLOCK, d)) for start in range(0, d, BLOCK))
 
 
 def packed_bytes(count: int, width: int) -> int:

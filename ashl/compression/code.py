@@ -20,8 +20,6 @@ from ashl.compression import TURN, Flags, Turn
 from ashl.compression.body import Parts, read_body, write_body
 from ashl.runtime.effects import Hollow
 
-Places = np.ndarray | slice
-
 
 class Code:
     """A codec without state."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression import ALL, BodyError, Flags, Turn
+from ashl.compression.bits import BLOCK
 from ashl.compression.body import HEADER, Parts, read_body, typed
 from ashl.compression.code import Sparse, kept
 from ashl.compression.linear import Linear
@@ -33,7 +34,6 @@ from ashl.compression.select import largest
 from ashl.data.rng import Purpose, quick
 from ashl.option import Ratio, option
 
-BLOCK = 1 << 16  # elements: their hashes stay in the L2 cache
 SEED_BYTES = 8
 SEEDS = 2**64
 

@@ -22,13 +22,12 @@ from typing import Any, Literal
 import numpy as np
 
 from ashl.compression import BodyError
-from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.bits import blocks, pack, packed_bytes, unpack
 from ashl.compression.prefix_code import omega, read_omega, read_prefix, write_prefix
 from ashl.errors import UsageError
 
 EntropyCode = Literal["none", "huffman", "elias", "range"]
 PLAIN, CODED, CONSTANT = 0, 1, 2  # the first byte of what has been coded
-BLOCK = 1 << 16
 LONGEST = 16  # bits of a Huffman codeword, where no more levels than that are used
 MOST_LEVELS = 1 << 16  # beyond it a histogram says nothing
 
@@ -110,8 +109,8 @@ def _below(levels: np.ndarray, num_levels: int) -> np.ndarray:
 def _histogram(levels: np.ndarray, num_levels: int) -> np.ndarray:
     """How often each level occurs; in blocks, since bincount makes int64 of what it is given."""
     counts = np.zeros(num_levels, np.int64)
-    for start in range(0, levels.size, BLOCK):
-        counts += np.bincount(levels[start : start + BLOCK], minlength=num_levels)
+    for where in blocks(levels.size):
+        counts += np.bincount(levels[where], minlength=num_levels)
     return counts
 
 
@@ -246,8 +245,8 @@ def _write_range(levels: np.ndarray, num_levels: int) -> np.ndarray:
     ranks[used] = np.arange(used.size)
     coder = library.stream.queue.RangeEncoder()
     model = _model(counts[used])
-    for start in range(0, levels.size, BLOCK):
-        coder.encode(ranks[levels[start : start + BLOCK]], model)
+    for where in blocks(levels.size):
+        coder.encode(ranks[levels[where]], model)
     coded = coder.get_compressed()  # words of 32 bits; a decoder cannot tell whether some are missing
     return np.concatenate([_write_table(counts), _words(coded.size), coded.astype("<u4").view(np.uint8)])
 

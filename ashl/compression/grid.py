@@ -19,12 +19,11 @@ import numpy as np
 from pydantic import Field
 
 from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.bits import pack, packed_bytes, unpack, unpack_bytes
+from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code
 from ashl.option import Number, option
 
-BLOCK = 1 << 16  # elements: what lies between stays in the L2 cache
 MOST = 16  # bits
 WHOLE = 0  # the form of a body of float32; of all others it is b
 

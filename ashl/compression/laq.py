@@ -34,7 +34,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
+from ashl.compression.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.body import HEADER, Parts, read_body, typed, write_body
 from ashl.compression.code import array_of
 from ashl.option import Count, NonNegative, Number, option
@@ -168,11 +168,6 @@ def moved(state: Lazy, model: Any, memory: int) -> Lazy:
     with np.errstate(over="ignore", invalid="ignore"):
         move = distance(array_of(model), array_of(state.model))
     return state._replace(model=model, moves=(move, *state.moves)[:memory])
-
-
-def blocks(d: int) -> Iterator[slice]:
-    """Parts of d elements that fit the cache."""
-    return (slice(start, min(start + BLOCK, d)) for start in range(0, d, BLOCK))
 
 
 def changes(x: np.ndarray, y: np.ndarray, buffer: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:

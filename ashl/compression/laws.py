@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ashl.compression import Turn
-from ashl.compression.layers import Layer
+from ashl.compression.layers import Layer, size_of
 from ashl.compression.link import bare
 
 LAYOUT = (Layer("weight", (64, 48)), Layer("bias", (64,)))
-D = sum(layer.size for layer in LAYOUT)
+D = size_of(LAYOUT)
 DRAWS = 200
 CHANCE = 4.0  # standard errors that chance may explain
 

@@ -36,6 +36,11 @@ class Layer(NamedTuple):
 Layout = tuple[Layer, ...]
 
 
+def size_of(layout: Layout) -> int:
+    """d, the elements of the flat vector."""
+    return sum(layer.size for layer in layout)
+
+
 def layer_at(layout: Layout, place: int) -> str:
     """The name of the layer that an element of the flat vector belongs to."""
     end = 0

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ashl.compression import BodyError
-from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack_bytes
+from ashl.compression.bits import BLOCK, blocks, pack, packed_bytes, unpack_bytes
 from ashl.compression.body import Parts
 from ashl.compression.entropy_code import EntropyCode, bound_bytes, folded, read_levels, unfolded, write_levels
 
@@ -130,8 +130,8 @@ def ends_of(x: np.ndarray) -> np.ndarray:
 def mean_magnitude(x: np.ndarray) -> np.ndarray:
     """‖x‖₁/d as float32 [1]; 0 of nothing."""
     total, buffer = 0.0, np.empty(min(BLOCK, x.size), np.float32)
-    for start in range(0, x.size, BLOCK):
-        part = x[start : start + BLOCK]
+    for where in blocks(x.size):
+        part = x[where]
         total += float(row_sums(np.abs(part, out=buffer[: part.size])[None])[0])
     return np.array([total / max(1, x.size)], np.float32)
 

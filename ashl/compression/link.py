@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ashl.compression.adacomp import AdaComp
-from ashl.compression.around import Around
+from ashl.compression.around import Around, inwards
 from ashl.compression.averaged import Average, Averaged
 from ashl.compression.clip import Clipped
 from ashl.compression.feedback import Feedback, Residual
@@ -53,14 +53,11 @@ def handed_over(sender: Any, codec: Any) -> Any:
     rest = sender
     while rest is not None and not isinstance(rest, Residual | Velocity):
         rest = getattr(rest, "inner", None)
-    memory = codec
-    while isinstance(memory, Around) and not isinstance(memory, Feedback | MomentumCorrection):
-        memory = memory.codec
     kinds = {Feedback: Residual, MomentumCorrection: Velocity, AdaComp: Residual}
-    if rest is None or type(rest) is not kinds.get(type(memory)):
+    keeper = next((kinds[type(part)] for part in inwards(codec) if type(part) in kinds), None)
+    if rest is None or type(rest) is not keeper:
         return None
-    kept = rest._replace(inner=None)
-    return within_schedules(kept, codec)
+    return within_schedules(rest._replace(inner=None), codec)
 
 
 def within_schedules(sender: Any, codec: Any) -> Any:

@@ -21,9 +21,10 @@ from typing import ClassVar
 import numpy as np
 
 from ashl.compression import Flags, Turn
+from ashl.compression.bits import BLOCK, blocks
 from ashl.compression.body import EMPTY, HEADER, Parts
 from ashl.compression.index_code import write_indices
-from ashl.compression.select import BLOCK, largest
+from ashl.compression.select import largest
 from ashl.compression.sparsifier import DENSE, SPARSE, Sparsifier
 from ashl.compression.value_code import value_bound, write_values
 from ashl.option import option
@@ -87,8 +88,8 @@ def slope(x: np.ndarray, top: np.float32, k: int) -> float:
     cut, steep = -1, math.inf
     for _ in range(ROUNDS):
         count, rest = 0, 0.0
-        for start in range(0, x.size, BLOCK):
-            y = np.abs(x[start : start + BLOCK])
+        for where in blocks(x.size):
+            y = np.abs(x[where])
             y /= top
             certain = y >= 1 / steep if cut >= 0 else y > 1
             count += int(np.count_nonzero(certain))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ashl.compression import TURN, Turn
-from ashl.compression.around import Around, innermost
+from ashl.compression.around import Around, innermost, inwards
 from ashl.runtime.effects import Hollow
 
 CHANGE = 0.5  # η
@@ -40,11 +40,7 @@ class WarmUp(Around):
 
 def scheduled(codec: Any, turn: Turn) -> float | None:
     """The kept share of a message after the warm-up around a codec, where there is one."""
-    while isinstance(codec, Around):
-        if isinstance(codec, WarmUp):
-            return codec.share(turn)
-        codec = codec.codec
-    return turn.ratio
+    return next((part.share(turn) for part in inwards(codec) if isinstance(part, WarmUp)), turn.ratio)
 
 
 class Regime(NamedTuple):

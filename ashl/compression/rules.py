@@ -11,7 +11,7 @@ from typing import Any
 from ashl.compression.code import Code
 from ashl.compression.count_sketch import CountSketch
 from ashl.compression.entropy_code import check_code
-from ashl.compression.layers import Layout
+from ashl.compression.layers import Layout, size_of
 from ashl.compression.link import linked
 from ashl.errors import UsageError
 from ashl.override import key_of
@@ -62,7 +62,7 @@ def check_compression(
             f"topology.pull_ratio makes no sense with {name}: a pull needs a codec without memory that never enlarges "
             "what it is given, as compression=topk; drop topology.pull_ratio, or take another compression"
         )
-    d = sum(layer.size for layer in layout)
+    d = size_of(layout)
     if topology.has_server and topology.pull_ratio is not None:
         check_share("topology.pull_ratio", topology.pull_ratio, d)
     if getattr(topology, "replicas", False) and not (isinstance(option, Code) and tends_to_nothing(option, d)):
@@ -95,7 +95,7 @@ def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
             )
         if option.feedback and not (option.flags.contraction or option.flags.drains):
             raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
-    d = sum(layer.size for layer in layout)
+    d = size_of(layout)
     for key in ("ratio", "critical_ratio"):
         if (share := getattr(option, key, None)) is not None:
             check_share(f"compression.{key}", share, d)

@@ -13,7 +13,8 @@ import math
 
 import numpy as np
 
-BLOCK = 1 << 16  # elements: keys and comparison stay in the L2 cache
+from ashl.compression.bits import BLOCK
+
 SAMPLE = 1 << 15
 SMALL = 1 << 17  # below it, choosing among all is as fast
 SAFETY = 4.0  # standard deviations of the rank: one vector in thirty thousand has to be gone through twice

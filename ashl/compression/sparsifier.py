@@ -25,7 +25,6 @@ SPARSE, WHOLE, DENSE = 0, 1, 2  # forms of a body: some values with their places
 class Share(Aids):
     """The share of the elements that is kept, and its schedule."""
 
-    scheduled: ClassVar[bool] = True  # its ratio may follow a schedule
     ratio: Ratio
     warmup_epochs: Natural
     critical_ratio: Ratio | None

@@ -21,7 +21,7 @@ import numpy as np
 
 from ashl.compression import BodyError, Flags, Turn
 from ashl.compression.aids import Aids
-from ashl.compression.bits import pack, packed_bytes, unpack
+from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Sparse
 from ashl.compression.index_code import index_bytes, read_indices, write_indices
@@ -29,7 +29,6 @@ from ashl.option import Positive, option
 
 WORDS, INDICES, DENSE = 0, 1, 2  # forms of a body
 SIGN = np.uint32(1 << 31)
-BLOCK = 1 << 16
 LARGEST = np.float32(3.4028235e38)
 
 

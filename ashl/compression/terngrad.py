@@ -29,11 +29,11 @@ from torch import Tensor
 from ashl.compression import TURN, Flags, Turn
 from ashl.compression.aids import Aids
 from ashl.compression.around import Around
-from ashl.compression.bits import BLOCK, pack, unpack
+from ashl.compression.bits import BLOCK, blocks, pack, unpack
 from ashl.compression.body import HEADER, Parts, typed
 from ashl.compression.code import Code, array_of
 from ashl.compression.entropy_code import EntropyCode
-from ashl.compression.layers import Layout, slices
+from ashl.compression.layers import Layout, size_of, slices
 from ashl.compression.levels import ends_of, level_bytes, packed, unpacked, whole
 from ashl.compression.protocol import offered
 from ashl.compression.trits import read_ternary, ternary, trit_bytes, write_ternary
@@ -60,15 +60,15 @@ class TernGrad(Code, Aids):
 
     def shaped(self, layout: Layout) -> Any:
         """The codec for a model's layers; layers without a shared scale are told apart around it."""
-        sizes = tuple(layer.size for layer in layout) if self.layers else (sum(layer.size for layer in layout),)
+        sizes = tuple(layer.size for layer in layout) if self.layers else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
         top, rng = self.top(x), turn.stream()
         if self.entropy == "none":
             return Parts(x.size, write_ternary(x, top, rng), scales=top)
-        blocks = (ternary(x[start : start + BLOCK], top, rng) for start in range(0, x.size, BLOCK))
-        return Parts(x.size, packed(x.size, 2, blocks, self.entropy), scales=top)
+        numbers = (ternary(x[where], top, rng) for where in blocks(x.size))
+        return Parts(x.size, packed(x.size, 2, numbers, self.entropy), scales=top)
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
         top = typed(parts.scales, "<f4", 1, "scales")
@@ -92,7 +92,7 @@ class TernGrad(Code, Aids):
         top = np.abs(ends_of(x)).max(keepdims=True)
         if self.clip_sigmas is None or not 0 < top < np.inf:
             return top
-        parts = (x[start : start + BLOCK] / top for start in range(0, x.size, BLOCK))
+        parts = (x[where] / top for where in blocks(x.size))
         sigma = top * np.sqrt(sum(float(np.dot(part, part)) for part in parts) / x.size)
         return np.minimum(top, self.clip_sigmas * sigma).astype(np.float32)
 

@@ -27,7 +27,7 @@ from ashl.compression import TURN, BodyError, Flags, Turn
 from ashl.compression.body import HEADER, Parts, typed, write_body
 from ashl.compression.code import Sparse, array_of
 from ashl.compression.feedback import rescaled
-from ashl.compression.layers import Layout
+from ashl.compression.layers import Layout, size_of
 from ashl.errors import UsageError
 from ashl.option import Count, Fraction, Number, option
 from ashl.runtime.effects import Hollow
@@ -60,7 +60,7 @@ class Variance(Sparse):
 
     def shaped(self, layout: Layout) -> Variance:
         """Itself, where its places suffice."""
-        if sum(layer.size for layer in layout) > 2**PLACE_BITS:
+        if size_of(layout) > 2**PLACE_BITS:
             raise UsageError(
                 f"compression=variance names places in {PLACE_BITS} bits, and this model has more than "
                 f"{2**PLACE_BITS} elements; take compression=topk"

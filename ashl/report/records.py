@@ -62,10 +62,6 @@ class Run:
         """Whether its outcome is known: a run that crashed or was interrupted might still have got there."""
         return self.summary["status"] in ("finished", "diverged") or self.summary.get("time_to_target_s") is not None
 
-    @property
-    def total_bytes(self) -> int:
-        return (self.summary.get("bytes_up") or 0) + (self.summary.get("bytes_down") or 0)
-
     @cached_property
     def metrics(self) -> tuple[Mapping[str, Any], ...]:
         """Its evaluations, in order of time. Raises BrokenRecordError."""

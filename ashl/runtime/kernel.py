@@ -16,12 +16,11 @@ from ashl.runtime.node import Node
 class Task:
     """A coroutine on one node, and what it waits for."""
 
-    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "since_ns", "waiting")
+    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "waiting")
 
     def __init__(self, node: Node, coro: Coroutine, main: bool) -> None:
         self.node, self.coro, self.main = node, coro, main
         self.waiting: Any = None  # the effect it is blocked in
-        self.since_ns = 0
         self.done = False
         self.result: Any = None
         self.joiner: Task | None = None

@@ -125,7 +125,7 @@ class Sim:
             else:
                 blocked, value = self._rare(task, effect)
                 if blocked:
-                    task.waiting, task.since_ns = effect, self.now
+                    task.waiting = effect
                     return None
 
     def _cost(self, task: Task, effect: fx.Compute) -> int:
@@ -174,7 +174,7 @@ class Sim:
             self._resume(task, message)
 
     def _block(self, task: Task, recv: fx.Recv) -> None:
-        task.waiting, task.since_ns = recv, self.now
+        task.waiting = recv
         self._mail[task.node.rank].waiters.append(task)
         if (due := deadline_ns(recv.before_s)) is not None:
             self._at(max(due, self.now), self._expire, (task, recv))

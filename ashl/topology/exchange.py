@@ -38,8 +38,7 @@ async def exchanged(
     """(Σ c·C(x), mean loss, word). Of an update that is not finite nothing is made: the mean loss says so."""
     if stage.codec.flags.lossless:
         return await summed(node, stage, body, weight, riders)
-    if (layer := ill(body, stage)) is not None:
-        node.emit("ill", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
+    if ill(node, stage, state, body):
         body, riders = torch.zeros_like(body), (math.nan, riders[1])
     tick = state.clock.version
     looks = looks_at_mean(stage, tick) and not isinstance(body, Hollow)

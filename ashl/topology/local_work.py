@@ -104,8 +104,7 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
     would reach every element, and the run is lost."""
     if stage.codec.flags.lossless:
         return work.body, work.loss
-    if (layer := ill(work.body, stage)) is not None:
-        node.emit("ill", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
+    if ill(node, stage, state, work.body):
         return work.body, math.nan
     encode = partial(stage.codec.encode, state.sender, work.body, turn_of(stage, node.rank, state))
     state.sender, body = await node.compute(encode, work=1, kind="compress")
@@ -149,12 +148,16 @@ def turn_of(stage: Stage, rank: int, state: WorkerState) -> Turn:
     )
 
 
-def ill(x: Any, stage: Stage) -> str | None:
-    """The first layer in which x is not finite."""
+def ill(node: Node, stage: Stage, state: WorkerState, x: Any) -> bool:
+    """Whether an update is not finite; the first layer in which it is not is told of."""
     if isinstance(x, Hollow) or torch.isfinite(x.sum()):  # one pass; a sum of finite numbers may be infinite, too
-        return None
+        return False
     finite = torch.isfinite(x)
-    return None if finite.all() else layer_at(stage.layout, int(finite.int().argmin()))
+    if finite.all():
+        return False
+    layer = layer_at(stage.layout, int(finite.int().argmin()))
+    node.emit("ill", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
+    return True
 
 
 def accumulate(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ashl.compression import BodyError, Turn
-from ashl.compression.layers import Layer
+from ashl.compression.layers import Layer, size_of
 from ashl.compression.link import bare
 from tests.laws.codecs import codec, vector
 
 LAYOUT = (Layer("weight", (10, 12)), Layer("bias", (10,)), Layer("conv", (4, 3, 3, 3)))
-D = sum(layer.size for layer in LAYOUT)
+D = size_of(LAYOUT)
 CODECS = {
     "laq": codec("laq", bits=11),
     "lag": codec("laq", bits=None),

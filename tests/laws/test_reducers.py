@@ -13,7 +13,7 @@ from ashl.compression import BodyError, Turn
 from ashl.compression.body import HEADER
 from ashl.compression.feedback import Feedback
 from ashl.compression.gtopk import bits_bytes, family
-from ashl.compression.layers import Layer
+from ashl.compression.layers import Layer, size_of
 from ashl.compression.link import linked
 from ashl.compression.power_sgd import LowRank, orthonormal
 from ashl.errors import UsageError
@@ -24,7 +24,7 @@ from tests.support import planned, simulated
 
 SHAPES = ((12, 10), (12,), (6, 3, 2, 2), (5, 2))
 LAYOUT = tuple(Layer(str(i), shape) for i, shape in enumerate(SHAPES))
-D = sum(layer.size for layer in LAYOUT)
+D = size_of(LAYOUT)
 REDUCERS = ("power_sgd", "gtopk", "sketch_sgd", "fetch_sgd")
 
 

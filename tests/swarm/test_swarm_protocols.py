@@ -9,7 +9,7 @@ import pytest
 
 from ashl.cluster.spec import Cluster
 from ashl.compression.gtopk import bits_bytes
-from ashl.compression.layers import Layer
+from ashl.compression.layers import Layer, size_of
 from ashl.compression.link import linked
 from ashl.stage import Stage
 from ashl.sync.bsp import BSP
@@ -22,7 +22,7 @@ from tests.swarm.drawn import bound, check_mail, check_time, drawn_cluster, draw
 SEEDS = 300
 CHUNK = 100
 LAYOUT = (Layer("a", (40, 30)), Layer("b", (40,)), Layer("c", (10, 40)))
-D = sum(layer.size for layer in LAYOUT)
+D = size_of(LAYOUT)
 OPTIONS = {
     "power_sgd": {"rank": 2},
     "gtopk": {"ratio": 0.05},
