@@ -38,8 +38,8 @@ def compare(
     """
     from rich.console import Console
 
-    from ashl.report.board import ordering
     from ashl.report.compare import compare as compared
+    from ashl.report.leaderboard import ordering
     from ashl.report.terminal import show
 
     ordered = ordering(sort)

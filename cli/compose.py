@@ -18,8 +18,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
-from ashl.override import key_of
 
 from .catalog import CONF, Catalog, catalog, lacking, nearest, parameters
 

@@ -44,8 +44,8 @@ def show_options(
 
 def _laws(file: Path) -> None:
     """What a codec promises, and whether it keeps it here."""
-    from ashl.compression.laws import D, laws, promises
-    from ashl.construct import construct
+    from ashl.compression.base.laws import D, laws, promises
+    from ashl.config.construct import construct
 
     codec = construct(values(file), "compression", (target(file).partition(".")[0],))
     show("\nPromises", promises(codec))

@@ -1,7 +1,7 @@
 """Hydra's own plugins: launchers, which bring jobs elsewhere, and sweepers, which choose what to try next.
 
 Of a job Hydra composes a number, of a trial its numbers, and nothing more: what they stand for lies in files (see
-`ashl.study.elsewhere`). It happens in a process of its own, so that no plugin's logging or warnings reach the terminal.
+`ashl.study.launcher`). It happens in a process of its own, so that no plugin's logging or warnings reach the terminal.
 """
 
 import os
@@ -119,9 +119,9 @@ def die_with_the_sweep() -> None:
 
 
 def play_job(config: DictConfig) -> None:
-    from ashl.study import elsewhere
+    from ashl.study import launcher
 
-    elsewhere.play_job(Path(config.place), config.job)
+    launcher.play_job(Path(config.place), config.job)
 
 
 def play_trial(config: DictConfig) -> float:

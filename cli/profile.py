@@ -25,7 +25,7 @@ def profile(
     if cfg:
         typer.echo(as_yaml(config), nl=False)
         return 0
-    from ashl import run
+    from ashl.run import train as run
 
     if dry_run:
         run.dry_run(config, overrides or [])

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ashl.config.override import key_of
 from ashl.errors import UsageError
-from ashl.override import key_of
 
 from .train import ConfigDir, Debug, Overrides, as_yaml
 

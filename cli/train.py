@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ashl.config.override import key_of
 from ashl.errors import UsageError
-from ashl.override import key_of
 
 from .complete import complete
 
@@ -44,7 +44,7 @@ def train(
     if cfg:
         typer.echo(as_yaml(config), nl=False)
         return 0
-    from ashl import run
+    from ashl.run import train as run
 
     if dry_run:
         run.dry_run(config, overrides or [])

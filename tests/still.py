@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits
-from ashl.predict import WITHOUT
-from ashl.program import role
+from ashl.planning.predict import WITHOUT
 from ashl.runtime.node import Node
-from ashl.stage import STOP, Stage
+from ashl.stage.program import role
+from ashl.stage.stage import STOP, Stage
 from ashl.topology.gossip import Gossip
-from ashl.trainer import HollowTrainer
 from tests.conf_option import conf_option
 from tests.swarm.drawn import Seen, bound, drawn_cluster, run
 
 D = 33
 
 
-class Still(HollowTrainer):
+class Still(SizeOnlyTrainer):
     """Steps that lead nowhere."""
 
     def init(self) -> tuple[Tensor, Any]:

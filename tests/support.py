@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ashl.build import assemble
 from ashl.cli.compose import compose
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
-from ashl.consensus import Parts
-from ashl.construct import construct
+from ashl.config.construct import construct
 from ashl.plan.plan import Plan
-from ashl.planning import make_plan
-from ashl.program import program
+from ashl.planning.build import assemble
+from ashl.planning.make import make_plan
+from ashl.run.mean_model import ModelSet
 from ashl.runtime.sim import Sim
+from ashl.stage.program import program
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Ran:
     snapshots: list[tuple[dict, Any]] = field(default_factory=list)
     models: dict[int, Any] = field(default_factory=dict)  # each worker's at the end, where it has its own
     events: int = 0
-    parts: Parts | None = None  # where every worker has a model of its own
+    parts: ModelSet | None = None  # where every worker has a model of its own
 
     def emit(self, record: dict) -> None:
         self.records.append(record)
@@ -87,7 +87,7 @@ def simulated(*overrides: str) -> Ran:
     job = assemble(plan, "cpu")
     cluster = construct(plan.cluster, "cluster")
     stage = job.stages[0]
-    ran = Ran(plan, parts=Parts(plan.num_workers) if stage.replicas else None)
+    ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None)
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
     sim.run(partial(program, stages=job.stages), tick=lambda: None)

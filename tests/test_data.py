@@ -13,7 +13,7 @@ from ashl.data.partition import shards
 from ashl.data.quadratic import optimum
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
 from ashl.errors import UsageError
-from ashl.learner import Learner
+from ashl.learn.learner import Learner
 
 DIGITS = conf_option("dataset", "digits").load()
 TOTAL = len(DIGITS.train)

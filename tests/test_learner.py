@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ashl.data.batches import Batches
 from ashl.errors import UsageError
-from ashl.learner import Learner
+from ashl.learn.learner import Learner
 
 DIGITS = conf_option("dataset", "digits").load()
 SOME = np.arange(16)

@@ -12,7 +12,7 @@ from conf_option import conf_option
 from torch.nn import functional
 
 from ashl.data.batches import Batches
-from ashl.learner import Learner
+from ashl.learn.learner import Learner
 
 BATCH, ROUNDS = 32, 7
 CASES = [

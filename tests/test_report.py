@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from ashl.errors import UsageError
-from ashl.report.board import Board, ordering, rank
+from ashl.report.leaderboard import Leaderboard, ordering, rank
 from ashl.report.records import read
-from ashl.report.settings import settings_of
+from ashl.report.replicates import settings_of
 from ashl.report.stats import effect, seeds_needed, spread
 from ashl.report.terminal import show
 from ashl.report.words import answer
@@ -30,7 +30,7 @@ def sweep(folder: Path, **times: tuple[float | None, ...]) -> Path:
     return write_sweep(folder / "sweep", runs)
 
 
-def ranked(*folders: Path, **options) -> Board:
+def ranked(*folders: Path, **options) -> Leaderboard:
     return rank(read(folders), **options)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ashl.report.board import rank
 from ashl.report.crossover import Terrain, as_number, flip, statement, terrain
 from ashl.report.crossover_map import figure
+from ashl.report.leaderboard import rank
 from ashl.report.records import read
 from ashl.report.words import answer
 from tests.run_folders import write_sweep

@@ -17,9 +17,9 @@ import torch
 
 from ashl.option import Count, Positive, option
 from ashl.plan.plan import WorkerPlan
-from ashl.runtime.effects import Hollow
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage import Push, Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Push, Stage
 
 
 @option
@@ -47,7 +47,7 @@ class Weighted:
 
     def clip(self, body: Any) -> Any:
         """The body, shortened to `clip_norm` where it is longer."""
-        if self.clip_norm is None or isinstance(body, Hollow):
+        if self.clip_norm is None or isinstance(body, SizeOnly):
             return body
         length = float(torch.linalg.vector_norm(body, dtype=torch.float64))
         return body if length <= self.clip_norm else body * (self.clip_norm / length)

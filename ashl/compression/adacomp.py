@@ -20,15 +20,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.bits import BLOCK, pack_signs, packed_bytes
-from ashl.compression.body import EMPTY, HEADER, Parts, typed, write_body
-from ashl.compression.code import Sparse, array_of
-from ashl.compression.feedback import Residual, rescaled
-from ashl.compression.index_code import IndexCode, index_room, read_indices, write_indices
-from ashl.compression.layers import Layer, Layout, size_of, with_layout
+from ashl.compression.around.feedback import Residual, rescaled
+from ashl.compression.around.layers import Layer, Layout, size_of, with_layout
+from ashl.compression.base.code import Sparse, array_of
+from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
+from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed, write_body
+from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
 from ashl.option import Count, option
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 
 
 @option
@@ -46,8 +46,8 @@ class AdaComp(Sparse):
         return with_layout(self, layout)
 
     def encode(self, sender: Residual | None, x: Any, turn: Turn = TURN) -> tuple[Residual, Any]:
-        if isinstance(x, Hollow):
-            return Residual(), Hollow(self.payload(None, x.nbytes // 4))
+        if isinstance(x, SizeOnly):
+            return Residual(), SizeOnly(self.payload(None, x.nbytes // 4))
         error, _, lr = sender or Residual()
         g = array_of(x)
         old = rescaled(error, lr, turn.lr)
@@ -64,7 +64,7 @@ class AdaComp(Sparse):
         return Residual(error, None, turn.lr), body
 
     def undo(self, sender: Residual, body: Any) -> Residual:
-        if isinstance(body, Hollow):
+        if isinstance(body, SizeOnly):
             return sender
         restored = sender.error.clone()
         self.add(restored, body)

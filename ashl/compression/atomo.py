@@ -27,14 +27,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.bits import blocks
-from ashl.compression.body import EMPTY, HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
-from ashl.compression.layers import Layout
-from ashl.compression.select import largest
-from ashl.compression.sparsifier import Share
+from ashl.compression.around.layers import Layout
+from ashl.compression.base.code import Code
+from ashl.compression.base.select import largest
+from ashl.compression.base.sparsifier import Share
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.bits import blocks
+from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.option import option
 
 ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a body

@@ -19,16 +19,16 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Sparse
-from ashl.compression.linear import Linear
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Sparse
+from ashl.compression.base.linear import Linear
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.option import Count, option
 
 
 @option
-class BlockCoordinate(Sparse, Linear, Aids):
+class BlockCoordinate(Sparse, Linear, Wrappers):
     """One block at a time."""
 
     code: ClassVar[int] = 60

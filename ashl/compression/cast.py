@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.levels import whole
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.levels import whole
 from ashl.option import option
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @option
-class Cast(Code, Aids):
+class Cast(Code, Wrappers):
     """Rounds to the nearest of 16 bits."""
 
     code: ClassVar[int] = 10

@@ -22,15 +22,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code, kept
-from ashl.compression.index_code import width
-from ashl.compression.layers import Layer, Layout, with_layout
-from ashl.compression.select import largest_of_rows
-from ashl.compression.sparsifier import DENSE, SPARSE, Share
-from ashl.compression.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.around.layers import Layer, Layout, with_layout
+from ashl.compression.base.code import Code, kept
+from ashl.compression.base.select import largest_of_rows
+from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.index_code import width
+from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.option import option
 
 SIDE = 64  # of a block, at most

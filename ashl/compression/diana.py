@@ -21,12 +21,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from ashl.compression import TURN, Codec, Flags, Turn
-from ashl.compression.entropy_code import EntropyCode
+from ashl.compression.contract import TURN, Codec, Flags, Turn
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.qsgd import QSGD
+from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.option import Count, Number, Ratio, option
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 from ashl.topology.estimate import Estimator
 
 PLAIN: dict[str, Any] = {
@@ -71,7 +71,7 @@ class Diana:
         return Flags(unbiased=True, variable=self.inner.flags.variable)
 
     def encode(self, sender: Learned | None, x: Any, turn: Turn = TURN) -> tuple[Learned | None, Any]:
-        if isinstance(x, Hollow):
+        if isinstance(x, SizeOnly):
             return sender, self.inner.encode(None, x, turn)[1]
         h = None if sender is None else sender.h
         _, body = self.inner.encode(None, x if h is None else x - h.to(x.device), turn)
@@ -80,7 +80,7 @@ class Diana:
 
     def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
         _, m = self.inner.decode(None, body, d)
-        if isinstance(m, Hollow):
+        if isinstance(m, SizeOnly):
             return receiver, m
         alpha = 1 / (1 + self.inner.bound(None, d)) if self.alpha is None else self.alpha
         return (m * alpha, m) if receiver is None else (receiver + m * alpha, receiver + m)

@@ -24,14 +24,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.bits import pack, packed_bytes, unpack
-from ashl.compression.body import EMPTY, HEADER, Parts, typed
-from ashl.compression.code import Sparse, kept
-from ashl.compression.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
-from ashl.compression.levels import ends_of
-from ashl.compression.select import NEGATIVE, POSITIVE, largest
-from ashl.compression.sparsifier import DENSE, SPARSE, Share
+from ashl.compression.base.code import Sparse, kept
+from ashl.compression.base.select import NEGATIVE, POSITIVE, largest
+from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.bits import pack, packed_bytes, unpack
+from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.wire.levels import ends_of
 from ashl.option import Count, option
 
 LevelsRule = Literal["mean", "lloyd"]

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.count_sketch import CountSketch, cells_of, dense, recovered
+from ashl.compression.base.count_sketch import CountSketch, cells_of, dense, recovered
 from ashl.option import Fraction, option
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 
 
 class Sketches(NamedTuple):
@@ -51,8 +51,8 @@ class FetchSGD(CountSketch):
     def reduce(
         self, memory: Sketches | None, bodies: Sequence[Any], weights: Sequence[float], d: int
     ) -> tuple[Sketches | None, Any]:
-        if isinstance(bodies[0], Hollow):
-            return memory, Hollow(4 * d)
+        if isinstance(bodies[0], SizeOnly):
+            return memory, SizeOnly(4 * d)
         table, momentum = self.together(bodies, weights, d)
         error = np.zeros_like(momentum)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges

@@ -18,10 +18,10 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code
+from ashl.compression.base.code import Code
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
+from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.option import Number, option
 
 MOST = 16  # bits

@@ -31,18 +31,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.body import EMPTY, Parts, read_body, typed, write_body
-from ashl.compression.code import array_of
-from ashl.compression.index_code import write_indices
-from ashl.compression.protocol import Given, offered, settled
-from ashl.compression.select import largest
-from ashl.compression.sparsifier import SPARSE
+from ashl.compression.around.stand_in import CodecInput, after, before
+from ashl.compression.base.code import array_of
+from ashl.compression.base.select import largest
+from ashl.compression.base.sparsifier import SPARSE
+from ashl.compression.contract import BodyError, Flags, Turn
 from ashl.compression.topk import TopK
+from ashl.compression.wire.body import EMPTY, Parts, read_body, typed, write_body
+from ashl.compression.wire.index_code import write_indices
 from ashl.option import option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.topology.exchange import Riders
 
 WORD = 4  # bytes: what follows the bits of a set stays aligned
@@ -86,7 +87,7 @@ class GTopK(TopK):
         """Up and down the tree; see `topology.exchange`."""
         d, up, down = stage.trainer.num_params, stage.tag("gtopk_up"), stage.tag("gtopk_down")
         parent, children = family(node.rank, stage.num_workers)
-        given = offered(stage.codec, state.sender, x, turn)
+        given = before(stage.codec, state.sender, x, turn)
         sets = [await node.compute(partial(self.selected, given, weight, d), work=1, kind="compress")]
         loss, word = riders
         for child in children:
@@ -94,25 +95,25 @@ class GTopK(TopK):
             loss, word = loss + message.meta[0], word + message.meta[1]
             sets.append(await node.compute(partial(self.merged, sets[-1], message, d), work=0, kind="compress"))
         if parent is None:
-            final = Final(sets[-1], None if isinstance(x, Hollow) else np.ones(sets[-1].k, bool))
+            final = Final(sets[-1], None if isinstance(x, SizeOnly) else np.ones(sets[-1].k, bool))
         else:
             await node.send(parent, up, self.written_few(sets[-1], d), (loss, word, sets[-1].k))
             message = await node.recv(down, src=parent)
             loss, word = message.meta[:2]
             final = await node.compute(partial(self.read_final, message, d), work=0, kind="compress")
         for child, merged in zip(reversed(children), reversed(sets), strict=False):
-            final = final if isinstance(x, Hollow) else final._replace(alive=final.alive & within(final.few, merged))
+            final = final if isinstance(x, SizeOnly) else final._replace(alive=final.alive & within(final.few, merged))
             await node.send(child, down, self.written_few(final.few, d, final), (loss, word, final.few.k))
-        if isinstance(x, Hollow):
+        if isinstance(x, SizeOnly):
             return x, loss, int(word)
         end = partial(self.ended, stage, state.sender, (x, turn), given, sets[0], final)
         state.sender, update = await node.compute(end, work=0, kind="compress")
         return update, loss, int(word)
 
-    def selected(self, given: Given, weight: float, d: int) -> Few:
+    def selected(self, given: CodecInput, weight: float, d: int) -> Few:
         """What a worker starts with: c·p at its own places."""
         k = self.kept(given.turn.ratio, d)
-        if isinstance(given.x, Hollow):
+        if isinstance(given.x, SizeOnly):
             return Few(k if self.form(k, d) == SPARSE else d, None)
         p = array_of(given.x)
         places = largest(p, k) if self.form(k, d) == SPARSE else np.arange(d)
@@ -121,7 +122,7 @@ class GTopK(TopK):
 
     def merged(self, own: Few, message: Message, d: int) -> Few:
         """The largest of the sums with a child's."""
-        if isinstance(message.body, Hollow):
+        if isinstance(message.body, SizeOnly):
             return Few(max(own.k, int(message.meta[2])), None)
         other = self.read_few(*read_body(message.body, self.code, d)[:1], d)
         places = np.concatenate([own.places, other.places])
@@ -137,7 +138,7 @@ class GTopK(TopK):
         """A set as a body; on the way down with the bits of its elements."""
         k = few.k
         if few.values is None:
-            return Hollow(self.size(k, d) + (0 if final is None else bits_bytes(k)))
+            return SizeOnly(self.size(k, d) + (0 if final is None else bits_bytes(k)))
         bits = EMPTY if final is None else np.zeros(bits_bytes(k), np.uint8)
         if final is not None:
             bits[: -(-k // 8)] = np.packbits(final.alive, bitorder="little")
@@ -151,7 +152,7 @@ class GTopK(TopK):
 
     def read_final(self, message: Message, d: int) -> Final:
         """What a parent sends down. Raises BodyError."""
-        if isinstance(message.body, Hollow):
+        if isinstance(message.body, SizeOnly):
             return Final(Few(int(message.meta[2]), None), None)
         parts, _ = read_body(message.body, self.code, d)
         bits = typed(parts.scales, "u1", bits_bytes(parts.count), "bits")
@@ -159,19 +160,19 @@ class GTopK(TopK):
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
     def ended(
-        self, stage: Stage, sender: Any, sent_for: tuple[Tensor, Turn], given: Given, own: Few, final: Final
+        self, stage: Stage, sender: Any, sent_for: tuple[Tensor, Turn], given: CodecInput, own: Few, final: Final
     ) -> tuple[Any, Tensor]:
         """(the sender's state, the update)."""
         update, sent = torch.zeros(stage.trainer.num_params), torch.zeros_like(given.x)
         update.numpy()[final.few.places] = final.few.values
         through = final.few.places[final.alive & within(final.few, own)]
         sent[through] = given.x[through]
-        return settled(stage.codec, sender, *sent_for, sent), update
+        return after(stage.codec, sender, *sent_for, sent), update
 
     def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
         """At a server: the k largest of the sum; what is left of it is kept for the next merge."""
-        if isinstance(bodies[0], Hollow):
-            return memory, Hollow(4 * d)
+        if isinstance(bodies[0], SizeOnly):
+            return memory, SizeOnly(4 * d)
         total = torch.zeros(d) if memory is None else memory.clone()
         for body, weight in zip(bodies, weights, strict=True):
             self.add(total, body, weight)

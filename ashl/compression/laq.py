@@ -33,12 +33,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
-from ashl.compression.body import HEADER, Parts, read_body, typed, write_body
-from ashl.compression.code import array_of
+from ashl.compression.base.code import array_of
+from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
+from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 from ashl.option import Count, NonNegative, Number, option
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 from ashl.topology.estimate import Estimator
 
 LEVELS, WHOLE = 0, 1  # forms of a body: levels of δ, or g as float32
@@ -78,8 +78,8 @@ class LAQ:
         return math.inf
 
     def encode(self, sender: Lazy | None, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
-        if isinstance(x, Hollow):
-            return sender, Hollow(self.payload(None, x.nbytes // 4))
+        if isinstance(x, SizeOnly):
+            return sender, SizeOnly(self.payload(None, x.nbytes // 4))
         state = moved(sender or Lazy(), turn.params, self.memory)
         g = array_of(x)
         sent = np.zeros_like(g) if state.sent is None else state.sent.numpy()
@@ -96,8 +96,8 @@ class LAQ:
         return after, write_body(self.code, x.dtype, x.numel(), parts)
 
     def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if isinstance(body, Hollow):
-            return receiver, Hollow(4 * d)
+        if isinstance(body, SizeOnly):
+            return receiver, SizeOnly(4 * d)
         if isinstance(body, Tensor) and not body.numel():
             if receiver is None:
                 raise BodyError("a gradient was left out before any had come")
@@ -109,7 +109,7 @@ class LAQ:
             return now, now.to(dtype)
 
     def undo(self, sender: Any, body: Any) -> Any:
-        if isinstance(body, Hollow):
+        if isinstance(body, SizeOnly):
             return sender
         sent, error, age = sender.before
         return sender._replace(sent=sent, error=error, age=age)

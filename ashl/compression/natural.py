@@ -17,22 +17,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.bits import BLOCK, pack_signs, packed_bytes
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.levels import whole
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.levels import whole
+from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
 from ashl.option import option
-
-OMEGA = 1 / 8
-MANTISSA = np.uint32(23)  # bits
-INFINITE = np.uint32(0x7F800000)
-TOP = np.uint32(0x7F000000)  # 2¹²⁷
 
 
 @option
-class NaturalCompression(Code, Aids):
+class NaturalCompression(Code, Wrappers):
     """Keeps signs and exponents."""
 
     code: ClassVar[int] = 17
@@ -49,38 +44,3 @@ class NaturalCompression(Code, Aids):
 
     def bound(self, ratio: float | None, d: int) -> float:
         return OMEGA
-
-
-def natural_bytes(d: int) -> int:
-    """d exponents of 8 bits, then d signs."""
-    return d + packed_bytes(d, 1)
-
-
-def write_natural(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [natural_bytes]."""
-    stream = np.empty(natural_bytes(x.size), np.uint8)
-    for start in range(0, x.size, BLOCK):
-        part = x[start : start + BLOCK]
-        bits = part.view(np.uint32)
-        if not (part.max() < 2.0**127 and part.min() > -(2.0**127)):
-            size = bits & np.uint32(0x7FFFFFFF)
-            bits = np.where(size >= INFINITE, INFINITE, np.minimum(size, TOP))
-        dither = rng.bit_generator.random_raw(-(-part.size // 2)).view(np.uint32)[: part.size]
-        dither >>= np.uint32(32 - 23)
-        dither += bits
-        dither >>= MANTISSA
-        stream[start : start + part.size] = dither.astype(np.uint8)  # of sign and exponent, the exponent
-    stream[x.size :] = pack_signs(x)
-    return stream
-
-
-def read_natural(stream: np.ndarray, d: int) -> np.ndarray:
-    """float32 [d] again."""
-    x = np.empty(d, np.uint32)
-    for start in range(0, d, BLOCK):
-        part = x[start : start + BLOCK]
-        part[:] = np.unpackbits(stream[d + start // 8 :][: BLOCK // 8], count=part.size, bitorder="little")
-        part <<= np.uint32(8)
-        part |= stream[start : start + part.size]
-        part <<= MANTISSA
-    return x.view(np.float32)

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.compression import TURN, BodyError, Flags, Turn
+from ashl.compression.contract import TURN, BodyError, Flags, Turn
 from ashl.option import option
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 
 
 @option
@@ -21,7 +21,7 @@ class Dense:
         return sender, x
 
     def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if body.nbytes != 4 * d or not (isinstance(body, Hollow) or body.dtype == torch.float32):
+        if body.nbytes != 4 * d or not (isinstance(body, SizeOnly) or body.dtype == torch.float32):
             raise BodyError(f"a body of {body.nbytes} bytes came where a dense one of {d} float32 was expected")
         return receiver, body
 

@@ -20,20 +20,20 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.bits import BLOCK, pack_signs, packed_bytes
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.layers import Layout, slices
-from ashl.compression.levels import row_sums, whole
+from ashl.compression.around.layers import Layout, slices
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.levels import row_sums, whole
 from ashl.option import option
 
 Matrix = tuple[int, int, bool]  # rows, columns, and whether the columns are the parts
 
 
 @option
-class OneBit(Code, Aids):
+class OneBit(Code, Wrappers):
     """Two means, of the whole vector or of parts of it."""
 
     code: ClassVar[int] = 12

@@ -30,16 +30,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.body import HEADER, Parts, read_body, typed, write_body
-from ashl.compression.code import array_of
-from ashl.compression.layers import Layout, slices
-from ashl.compression.protocol import Given, offered, settled
+from ashl.compression.around.layers import Layout, slices
+from ashl.compression.around.stand_in import CodecInput, after, before
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import array_of
+from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 from ashl.option import Count, option
-from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.topology.exchange import Riders, summed
 
 LOW_RANK = Flags(contraction=True)
@@ -47,7 +47,7 @@ DEPENDENT = 1e-6  # of a column's length: less than that, beside the columns bef
 
 
 @option
-class PowerSGD(Aids):
+class PowerSGD(Wrappers):
     """Low rank, with a warm start."""
 
     flags: ClassVar[Flags] = LOW_RANK
@@ -120,8 +120,8 @@ class LowRank:
 
     def encode(self, sender: Basis | None, x: Any, turn: Turn = TURN) -> tuple[Basis, Any]:
         sender = sender or Basis()
-        if isinstance(x, Hollow):
-            return sender, Hollow(self.payload(turn.ratio, x.nbytes // 4))
+        if isinstance(x, SizeOnly):
+            return sender, SizeOnly(self.payload(turn.ratio, x.nbytes // 4))
         flat = torch.from_numpy(array_of(x))
         left = self.orthonormal(self.left(flat, self.begin(sender.q, turn.stream())))
         right = self.right(flat, left)
@@ -129,8 +129,8 @@ class LowRank:
         return Basis(right, sender.q), write_body(self.code, x.dtype, x.numel(), Parts(values.numel(), values.numpy()))
 
     def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if isinstance(body, Hollow):
-            return receiver, Hollow(4 * d)
+        if isinstance(body, SizeOnly):
+            return receiver, SizeOnly(4 * d)
         parts, dtype = read_body(body, self.code, d)
         if d != self.size or parts.indices.size or parts.scales.size or parts.count != sum(self.counts):
             raise BodyError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
@@ -138,7 +138,7 @@ class LowRank:
         return receiver, self.whole(*values.split(self.counts)).to(dtype)
 
     def undo(self, sender: Basis, body: Any) -> Basis:
-        return sender if isinstance(body, Hollow) else Basis(sender.before)
+        return sender if isinstance(body, SizeOnly) else Basis(sender.before)
 
     def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
         _, x = self.decode(None, body, out.numel())
@@ -193,12 +193,12 @@ class LowRank:
         self, node: Node, stage: Stage, state: Any, x: Any, turn: Turn, weight: float, riders: Riders
     ) -> tuple[Any, float, int]:
         """Both products summed over all workers; see `topology.exchange`."""
-        given = offered(stage.codec, state.sender, x, turn)
+        given = before(stage.codec, state.sender, x, turn)
         first, second = self.counts[0] + self.counts[2], self.counts[1]
-        if isinstance(x, Hollow):
-            _, loss, word = await summed(node, stage, Hollow(4 * first), 1.0, riders)
+        if isinstance(x, SizeOnly):
+            _, loss, word = await summed(node, stage, SizeOnly(4 * first), 1.0, riders)
             if second:
-                await node.all_reduce(Hollow(4 * second), stage.workers)
+                await node.all_reduce(SizeOnly(4 * second), stage.workers)
             return x, loss, word
         mine = await node.compute(partial(self._first, given), work=1, kind="compress")
         total, loss, word = await summed(node, stage, mine, weight, riders)
@@ -208,23 +208,23 @@ class LowRank:
         state.sender, update = await node.compute(end, work=0, kind="compress")
         return update, loss, word
 
-    def _first(self, given: Given) -> Tensor:
+    def _first(self, given: CodecInput) -> Tensor:
         """What is summed first: every P, and what is sent as it is."""
         q = given.inner.q if given.inner else None
         return torch.cat([self.left(given.x, self.begin(q, given.turn.shared())), self.others(given.x)])
 
-    def _second(self, given: Given, total: Tensor) -> tuple[Tensor, Tensor]:
+    def _second(self, given: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
         """The common basis, and what is summed next: every Q."""
         left = self.orthonormal(total[: self.counts[0]])
         return left, self.right(given.x, left)
 
     def _end(
-        self, stage: Stage, sender: Any, x: Tensor, turn: Turn, given: Given, found: tuple[Tensor, ...]
+        self, stage: Stage, sender: Any, x: Tensor, turn: Turn, given: CodecInput, found: tuple[Tensor, ...]
     ) -> tuple[Any, Tensor]:
         """(the sender's state, the update) once both sums are known."""
         left, right, common, others = found
         sent = self.whole(left, right, self.others(given.x))
-        return settled(stage.codec, sender, x, turn, sent, Basis(common)), self.whole(left, common, others)
+        return after(stage.codec, sender, x, turn, sent, Basis(common)), self.whole(left, common, others)
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:

@@ -18,19 +18,19 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.entropy_code import EntropyCode
-from ashl.compression.levels import level_bytes, packed, rounded, rows_of, spread, unpacked, whole
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.entropy_code import EntropyCode
+from ashl.compression.wire.levels import level_bytes, packed, rounded, rows_of, spread, unpacked, whole
 from ashl.option import Count, Number, option
 
 LARGEST = np.finfo(np.float32).max
 
 
 @option
-class QSGD(Code, Aids):
+class QSGD(Code, Wrappers):
     """Levels of a bucket's norm."""
 
     code: ClassVar[int] = 15

@@ -20,13 +20,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.bits import BLOCK, blocks
-from ashl.compression.body import EMPTY, HEADER, Parts
-from ashl.compression.index_code import write_indices
-from ashl.compression.select import largest
-from ashl.compression.sparsifier import DENSE, SPARSE, Sparsifier
-from ashl.compression.value_code import value_bound, write_values
+from ashl.compression.base.select import largest
+from ashl.compression.base.sparsifier import DENSE, SPARSE, Sparsifier
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.bits import BLOCK, blocks
+from ashl.compression.wire.body import EMPTY, HEADER, Parts
+from ashl.compression.wire.index_code import write_indices
+from ashl.compression.wire.value_code import value_bound, write_values
 from ashl.option import option
 
 ROUNDS = 100  # of the fixed point; a few are enough for a gradient

@@ -16,11 +16,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.body import Parts
-from ashl.compression.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
-from ashl.compression.seeded import Seeded, distinct
-from ashl.compression.sparsifier import SPARSE
+from ashl.compression.base.seeded import Seeded, distinct
+from ashl.compression.base.sparsifier import SPARSE
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import Parts
+from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
 from ashl.option import option
 
 

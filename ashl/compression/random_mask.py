@@ -16,10 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.body import Parts
-from ashl.compression.linear import Linear
-from ashl.compression.seeded import Seeded
+from ashl.compression.base.linear import Linear
+from ashl.compression.base.seeded import Seeded
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import Parts
 from ashl.option import option
 
 

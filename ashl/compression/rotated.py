@@ -23,13 +23,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.entropy_code import EntropyCode
-from ashl.compression.levels import level_bytes, packed, rounded, rows_of, unpacked, whole
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags, Turn
 from ashl.compression.uniform import Levels, between, placed
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.entropy_code import EntropyCode
+from ashl.compression.wire.levels import level_bytes, packed, rounded, rows_of, unpacked, whole
 from ashl.option import option
 
 LARGEST = 4096
@@ -37,7 +37,7 @@ SEED = np.dtype("<u8")
 
 
 @option
-class Rotated(Code, Aids):
+class Rotated(Code, Wrappers):
     """Levels between the ends of rotated blocks."""
 
     code: ClassVar[int] = 14

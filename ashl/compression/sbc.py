@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.body import EMPTY, HEADER, Parts, typed
-from ashl.compression.code import Sparse
-from ashl.compression.index_code import IndexCode, index_room, read_indices, write_indices
-from ashl.compression.select import NEGATIVE, POSITIVE, Order, largest
-from ashl.compression.sparsifier import Share
+from ashl.compression.base.code import Sparse
+from ashl.compression.base.select import NEGATIVE, POSITIVE, Order, largest
+from ashl.compression.base.sparsifier import Share
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
 from ashl.option import option
 
 

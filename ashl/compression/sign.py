@@ -25,20 +25,20 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.bits import pack_signs, packed_bytes, signed
-from ashl.compression.body import EMPTY, HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.levels import mean_magnitude, whole
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.bits import pack_signs, packed_bytes, signed
+from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.levels import mean_magnitude, whole
 from ashl.option import Fraction, option
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 
 ONE = np.ones(1, np.float32)
 
 
 @option
-class Sign(Code, Aids):
+class Sign(Code, Wrappers):
     """Sends signs."""
 
     code: ClassVar[int] = 11
@@ -72,8 +72,8 @@ class Sign(Code, Aids):
 
     def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
         """The sign of the weighted sum of signs."""
-        if isinstance(bodies[0], Hollow):
-            return memory, Hollow(4 * d)
+        if isinstance(bodies[0], SizeOnly):
+            return memory, SizeOnly(4 * d)
         total, most = torch.zeros(d), max(weights)
         for body, weight in zip(bodies, weights, strict=True):  # equal weights add up exactly, so that even is even
             replace(self, scale="none").add(total, body, weight / most)

@@ -27,21 +27,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.code import array_of
-from ashl.compression.count_sketch import CountSketch, dense, recovered, sketched
-from ashl.compression.protocol import Given, offered, settled
-from ashl.compression.select import largest
+from ashl.compression.around.stand_in import CodecInput, after, before
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import array_of
+from ashl.compression.base.count_sketch import CountSketch, dense, recovered, sketched
+from ashl.compression.base.select import largest
+from ashl.compression.contract import Flags, Turn
 from ashl.option import Count, option
-from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.topology.exchange import Riders, summed
 
 
 @option
-class SketchSGD(CountSketch, Aids):
+class SketchSGD(CountSketch, Wrappers):
     """Finds what is large in the sum, then asks for it."""
 
     code: ClassVar[int] = 82
@@ -57,11 +57,11 @@ class SketchSGD(CountSketch, Aids):
     ) -> tuple[Any, float, int]:
         """Both sums; see `topology.exchange`."""
         d = stage.trainer.num_params
-        if isinstance(x, Hollow):
-            _, loss, word = await summed(node, stage, Hollow(4 * self.table(d).cells), 1.0, riders)
-            await node.all_reduce(Hollow(4 * self.asked(d)), stage.workers)
+        if isinstance(x, SizeOnly):
+            _, loss, word = await summed(node, stage, SizeOnly(4 * self.table(d).cells), 1.0, riders)
+            await node.all_reduce(SizeOnly(4 * self.asked(d)), stage.workers)
             return x, loss, word
-        given = offered(stage.codec, state.sender, x, turn)
+        given = before(stage.codec, state.sender, x, turn)
         cells = await node.compute(partial(self.cells, given), work=1, kind="compress")
         total, loss, word = await summed(node, stage, cells, weight, riders)
         places, mine = await node.compute(partial(self.wanted, given, total), work=0, kind="compress")
@@ -70,13 +70,13 @@ class SketchSGD(CountSketch, Aids):
         state.sender, update = await node.compute(end, work=0, kind="compress")
         return update, loss, word
 
-    def cells(self, given: Given) -> Tensor:
+    def cells(self, given: CodecInput) -> Tensor:
         """What is summed first."""
         p = array_of(given.x)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             return torch.from_numpy(sketched(p, self.table(p.size, given.turn.seed)))
 
-    def wanted(self, given: Given, total: Tensor) -> tuple[np.ndarray, Tensor]:
+    def wanted(self, given: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
         """(the candidates' places, this worker's values there)."""
         d = given.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
@@ -88,7 +88,7 @@ class SketchSGD(CountSketch, Aids):
         stage: Stage,
         sender: Any,
         sent_for: tuple[Tensor, Turn],
-        given: Given,
+        given: CodecInput,
         places: np.ndarray,
         exact: Tensor,
     ) -> tuple[Any, Tensor]:
@@ -97,11 +97,11 @@ class SketchSGD(CountSketch, Aids):
         chosen = largest(exact.numpy(), self.k(d))
         sent = torch.zeros_like(given.x)
         sent[places[chosen]] = given.x[places[chosen]]
-        return settled(stage.codec, sender, *sent_for, sent), dense(places[chosen], exact.numpy()[chosen], d)
+        return after(stage.codec, sender, *sent_for, sent), dense(places[chosen], exact.numpy()[chosen], d)
 
     def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
         """At a server: what the sum of the sketches says."""
-        if isinstance(bodies[0], Hollow):
-            return memory, Hollow(4 * d)
+        if isinstance(bodies[0], SizeOnly):
+            return memory, SizeOnly(4 * d)
         table, cells = self.together(bodies, weights, d)
         return memory, dense(*recovered(cells, table, d, self.k(d)), d)

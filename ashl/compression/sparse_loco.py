@@ -18,14 +18,14 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.bits import pack, packed_bytes, unpack
-from ashl.compression.body import Parts
-from ashl.compression.code import kept
-from ashl.compression.index_code import width
-from ashl.compression.select import largest_of_rows
-from ashl.compression.sparsifier import DENSE, SPARSE, Selection, Share
-from ashl.compression.value_code import value_bound
+from ashl.compression.base.code import kept
+from ashl.compression.base.select import largest_of_rows
+from ashl.compression.base.sparsifier import DENSE, SPARSE, Selection, Share
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.bits import pack, packed_bytes, unpack
+from ashl.compression.wire.body import Parts
+from ashl.compression.wire.index_code import width
+from ashl.compression.wire.value_code import value_bound
 from ashl.option import Count, option
 
 

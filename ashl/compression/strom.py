@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression import BodyError, Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.bits import BLOCK, pack, packed_bytes, unpack
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Sparse
-from ashl.compression.index_code import index_bytes, read_indices, write_indices
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Sparse
+from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
 from ashl.option import Positive, option
 
 WORDS, INDICES, DENSE = 0, 1, 2  # forms of a body
@@ -33,7 +33,7 @@ LARGEST = np.float32(3.4028235e38)
 
 
 @option
-class Strom(Sparse, Aids):
+class Strom(Sparse, Wrappers):
     """Sends ±τ."""
 
     code: ClassVar[int] = 30

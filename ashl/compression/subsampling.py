@@ -17,12 +17,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.body import Parts
-from ashl.compression.linear import Linear
-from ashl.compression.seeded import Seeded
-from ashl.compression.sparsifier import DENSE
-from ashl.compression.value_code import value_bound
+from ashl.compression.base.linear import Linear
+from ashl.compression.base.seeded import Seeded
+from ashl.compression.base.sparsifier import DENSE
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import Parts
+from ashl.compression.wire.value_code import value_bound
 from ashl.option import option
 
 

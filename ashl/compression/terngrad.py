@@ -26,26 +26,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression import TURN, Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.around import Around
-from ashl.compression.bits import BLOCK, blocks, pack, unpack
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code, array_of
-from ashl.compression.entropy_code import EntropyCode
-from ashl.compression.layers import Layout, size_of, slices
-from ashl.compression.levels import ends_of, level_bytes, packed, unpacked, whole
-from ashl.compression.protocol import offered
-from ashl.compression.trits import read_ternary, ternary, trit_bytes, write_ternary
+from ashl.compression.around.layers import Layout, size_of, slices
+from ashl.compression.around.stand_in import before
+from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code, array_of
+from ashl.compression.contract import TURN, Flags, Turn
+from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.entropy_code import EntropyCode
+from ashl.compression.wire.levels import ends_of, level_bytes, packed, unpacked, whole
+from ashl.compression.wire.trits import read_ternary, ternary, trit_bytes, write_ternary
 from ashl.option import Positive, option
-from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
+from ashl.size_only import SizeOnly
 
 WIDTHS = (2, 4, 8, 16)  # of the sums of ternaries
 
 
 @option
-class TernGrad(Code, Aids):
+class TernGrad(Code, Wrappers):
     """Three values for each element."""
 
     code: ClassVar[int] = 16
@@ -98,7 +98,7 @@ class TernGrad(Code, Aids):
 
 
 @dataclass(frozen=True)
-class SharedScale(Around):
+class SharedScale(Wrapper):
     """The protocol of an all-reduce in which all round to the same m."""
 
     layers: ClassVar[bool] = False  # it sees to them itself
@@ -112,12 +112,12 @@ class SharedScale(Around):
         self, node: Node, stage: Any, state: Any, x: Any, turn: Turn, weight: float, riders: tuple[float, float]
     ) -> tuple[Any, float, int]:
         """Σ c·C(x) over all, and what rode along."""
-        group, x = stage.workers, offered(stage.codec, state.sender, x, turn).x
-        if isinstance(x, Hollow):
-            told = await node.all_gather(Hollow(4 * len(self.sizes), int(riders[1])), group)
-            words = Hollow(4 * -(-(x.nbytes // 4) * sum_width(len(group)) // 32))
+        group, x = stage.workers, before(stage.codec, state.sender, x, turn).x
+        if isinstance(x, SizeOnly):
+            told = await node.all_gather(SizeOnly(4 * len(self.sizes), int(riders[1])), group)
+            words = SizeOnly(4 * -(-(x.nbytes // 4) * sum_width(len(group)) // 32))
             await node.all_reduce(words, group)
-            return Hollow(x.nbytes), 0.0, sum(one.word for one in told)
+            return SizeOnly(x.nbytes), 0.0, sum(one.word for one in told)
         x = x * weight
         tops = await node.compute(partial(self.tops, x), work=0, kind="compress")
         own = np.concatenate([tops.view(np.uint8), np.array(riders, np.float64).view(np.uint8)])

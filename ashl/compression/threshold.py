@@ -19,10 +19,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.body import Parts
-from ashl.compression.select import reaching
-from ashl.compression.sparsifier import Indexed
+from ashl.compression.base.select import reaching
+from ashl.compression.base.sparsifier import Indexed
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import Parts
 from ashl.option import Positive, option
 
 

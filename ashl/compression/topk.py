@@ -18,10 +18,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression import Flags, Turn
-from ashl.compression.body import Parts
-from ashl.compression.select import largest
-from ashl.compression.sparsifier import SPARSE, Sparsifier
+from ashl.compression.base.select import largest
+from ashl.compression.base.sparsifier import SPARSE, Sparsifier
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.body import Parts
 from ashl.option import option
 
 

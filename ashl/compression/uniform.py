@@ -17,13 +17,13 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from ashl.compression import Flags, Turn
-from ashl.compression.aids import Aids
-from ashl.compression.bits import BLOCK
-from ashl.compression.body import HEADER, Parts, typed
-from ashl.compression.code import Code
-from ashl.compression.entropy_code import EntropyCode
-from ashl.compression.levels import ends_of, level_bytes, packed, rounded, rows_of, spread, unpacked, whole
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.bits import BLOCK
+from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.entropy_code import EntropyCode
+from ashl.compression.wire.levels import ends_of, level_bytes, packed, rounded, rows_of, spread, unpacked, whole
 from ashl.option import Number, option
 
 ROW = BLOCK // 8  # eight rows are a block, see `levels.row_step`
@@ -31,7 +31,7 @@ Levels = Annotated[int, Number, Field(ge=2, le=256)]
 
 
 @option
-class StochasticUniform(Code, Aids):
+class StochasticUniform(Code, Wrappers):
     """Levels between the ends of the vector."""
 
     code: ClassVar[int] = 13

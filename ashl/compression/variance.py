@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from ashl.compression import TURN, BodyError, Flags, Turn
-from ashl.compression.body import HEADER, Parts, typed, write_body
-from ashl.compression.code import Sparse, array_of
-from ashl.compression.feedback import rescaled
-from ashl.compression.layers import Layout, size_of
+from ashl.compression.around.feedback import rescaled
+from ashl.compression.around.layers import Layout, size_of
+from ashl.compression.base.code import Sparse, array_of
+from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.wire.body import HEADER, Parts, typed, write_body
 from ashl.errors import UsageError
 from ashl.option import Count, Fraction, Number, option
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 
 PLACE_BITS = 28
 SMALLEST = 7  # e
@@ -71,8 +71,8 @@ class Variance(Sparse):
         return HEADER.size + 4 + 4 * d
 
     def encode(self, sender: Waiting | None, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
-        if isinstance(x, Hollow):
-            return sender, Hollow(self.payload(None, x.nbytes // 4))
+        if isinstance(x, SizeOnly):
+            return sender, SizeOnly(self.payload(None, x.nbytes // 4))
         old = sender or Waiting()
         g = array_of(x)
         fresh = np.zeros_like(g) if turn.squares is None else array_of(turn.squares)
@@ -103,7 +103,7 @@ class Variance(Sparse):
         return places, values
 
     def undo(self, sender: Any, body: Any) -> Any:
-        if isinstance(body, Hollow):
+        if isinstance(body, SizeOnly):
             return sender
         sums = sender.error.clone()
         sums[sender.places] = sender.values

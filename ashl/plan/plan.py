@@ -72,7 +72,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole run. Specs are `_target_` mappings that `ashl.build` turns into objects in every process."""
+    """The whole run. Specs are `_target_` mappings that `ashl.planning.build` turns into objects in every process."""
 
     schema: int
     name: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ashl.errors import AshlError
-from ashl.report.board import Board, rank
+from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.page import Figure, figures, page
 from ashl.report.records import Study, read
 
@@ -20,7 +20,7 @@ class Comparison:
     """What was read, how it ranks, what was drawn of it, and where the report lies."""
 
     study: Study
-    board: Board
+    board: Leaderboard
     figures: list[Figure]
     report: Path
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ashl.report.board import ENVIRONMENT, Board, Row
+from ashl.report.leaderboard import ENVIRONMENT, Leaderboard, Row
 from ashl.report.measure import Measure
-from ashl.report.settings import label
+from ashl.report.replicates import label
 
 Point = tuple[int, ...]  # a place in the grid: an index on each axis
 
@@ -81,7 +81,7 @@ class Flip:
     exact: bool
 
 
-def terrain(board: Board) -> Terrain | None:
+def terrain(board: Leaderboard) -> Terrain | None:
     """None unless one or two axes of the study are numbers of the cluster and two or more settings compete there."""
     around = [key for key in board.axes if key in ENVIRONMENT or key.startswith("cluster.")]
     axes = [axis for key in around if (axis := _axis(board, key))]
@@ -104,7 +104,7 @@ def terrain(board: Board) -> Terrain | None:
     return Terrain(tuple(axes), tuple(sorted(names, key=lambda name: -wins[name])), cells, board.measure)
 
 
-def _axis(board: Board, key: str) -> Axis | None:
+def _axis(board: Leaderboard, key: str) -> Axis | None:
     written = [row.setting.axes.get(key, "") for row in sorted(board.rows, key=lambda row: row.order)]
     numbers = [as_number(value) for value in written]
     found = [number for number in numbers if number is not None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ashl.report.board import Board, Row
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import BrokenRecordError, Run
 from ashl.report.svg import (
     COLORS,
@@ -94,7 +94,7 @@ def scored(runs: Sequence[Run]) -> str | None:
     return None
 
 
-def chart(board: Board, rows: Sequence[Row], x: str) -> str:
+def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
     """One figure of the given rows; `x` is `time_s` or `bytes`. Empty where there is nothing to draw."""
     y = scored([run for row in rows for run in row.runs])
     curves = {row: found for row in rows if y and (found := curve(row.runs, x, y))}
@@ -151,7 +151,7 @@ def _line(found: Curve, across: Scale, up: Scale, look: int, first: bool) -> str
     return drawn + "".join(marker(MARKERS[look], x, _at(points, x), color, 3.6) for x in places)
 
 
-def _numbers(ends: Mapping[Row, tuple[float, float]], board: Board) -> list[str]:
+def _numbers(ends: Mapping[Row, tuple[float, float]], board: Leaderboard) -> list[str]:
     """Each row's rank at the end of its line, moved until it covers no other."""
     placed: list[tuple[float, float]] = []
     parts = []
@@ -165,7 +165,7 @@ def _numbers(ends: Mapping[Row, tuple[float, float]], board: Board) -> list[str]
     return parts
 
 
-def _legend(board: Board, row: Row, index: int, look: int) -> str:
+def _legend(board: Leaderboard, row: Row, index: int, look: int) -> str:
     x, y = WIDTH - LEGEND + 34, TOP + 10 + 22 * index
     end = " (baseline)" if row.is_baseline else ""
     name = short(f"{board.rank(row)}  {row.label}", LEGEND - 78 - GLYPH * len(end)) + end

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from ashl.errors import AshlError, UsageError
 from ashl.report.records import BrokenRecordError, LeftOut, Run, Study, leaves
-from ashl.report.settings import settings_of
+from ashl.report.replicates import settings_of
 from ashl.tracking import jsonl
 
 Record = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ashl.report.board import Board, Row
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import Run
 from ashl.report.shares import KINDS, MAX_WORKERS, legend, look, patterns
 from ashl.report.svg import INK, SOFT, Scale, drawing, line, rect, short, text, x_axis
@@ -46,7 +46,7 @@ def opening(run: Run) -> Opening | None:
     return Opening(run, spans, ends) if ends else None
 
 
-def gantt(board: Board, rows: Sequence[Row]) -> str:
+def gantt(board: Leaderboard, rows: Sequence[Row]) -> str:
     """Empty where none of the runs kept its events."""
     found = {row: first for row in rows if row.runs and (first := opening(row.runs[0]))}
     if not found:

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from ashl import __version__
-from ashl.report import crossover, crossover_map, curves, gantt, grid, shares, staleness
-from ashl.report.board import Board, Row
+from ashl.report import crossover, crossover_map, curves, gantt, shares, small_multiples, staleness
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import LeftOut, Study
 from ashl.report.terminal import Column, columns_of, method
 from ashl.report.words import answer
@@ -50,7 +50,7 @@ class Figure(NamedTuple):
     note: str
 
 
-def page(study: Study, board: Board, drawn: Sequence[Figure], command: str) -> str:
+def page(study: Study, board: Leaderboard, drawn: Sequence[Figure], command: str) -> str:
     """The whole page with these figures; `command` is what was typed."""
     name = str(study.sweep.get("name") or "") if study.sweep else ""
     title = f"ashl: {name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings"
@@ -70,7 +70,7 @@ def page(study: Study, board: Board, drawn: Sequence[Figure], command: str) -> s
     return f"{top}\n<body>\n{body}\n</body></html>\n"
 
 
-def figures(board: Board) -> list[Figure]:
+def figures(board: Leaderboard) -> list[Figure]:
     """Every figure that there is something to draw in."""
     main = board.environments[0]  # the others differ in their cluster, say, and are compared in the map and by axis
     drawn, panels, gantts = (_drawn(main, most) for most in (CURVES, PANELS, GANTTS))
@@ -80,7 +80,7 @@ def figures(board: Board) -> list[Figure]:
         ("Who wins where", *wins),
         ("Against time", curves.chart(main, drawn, "time_s"), CURVE + _few(board, main, drawn)),
         ("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + _few(board, main, drawn)),
-        ("By axis", grid.multiples(board), AXES),
+        ("By axis", small_multiples.multiples(board), AXES),
         ("Where the workers' time goes", shares.bars(main, panels), SHARES + _few(board, main, panels)),
         ("The first rounds", gantt.gantt(main, gantts), GANTT + _few(board, main, gantts)),
         ("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
@@ -88,7 +88,7 @@ def figures(board: Board) -> list[Figure]:
     return [Figure(*entry) for entry in found if entry[1]]
 
 
-def leaderboard(board: Board) -> str:
+def leaderboard(board: Leaderboard) -> str:
     """The answer and the leaderboard as Markdown, which MLflow shows as a table."""
     said = answer(board)
     columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in board.rows)]
@@ -98,19 +98,19 @@ def leaderboard(board: Board) -> str:
     return f"**{said.headline}**\n\n{' '.join(said.sentences)}\n\n{table}\n\n{method(board)}\n"
 
 
-def _drawn(board: Board, most: int) -> list[Row]:
+def _drawn(board: Leaderboard, most: int) -> list[Row]:
     """The best, and the baseline."""
     shown = list(board.rows[:most])
     return shown if board.baseline is None or board.baseline in shown else [*shown[: most - 1], board.baseline]
 
 
-def _answer(board: Board) -> str:
+def _answer(board: Leaderboard) -> str:
     said = answer(board)
     rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in said.sentences)
     return f'<div class="answer"><p><b>{escape(said.headline)}</b></p>{rest}</div>'
 
 
-def _table(board: Board) -> str:
+def _table(board: Leaderboard) -> str:
     """The leaderboard; of a long one, the rest can be unfolded."""
     shown = board.rows[:UNFOLDED]
     columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
@@ -121,7 +121,7 @@ def _table(board: Board) -> str:
     return _section("Leaderboard", _rows(board, shown, columns) + rest, note)
 
 
-def _rows(board: Board, rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def _rows(board: Leaderboard, rows: Sequence[Row], columns: Sequence[Column]) -> str:
     words = {index for index, (title, _) in enumerate(columns) if title in ("setting", "where")}
     looks = [' class="words"' if index in words else "" for index in range(len(columns))]
     head = "".join(f"<th{look}>{escape(title)}</th>" for look, (title, _) in zip(looks, columns, strict=True))
@@ -138,7 +138,7 @@ def _section(title: str, figure: str, note: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>{figure}{said}</section>"
 
 
-def _few(board: Board, main: Board, drawn: Sequence[Row]) -> str:
+def _few(board: Leaderboard, main: Leaderboard, drawn: Sequence[Row]) -> str:
     """What of the study a figure leaves out, as the end of its note."""
     left = "" if main.baseline is None or main.baseline in main.rows[: len(drawn)] else " and the baseline"
     note = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ashl.digest import config_hash
+from ashl.config.identity import config_hash
 from ashl.errors import UsageError
 from ashl.tracking import jsonl
 

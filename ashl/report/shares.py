@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ashl.report.board import Board, Row
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.svg import INK, SOFT, Scale, drawing, line, rect, short, tag, text, x_axis
 
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")
@@ -54,7 +54,7 @@ def legend(prefix: str, kinds: Sequence[str], x: float, y: float) -> str:
     return "".join(parts)
 
 
-def bars(board: Board, rows: Sequence[Row]) -> str:
+def bars(board: Leaderboard, rows: Sequence[Row]) -> str:
     """Share of the experiment's time that each worker spent on what, on average over a setting's seeds."""
     data = {row: found for row in rows if (found := parts_of(row))}
     if not data:
@@ -86,7 +86,7 @@ def _share(summary: Mapping[str, Any], worker: int, kind: str) -> float:
 
 
 def _panel(
-    board: Board, row: Row, found: Sequence[dict[str, float]], kinds: Sequence[str], left: float, top: float
+    board: Leaderboard, row: Row, found: Sequence[dict[str, float]], kinds: Sequence[str], left: float, top: float
 ) -> str:
     shown = found[:MAX_WORKERS]
     across = Scale(0.0, 1.0, left + 40, left + WIDTH / COLUMNS - 30)

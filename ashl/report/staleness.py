@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from ashl.report.board import Board, Row
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import Run
 from ashl.report.svg import COLORS, Scale, drawing, rect, short, text, x_axis, y_axis
 
@@ -24,7 +24,7 @@ def counted(run: Run) -> Counter[int]:
     return found
 
 
-def histograms(board: Board, rows: Sequence[Row]) -> str:
+def histograms(board: Leaderboard, rows: Sequence[Row]) -> str:
     """Empty where no run kept its events."""
     found = {row: counts for row in rows if row.runs and (counts := counted(row.runs[0]))}
     if not found:
@@ -38,7 +38,7 @@ def histograms(board: Board, rows: Sequence[Row]) -> str:
     return drawing(WIDTH, -(-len(found) // COLUMNS) * HEIGHT, "staleness of pushes", *panels)
 
 
-def _panel(board: Board, row: Row, counts: Counter[int], most: int, width: int, left: float, top: float) -> str:
+def _panel(board: Leaderboard, row: Row, counts: Counter[int], most: int, width: int, left: float, top: float) -> str:
     bins = Counter({start: 0 for start in range(0, most + 1, width)})
     for staleness, count in counts.items():
         bins[staleness - staleness % width] += count

@@ -63,7 +63,7 @@ def _steps(points: Iterable[tuple[float, float]]) -> str:
 
 
 def marker(kind: str, x: float, y: float, color: str, size: float = 4.0) -> str:
-    """One of MARKERS around a point; ring, box and wedge are hollow."""
+    """One of MARKERS around a point; ring, box and wedge are size_only."""
     s = size
     fill = "#fff" if kind in ("ring", "box", "wedge") else color
     look = {"fill": fill, "stroke": color, "stroke_width": 1.4}

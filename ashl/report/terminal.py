@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ashl.report.board import Board, Row
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import LeftOut
 from ashl.report.words import answer, number_of
 from ashl.tracking.console import number, percent
@@ -37,7 +37,7 @@ EXPENDABLE = (
 Column = tuple[str, Callable[[Row], str]]
 
 
-def show(console: Console, board: Board, *, rows: Sequence[Row] | None = None, top: int = 20) -> None:
+def show(console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = None, top: int = 20) -> None:
     """Print the answer in words, the leaderboard (`rows` in another order than the board's own) and what went wrong."""
     said = answer(board)
     console.print(Text(said.headline, style="bold"))
@@ -76,7 +76,7 @@ def fitting(columns: Sequence[Column], rows: Sequence[Row], width: int) -> tuple
     return [column for column in columns if column[0] in wide], absent
 
 
-def columns_of(board: Board) -> list[Column]:
+def columns_of(board: Leaderboard) -> list[Column]:
     measure = board.measure
 
     def around(row: Row) -> str:
@@ -127,7 +127,7 @@ def accuracy(row: Row) -> str:
     return f"{100 * mean:.1f} ± {100 * deviation:.1f} %" if len(row.values) > 1 else percent(mean)
 
 
-def method(board: Board) -> str:
+def method(board: Leaderboard) -> str:
     """How the columns came about, in a few sentences."""
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ashl.report.board import Board, Row
 from ashl.report.crossover import statement, terrain
+from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Measure
 from ashl.report.stats import LEVEL, MAX_SEEDS, Effect, Spread, seeds_needed
 from ashl.tracking.console import percent, seconds
@@ -23,7 +23,7 @@ class Answer:
     sentences: tuple[str, ...]
 
 
-def answer(board: Board) -> Answer:
+def answer(board: Leaderboard) -> Answer:
     """What the board says, with its uncertainty; of several environments, what each says."""
     if ground := terrain(board):
         first, *rest = statement(ground)
@@ -38,7 +38,7 @@ def answer(board: Board) -> Answer:
     return Answer(headline, (*(f"{name}: {one.headline}" for name, one in said.items()), *more, *board.notes))
 
 
-def _answer(board: Board) -> Answer:
+def _answer(board: Leaderboard) -> Answer:
     measure, first = board.measure, board.rows[0]
     if len(board.rows) == 1 and board.dropped:
         return Answer(f"{first.label} is what the race has left: {measure.title} {_of(first, measure)}.", board.notes)
@@ -67,7 +67,7 @@ def interval(found: Spread, measure: Measure) -> str:
     return f"{name} {low} to {high}" if low != high else f"median of {found.count} seeds, all alike"
 
 
-def _against(board: Board, row: Row) -> str:
+def _against(board: Leaderboard, row: Row) -> str:
     if board.baseline is None:
         return ""
     if row is board.baseline:
@@ -104,7 +104,7 @@ def certainty(found: Effect) -> str:
     return f"{100 * LEVEL:.0f} % interval {low} to {high}, {better}"
 
 
-def _second(board: Board) -> str:
+def _second(board: Leaderboard) -> str:
     second, found = board.rows[1], board.second
     begin = f"Second is {second.label} with {_of(second, board.measure)}"
     if found is None:
@@ -115,7 +115,7 @@ def _second(board: Board) -> str:
     return f"{begin}; {turn}{board.rows[0].label} is {gain(found, board.measure)} it ({certainty(found)})."
 
 
-def _doubt(board: Board) -> str:
+def _doubt(board: Leaderboard) -> str:
     """Why the winner is not sure to be the winner; empty where it is."""
     found = board.second
     if found is None:
@@ -137,13 +137,13 @@ def _doubt(board: Board) -> str:
     return ""
 
 
-def _too_coarse(board: Board) -> bool:
+def _too_coarse(board: Leaderboard) -> bool:
     first, second = board.rows[:2]
     gap_s = abs(second.spread.middle - first.spread.middle)
     return board.measure.is_time and board.resolution_s is not None and gap_s < board.resolution_s
 
 
-def _needed(board: Board) -> str:
+def _needed(board: Leaderboard) -> str:
     """What would settle it."""
     found, count = board.second, board.rows[0].spread.count
     if not _doubt(board):
@@ -166,7 +166,7 @@ def _needed(board: Board) -> str:
     return f"To be sure would take about {needed} seeds (now {count}){coarse}, if the spread stays as it is."
 
 
-def _nobody(board: Board) -> tuple[str, ...]:
+def _nobody(board: Leaderboard) -> tuple[str, ...]:
     nearest = max(board.rows, key=lambda row: row.best or 0.0)
     seen = [row.reached for row in board.rows]
     lines = [f"{sum(seen)} of {sum(len(row.values) for row in board.rows)} runs reached it."]

@@ -14,23 +14,6 @@ ANY = -1  # a receive from whoever is first
 Tag = tuple[str, int, int]  # (name, stage, iteration)
 
 
-class Hollow(NamedTuple):
-    """A tensor that is only a size: what travels when a run is timed without gradients."""
-
-    nbytes: int
-    word: int = 0  # what rides on an all-reduce is there all the same
-
-    def __add__(self, other: object) -> Hollow:  # type: ignore[override]
-        word = getattr(other, "word", 0)
-        return Hollow(self.nbytes, self.word + word) if word else self
-
-    def __sub__(self, other: object) -> Hollow:
-        return self
-
-    __radd__ = __add__  # type: ignore[assignment]
-    __mul__ = __rmul__ = __sub__  # type: ignore[assignment]
-
-
 class Message(NamedTuple):
     """What a receive returns. `start_ns`: when the transfer began; before it, a receiver that blocked was waiting."""
 

@@ -14,12 +14,13 @@ from typing import Any
 from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
-from ashl.memory import collecting_seldom
+from ashl.learn.allocator import collecting_seldom
 from ashl.runtime import effects as fx
 from ashl.runtime.checkpoint import Saving, resume
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import sum_in_rank_order
+from ashl.size_only import SizeOnly
 
 
 class Sim:
@@ -246,15 +247,15 @@ class Sim:
         del self._collectives[type(effect), effect.group]
         tensors = [arrived[rank][1] for rank in effect.group]
         g = len(tensors)
-        hollow = isinstance(tensors[0], fx.Hollow)
+        size_only = isinstance(tensors[0], SizeOnly)
         if isinstance(effect, fx.AllReduce):
-            nbytes = tensors[0].nbytes - (0 if hollow else effect.riders * tensors[0].element_size())
+            nbytes = tensors[0].nbytes - (0 if size_only else effect.riders * tensors[0].element_size())
             result = sum_in_rank_order(tensors, effect.op)
             cost = self.network.all_reduce_ns(effect.group, nbytes, self.now)
             moved = 2 * (g - 1) * nbytes // g  # each way, by each member of a ring
         else:
             result = tensors
-            total = sum(t.nbytes for t in tensors) - (0 if hollow else g * effect.riders)
+            total = sum(t.nbytes for t in tensors) - (0 if size_only else g * effect.riders)
             moved = total * (g - 1) // g
             cost = self.network.all_reduce_ns(effect.group, total, self.now) // 2  # a ring that goes round once
         for rank in effect.group:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ashl.runtime.effects import Tag
 
-WORDS = 24
+HEADER_WORDS = 24
 META = 15
 MAGIC = 0x4153484C0001
 MESSAGE, BYE = 0, 1
@@ -50,7 +50,7 @@ def encode(kind: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) 
     nbytes, dtype = (0, NO_BODY) if body is None else (body.nbytes, DTYPES.index(body.dtype))
     words = [MAGIC, *struct.unpack("<2q", text.ljust(16, b"\0")), stage, iteration, kind, nbytes, dtype, len(meta)]
     words += struct.unpack(f"<{len(meta)}q", struct.pack(f"<{len(meta)}d", *meta))
-    return torch.tensor(words + [0] * (WORDS - len(words)), dtype=torch.int64)
+    return torch.tensor(words + [0] * (HEADER_WORDS - len(words)), dtype=torch.int64)
 
 
 def decode(header: Tensor, max_bytes: int) -> Header:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ashl.digest import config_hash
+from ashl.config.identity import config_hash
+from ashl.config.override import key_of
 from ashl.errors import DataMissingError, UnusedKeyError, UsageError
-from ashl.override import key_of
 from ashl.plan.plan import Plan
-from ashl.planning import make_plan
+from ashl.planning.make import make_plan
 
 MAX_POINTS = 10_000
 

@@ -21,16 +21,16 @@ from typing import Any
 
 from rich.console import Console
 
-from ashl.digest import config_hash
+from ashl.config.identity import config_hash
+from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
-from ashl.override import key_of
 from ashl.study import sweep
-from ashl.study.elsewhere import WithdrawnError, at_work, begun, last_words, over, run_while
 from ashl.study.grid import Grid, Setting, Skipped, checked, points
+from ashl.study.launcher import WithdrawnError, at_work, begun, last_words, over, run_while
 from ashl.study.race import Standing
 from ashl.study.slots import LOG, LOOK_S, Job
 from ashl.tracking import jsonl
-from ashl.tracking.board import Board
+from ashl.tracking.sweep_progress import SweepProgress
 
 ASKED = "search.json"
 NEVER = 1e9  # what a trial costs that cannot be run, diverges or misses the target: sweepers want finite numbers
@@ -120,7 +120,7 @@ def search(
         if not quiet:
             console.print(f"[bold]{folder.name}[/] {trials} trials; folder {folder}", soft_wrap=True)
         typed = " ".join(["ashl sweep", *command])
-        board = Board(console, trials * len(asked.seeds), quiet=quiet)
+        board = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         with (
             sweep.told_to_mlflow(corners, folder, typed, quiet) as tell,
             at_work(folder, {ASKED: document}, explore) as (place, process),
@@ -154,7 +154,7 @@ class Tried:
             self.settings[entry["hash"]] = Setting(**known, config={})
         self.write()
 
-    def look(self, place: Path, board: Board, tell: Callable[[Setting], None]) -> None:
+    def look(self, place: Path, board: SweepProgress, tell: Callable[[Setting], None]) -> None:
         """Take in what trials have told since."""
         fresh = sorted((path for path in place.glob("trial-*.json") if path.name not in self.read), key=number_of)
         for path in fresh:
@@ -174,7 +174,7 @@ class Tried:
                 del self.running[setting.hash]
                 board.ended(sweep.label(setting), summary)
                 tell(setting)
-        board.look([sweep.label(s) for s in self.running.values() if (self.folder / s.hash / LOG).exists()])
+        board.show([sweep.label(s) for s in self.running.values() if (self.folder / s.hash / LOG).exists()])
 
     def write(self) -> None:
         settings = tuple(self.settings.values())

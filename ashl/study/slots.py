@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ashl.errors import AshlError
-from ashl.run import train
-from ashl.runtime.launch import start_fork_server
-from ashl.runtime.rank import die_with_parent, redirect
+from ashl.run.launch import start_fork_server
+from ashl.run.rank import die_with_parent, redirect
+from ashl.run.train import train
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY
 

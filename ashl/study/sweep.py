@@ -18,22 +18,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ashl.construct import construct
-from ashl.digest import config_hash
+from ashl.config.construct import construct
+from ashl.config.identity import config_hash
 from ashl.errors import AshlError, UsageError
 from ashl.report import terminal
 from ashl.report.compare import compare, write
 from ashl.report.page import leaderboard
-from ashl.run import PAUSED, RUNS
+from ashl.run.train import PAUSED, RUNS
 from ashl.runtime.checkpoint import FILE
-from ashl.study.elsewhere import Launch, run_elsewhere
 from ashl.study.grid import Grid, Setting
+from ashl.study.launcher import Launch, run_elsewhere
 from ashl.study.race import Standing, half_time, rungs, verdicts
 from ashl.study.slots import Job, run_all
 from ashl.tracking import jsonl, mlflow, mlflow_study
-from ashl.tracking.board import Board
 from ashl.tracking.console import seconds
 from ashl.tracking.recorder import METRICS, SUMMARY, UNWRITABLE
+from ashl.tracking.sweep_progress import SweepProgress
 
 SCHEMA = 1
 SWEEP = "sweep.json"
@@ -74,7 +74,7 @@ def sweep(
         if not quiet:
             announce(console, grid, folder, len(missing))
         command = " ".join(["ashl sweep", *overrides])
-        board = Board(console, len(missing), quiet=quiet)
+        board = SweepProgress(console, len(missing), quiet=quiet)
         with told_to_mlflow(grid, folder, command, quiet) as tell:
             for setting in grid.settings:
                 if setting not in missing:
@@ -132,7 +132,7 @@ def told_to_mlflow(grid: Grid, folder: Path, command: str, quiet: bool) -> Gener
 def run_on(
     folder: Path,
     run_jobs: Callable[[Sequence[Job], Callable[[list[Job]], None]], Iterator[Job]],
-    board: Board,
+    board: SweepProgress,
     tell: Callable[[Setting], None],
     settings: Sequence[Setting],
     pause_s: float | None,
@@ -144,7 +144,7 @@ def run_on(
         for s in settings
         if not passed(path := folder / s.hash, pause_s)
     ]
-    for job in run_jobs(jobs, lambda running: board.look([label(by_folder[job.folder]) for job in running])):
+    for job in run_jobs(jobs, lambda running: board.show([label(by_folder[job.folder]) for job in running])):
         summary, setting = read_summary(job.folder), by_folder[job.folder]
         if summary is not None and summary["status"] in ENDED:
             board.ended(label(setting), summary)
@@ -156,7 +156,7 @@ def race_to_the_end(
     folder: Path,
     record: dict[str, Any],
     run: Callable[[Sequence[Setting], float | None], None],
-    board: Board,
+    board: SweepProgress,
 ) -> None:
     """Rung by rung; at the last one what is left runs to its end. Who was dropped, when and why is in `sweep.json`."""
     teams: dict[str, list[Setting]] = {}

@@ -5,20 +5,20 @@
 `quorum(n)`     how many pushes make a merge
 `averages`      whether weights are renormalised over the pushes of a merge, instead of adding up to 1 over all workers
 `accepts(staleness)`  whether a push is used at all; if not, it is dropped and counted
-`admit(clock)`  the waiting workers that may go on now
+`admit(tally)`  the waiting workers that may go on now
 `local_steps`   H between two exchanges; "plan" = the plan's, by worker
 `topologies`    the topologies in which the rule makes sense
 
-A rule that steers more than that keeps its state in `clock.control` and has of these what it needs:
+A rule that steers more than that keeps its state in `tally.rule_state` and has of these what it needs:
 
-`observe(stage, clock, push, now_s)`  a push has come
-`steer(stage, clock, rank, now_s)`    what a worker that goes on does next: (H, ratio, seconds instead of H),
+`observe(stage, tally, push, now_s)`  a push has come
+`steer(stage, tally, rank, now_s)`    what a worker that goes on does next: (H, ratio, seconds instead of H),
                                       and, where it is to change, its batch
 `interval_s`                          seconds of the first local work, where seconds count instead of H
-`anneal(clock)`                       what the server's learning rate is multiplied with
+`anneal(tally)`                       what the server's learning rate is multiplied with
 `resumable`                           False where no checkpoint can hold the mode: its workers do several things at once
 `estimator`                           the gradient that workers exchange, see `ashl.topology.estimate`
-`drains`                              that the server takes in all that has come before it answers anyone
+`takes_all`                              that the server takes in all that has come before it answers anyone
 
 A mode of the parameter server that has other messages than updates and models, in the same loops:
 
@@ -30,5 +30,5 @@ A mode of the parameter server that has other messages than updates and models, 
                                       do; that its steps leave the optimizer nothing but the learning rate to say
 
 and a mode whose loops are its own, like profiling, has `role(stage, rank)`. What a mode of partial all-reduce has
-instead of these says `ashl.sync.groups`, and a mode of gossip `ashl.topology.gossip`.
+instead of these says `ashl.topology.group_generator`, and a mode of gossip `ashl.topology.gossip`.
 """

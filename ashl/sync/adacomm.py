@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ashl.option import Count, Positive, option
-from ashl.stage import Clock, Push, Stage
+from ashl.stage.stage import Push, Stage, Tally
 
 
 @dataclass
@@ -45,31 +45,31 @@ class AdaComm:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.behind()
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.behind()
 
-    def observe(self, stage: Stage, clock: Clock, push: Push, now_s: float) -> None:
+    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
         """At a merge: is it time for another τ? Judged here, so that all workers that it lets go get the same."""
-        period = self._period(clock)
-        if len(clock.waiting) < stage.num_workers:
+        period = self._period(tally)
+        if len(tally.waiting) < stage.num_workers:
             return
-        rate = stage.trainer.rate(clock.samples)
+        rate = stage.trainer.rate(tally.samples)
         period.top_rate = max(period.top_rate, rate)
         if math.isnan(period.first_loss):
-            period.first_loss = clock.loss
+            period.first_loss = tally.loss
         if now_s - period.since_s < self.every_s or not period.first_loss:  # a run without gradients has no loss
             return
         period.since_s = now_s
-        by_loss = math.ceil(math.sqrt(clock.loss / period.first_loss) * self.local_steps)
+        by_loss = math.ceil(math.sqrt(tally.loss / period.first_loss) * self.local_steps)
         period.earned = by_loss if by_loss < period.earned else math.ceil(period.earned / 2)
         stretch = math.sqrt(period.top_rate / rate) if rate else 1.0
         period.local_steps = min(self.local_steps, math.ceil(stretch * period.earned))
 
-    def steer(self, stage: Stage, clock: Clock, rank: int, now_s: float) -> tuple[int, float, float]:
-        return self._period(clock).local_steps, stage.worker(rank).compression_ratio, 0.0
+    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float]:
+        return self._period(tally).local_steps, stage.worker(rank).compression_ratio, 0.0
 
-    def _period(self, clock: Clock) -> Period:
+    def _period(self, tally: Tally) -> Period:
         """The state; it begins with the stage."""
-        if not isinstance(clock.control, Period):
-            clock.control = Period(self.local_steps, self.local_steps, clock.start["seconds"])
-        return clock.control
+        if not isinstance(tally.rule_state, Period):
+            tally.rule_state = Period(self.local_steps, self.local_steps, tally.start["seconds"])
+        return tally.rule_state

@@ -6,7 +6,7 @@ takes real local steps in between; nobody waits. Here the interval is (what is l
 O_i, the same at a period's start, so that rounding up to whole steps does not add up. The server adds Δ_i / M
 (`aggregate=uniform`).
 
-C is searched on the run's clock: one period at C, one at C + 1, … while the reward grows. A period's reward is a² /
+C is searched on the run's tally: one period at C, one at C + 1, … while the reward grows. A period's reward is a² /
 (1/(l_target − c) − b), one over the predicted time to the target, from l(t) = 1/(a²t + b) + c through the running
 loss at the period's start, middle and end; t counts from the search's start, so that no period has a head start.
 The search begins anew every `search_s`, or when the running loss has risen by `rise`.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ashl.option import Count, Positive, option
-from ashl.stage import Clock, Push, Stage
+from ashl.stage.stage import Push, Stage, Tally
 
 Sample = tuple[float, float]  # (seconds, loss)
 
@@ -74,45 +74,45 @@ class ADSP:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)
 
-    def observe(self, stage: Stage, clock: Clock, push: Push, now_s: float) -> None:
-        search = self._search(clock)
+    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
+        search = self._search(tally)
         search.overhead_s[push.worker] = push.push_s + push.pull_s
         if len(search.samples) * self.gamma_s / 2 <= now_s - search.start_s:
-            search.samples.append((now_s - search.begun_s, clock.loss))
+            search.samples.append((now_s - search.begun_s, tally.loss))
         if now_s >= search.start_s + self.gamma_s:
-            self._check(search, clock, now_s)
+            self._check(search, tally, now_s)
 
-    def steer(self, stage: Stage, clock: Clock, rank: int, now_s: float) -> tuple[int, float, float]:
-        search = self._search(clock)
-        left_s, owed = search.start_s + self.gamma_s - now_s, search.target - clock.clocks[rank]
+    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float]:
+        search = self._search(tally)
+        left_s, owed = search.start_s + self.gamma_s - now_s, search.target - tally.clocks[rank]
         while owed <= 0 or left_s <= 0:  # it has done its part of this period
             left_s, owed = left_s + self.gamma_s, owed + search.rate
         interval_s = max(self.floor_s, left_s / owed - search.overhead_s[rank])
         return 1, stage.worker(rank).compression_ratio, interval_s
 
-    def _search(self, clock: Clock) -> Search:
+    def _search(self, tally: Tally) -> Search:
         """The state; the first period begins with the stage."""
-        if not isinstance(clock.control, Search):
-            start_s = clock.start["seconds"]
-            clock.control = Search(self.commits, start_s, self.commits, start_s, [0.0] * clock.num_workers)
-        return clock.control
+        if not isinstance(tally.rule_state, Search):
+            start_s = tally.start["seconds"]
+            tally.rule_state = Search(self.commits, start_s, self.commits, start_s, [0.0] * tally.num_workers)
+        return tally.rule_state
 
-    def _check(self, search: Search, clock: Clock, now_s: float) -> None:
+    def _check(self, search: Search, tally: Tally, now_s: float) -> None:
         """A period is over: judge its rate, and say how often everybody is to commit in the next one."""
         periods = int((now_s - search.start_s) // self.gamma_s)
         if search.searching:
             self._judge(search)
-        search.lowest = min(search.lowest, clock.loss)
-        risen = clock.loss > (1 + self.rise) * search.lowest
+        search.lowest = min(search.lowest, tally.loss)
+        risen = tally.loss > (1 + self.rise) * search.lowest
         if not search.searching and (risen or now_s - search.begun_s >= self.search_s):
             search.searching, search.searches = True, search.searches + 1
-            search.rate, search.reward, search.begun_s, search.lowest = self.commits, -math.inf, now_s, clock.loss
+            search.rate, search.reward, search.begun_s, search.lowest = self.commits, -math.inf, now_s, tally.loss
         search.start_s += periods * self.gamma_s
         search.target += periods * search.rate
-        search.samples = [(now_s - search.begun_s, clock.loss)]
+        search.samples = [(now_s - search.begun_s, tally.loss)]
 
     def _judge(self, search: Search) -> None:
         """One more commit a period while that pays; else back to the rate before, and the search ends."""

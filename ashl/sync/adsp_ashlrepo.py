@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from ashl.option import option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 from ashl.sync.adsp import ADSP
 
 
@@ -28,6 +28,6 @@ class ADSPAshlRepo(ADSP):
     exchange: ClassVar[str] = "accumulated"
     decay: Annotated[float, Field(gt=0, le=1)]
 
-    def anneal(self, clock: Clock) -> float:
+    def anneal(self, tally: Tally) -> float:
         """What the server's learning rate is multiplied with."""
-        return self.decay ** (self._search(clock).searches - 1)
+        return self.decay ** (self._search(tally).searches - 1)

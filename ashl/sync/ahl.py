@@ -9,7 +9,7 @@ Environments", IEEE Transactions on Computers 73(1), 2024.
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -27,5 +27,5 @@ class AHL:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)

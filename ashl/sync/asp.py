@@ -9,7 +9,7 @@ Source: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012; Recht e
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -27,5 +27,5 @@ class ASP:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)

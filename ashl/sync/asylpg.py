@@ -25,14 +25,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.compression import Turn
-from ashl.compression.body import HEADER, Parts, read_body, write_body
-from ashl.compression.code import array_of
+from ashl.compression.base.code import array_of
+from ashl.compression.contract import Turn
 from ashl.compression.grid import MOST, WHOLE, Grid, read, rounded
+from ashl.compression.wire.body import HEADER, Parts, read_body, write_body
 from ashl.option import Count, NonNegative, Positive, option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Clock, Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage, Tally
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import Anchor, over_shard, reduced
 from ashl.topology.local_work import Work, WorkerState, encoded
@@ -50,9 +51,9 @@ class Epoch:
     samples: int = 0
     done: int = 0
 
-    def admits(self, clock: Clock) -> bool:
+    def admits(self, tally: Tally) -> bool:
         """Whether those that wait may go on: all at once at either end of the full gradients, else as they come."""
-        return len(clock.waiting) == clock.num_workers or bool(self.done and self.left)
+        return len(tally.waiting) == tally.num_workers or bool(self.done and self.left)
 
 
 @option
@@ -75,8 +76,8 @@ class AsyLPG:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting) if clock.control.admits(clock) else []
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting) if tally.rule_state.admits(tally) else []
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
@@ -94,23 +95,23 @@ class AsyLPG:
         if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
             state.anchor = None
             return body
-        return state.params if isinstance(body, Hollow) else read_model(body, stage.trainer.num_params)
+        return state.params if isinstance(body, SizeOnly) else read_model(body, stage.trainer.num_params)
 
     def absorb(self, stage: Stage, state: Any, message: Message) -> bool:
         """A full gradient joins the sum; anything else is a step."""
-        clock, worker, (steps, samples) = state.clock, message.src, message.meta[:2]
-        if clock.control is None:
-            clock.control = self.opened(stage, state.params)
-        epoch = clock.control
-        clock.commit(worker, int(steps), int(samples))
+        tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
+        if tally.rule_state is None:
+            tally.rule_state = self.opened(stage, state.params)
+        epoch = tally.rule_state
+        tally.commit(worker, int(steps), int(samples))
         stepped = not epoch.missing
         if stepped:
             receiver = state.receivers.get(worker)
             state.receivers[worker], zeta = stage.codec.decode(receiver, message.body, stage.trainer.num_params)
-            lr = stage.trainer.rate(clock.samples)
+            lr = stage.trainer.rate(tally.samples)
             state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr)
             state.params = shrunk(x, lr * self.l1)
-            clock.version += 1
+            tally.version += 1
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
         else:
             part = message.body * samples
@@ -119,18 +120,18 @@ class AsyLPG:
             epoch.missing.discard(worker)
             if not epoch.missing:
                 epoch.gradient = epoch.gradient * (1 / epoch.samples)
-        if not epoch.left and len(clock.waiting) == clock.num_workers:
-            clock.control = self.opened(stage, state.params)
+        if not epoch.left and len(tally.waiting) == tally.num_workers:
+            tally.rule_state = self.opened(stage, state.params)
         return stepped
 
     def answer(self, stage: Stage, state: Any, rank: int) -> Any:
         """A snapshot, nothing where the model still is the snapshot, or the model in few bits."""
-        epoch = state.clock.control
+        epoch = state.tally.rule_state
         if epoch.missing:
             return epoch.anchor
         if not epoch.done:
             return None
-        turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.clock.version)
+        turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.tally.version)
         return self.written(state.params, epoch.anchor, turn)
 
     def opened(self, stage: Stage, params: Any) -> Epoch:
@@ -140,9 +141,9 @@ class AsyLPG:
 
     def written(self, x: Any, anchor: Any, turn: Turn) -> Any:
         """The body of Q(x)."""
-        if isinstance(x, Hollow):
+        if isinstance(x, SizeOnly):
             bits = 32 if self.mu is None else MOST // 2
-            return Hollow(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
+            return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
         array = array_of(x)
         bits = self.bits_of(x, anchor)
         parts = Parts(array.size, array, form=WHOLE) if bits is None else rounded(array, bits, turn)
@@ -159,7 +160,7 @@ class AsyLPG:
 
 
 def is_encoded(body: Any) -> bool:
-    return not isinstance(body, Hollow) and body.dtype == torch.uint8
+    return not isinstance(body, SizeOnly) and body.dtype == torch.uint8
 
 
 def read_model(body: Any, d: int) -> Any:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -39,5 +39,5 @@ class AsyncLocalSGD:
     def accepts(self, staleness: int) -> bool:
         return self.max_delay is None or (staleness + 1) * self.local_steps <= self.max_delay
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Natural, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -35,5 +35,5 @@ class Backup:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.behind()
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.behind()

@@ -9,7 +9,7 @@ Source: Valiant, "A bridging model for parallel computation", CACM 1990.
 from typing import ClassVar, Literal
 
 from ashl.option import option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -27,5 +27,5 @@ class BSP:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.behind()
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.behind()

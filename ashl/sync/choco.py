@@ -21,12 +21,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from ashl.errors import UsageError
 from ashl.option import Count, Positive, option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundState
 from ashl.topology.graph import Round
-from ashl.topology.local_work import look, turn_of
+from ashl.topology.local_work import report_health, turn_of
 
 
 class Replicas(NamedTuple):
@@ -72,31 +73,31 @@ class Choco:
         self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
     ) -> dict[int, tuple[Any, tuple[float, ...]]]:
         state.params = state.params + delta
-        codec, own = stage.bare_codec, state.memory.own
+        codec, own = stage.bare_codec, state.rule_state.own
         ahead = state.params - own
         encode = partial(codec.encode, None, ahead, turn_of(stage, node.rank, state))
         if codec.flags.lossless:
             _, body = encode()
         else:
             _, body = await node.compute(encode, work=1, kind="compress")
-            look(node, stage, state, ahead, body)
-        state.memory = Replicas(added(codec, own, [(body, 1.0)]), state.memory.mixed, body)
+            report_health(node, stage, state, ahead, body)
+        state.rule_state = Replicas(added(codec, own, [(body, 1.0)]), state.rule_state.mixed, body)
         return {j: (body, ()) for j in stage.topology.round(stage, k).targets[node.rank]}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
     ) -> None:
-        own, before, sent = state.memory
+        own, before, sent = state.rule_state
         row = stage.topology.round(stage, k).rows[rank]
         bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
         mixed = added(stage.bare_codec, before, bodies)
-        state.memory = Replicas(own, mixed, sent)
+        state.rule_state = Replicas(own, mixed, sent)
         state.params = state.params + (mixed - own) * self.gamma
 
 
 def added(codec: Any, vector: Any, bodies: Sequence[tuple[Any, float]]) -> Any:
     """vector + Σ weight·decoded body, a new vector."""
-    if isinstance(vector, Hollow):
+    if isinstance(vector, SizeOnly):
         return vector
     total = vector.clone()
     for body, weight in bodies:

@@ -27,8 +27,8 @@ from typing import Any, ClassVar, Literal
 
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.node import Node
-from ashl.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, heed, leave, report
+from ashl.stage.stage import GO, STOP, Stage
+from ashl.topology.coordinator import RoamingState, answered, done, leave, obey, report
 from ashl.topology.graph import Edge, Round, sources_of
 from ashl.topology.local_work import local_work
 
@@ -145,7 +145,7 @@ def augmented(stage: Stage, edges: Edges, params: Any) -> Stage:
 async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
-    edges = state.memory = opened(stage, state.params, node.rank)
+    edges = state.rule_state = opened(stage, state.params, node.rank)
     k = dropped = 0
     while state.word == GO:
         while await take_in(node, stage, state, before_s=node.now):
@@ -187,9 +187,9 @@ async def take_in(node: Node, stage: Stage, state: RoamingState, before_s: float
     if message is None:
         return False
     if message.tag[0] == "word":
-        heed(node, state, message)
+        obey(node, state, message)
     elif message.body is None:
-        state.memory.ends[message.src] = int(message.meta[0])
+        state.rule_state.ends[message.src] = int(message.meta[0])
     else:
-        state.memory.heard[message.src][int(message.meta[0])] = message.body
+        state.rule_state.heard[message.src][int(message.meta[0])] = message.body
     return True

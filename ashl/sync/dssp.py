@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
-from ashl.stage import Clock, Push, Stage
+from ashl.stage.stage import Push, Stage, Tally
 
 
 @dataclass
@@ -54,36 +54,36 @@ class DSSP:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        ready = list(clock.within(self.s_low))
-        control = self._control(clock)
-        if control.granted and clock.latest in clock.waiting and clock.latest not in ready:
-            ready.append(clock.latest)
+    def admit(self, tally: Tally) -> list[int]:
+        ready = list(tally.within(self.s_low))
+        control = self._control(tally)
+        if control.granted and tally.latest in tally.waiting and tally.latest not in ready:
+            ready.append(tally.latest)
         return ready
 
-    def observe(self, stage: Stage, clock: Clock, push: Push, now_s: float) -> None:
+    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
         """Note the time of the push and decide whether it may go beyond the lower bound."""
-        control, worker = self._control(clock), push.worker
+        control, worker = self._control(tally), push.worker
         control.times[worker] = (control.times[worker][1], now_s)
-        lead = clock.clocks[worker] - clock.slowest
+        lead = tally.clocks[worker] - tally.slowest
         control.granted = False
         if lead <= self.s_low:
             control.credit[worker] = 0
             return
-        if not control.credit[worker] and clock.clocks[worker] == max(clock.clocks):
-            slowest = clock.clocks.index(clock.slowest)
+        if not control.credit[worker] and tally.clocks[worker] == max(tally.clocks):
+            slowest = tally.clocks.index(tally.slowest)
             room = self.s_high - lead + 1
             control.credit[worker] = grant(control.times[worker], control.times[slowest], room)
         if control.credit[worker]:
             control.credit[worker] -= 1
             control.granted = True
 
-    def _control(self, clock: Clock) -> Controller:
+    def _control(self, tally: Tally) -> Controller:
         """The state; it begins with the stage."""
-        if not isinstance(clock.control, Controller):
-            n, start_s = clock.num_workers, clock.start["seconds"]
-            clock.control = Controller([(start_s, start_s)] * n, [0] * n)
-        return clock.control
+        if not isinstance(tally.rule_state, Controller):
+            n, start_s = tally.num_workers, tally.start["seconds"]
+            tally.rule_state = Controller([(start_s, start_s)] * n, [0] * n)
+        return tally.rule_state
 
 
 def grant(fastest: tuple[float, float], slowest: tuple[float, float], room: int) -> int:

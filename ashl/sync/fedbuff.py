@@ -15,7 +15,7 @@ Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregatio
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -34,5 +34,5 @@ class FedBuff:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)

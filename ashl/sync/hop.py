@@ -19,10 +19,11 @@ from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, heed, leave, report
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import GO, STOP, Stage
+from ashl.topology.coordinator import RoamingState, answered, done, leave, obey, report
 from ashl.topology.graph import Round, sources_of
 from ashl.topology.local_work import local_work
 
@@ -66,7 +67,7 @@ class Hop:
 
     def mixed(self, k: int, own: Any, rank: int, heard: Mapping[int, Sent]) -> Any:
         """The mean by age, in rank order, over what is fresh enough."""
-        if isinstance(own, Hollow):
+        if isinstance(own, SizeOnly):
             return own
         parts = {rank: (own, self.staleness + 1)}
         for j, sent in heard.items():
@@ -121,5 +122,5 @@ async def take_in(
     if message.tag[0] == "model":
         heard[message.src][int(message.meta[0])] = message.body
     else:
-        heed(node, state, message)
+        obey(node, state, message)
     return True

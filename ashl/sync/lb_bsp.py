@@ -22,7 +22,7 @@ from pydantic import Field
 
 from ashl.data.partition import apportion
 from ashl.option import option
-from ashl.stage import Clock, Push, Stage
+from ashl.stage.stage import Push, Stage, Tally
 
 LEAST = 2  # samples that a worker gets at least: BatchNorm needs two
 
@@ -52,27 +52,27 @@ class LBBSP:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.behind()
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.behind()
 
-    def observe(self, stage: Stage, clock: Clock, push: Push, now_s: float) -> None:
+    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
         """Follow the worker's speed; once all have come, share out the next step's batch."""
-        balance = self._balance(clock)
+        balance = self._balance(tally)
         speed = push.samples / (push.steps * push.step_s)
         known = balance.speeds.get(push.worker, speed)
         balance.speeds[push.worker] = known + self.alpha * (speed - known)
-        if len(clock.waiting) == stage.num_workers:
+        if len(tally.waiting) == stage.num_workers:
             total = sum(worker.batch for worker in stage.plan.workers)
             balance.batches = share_out(total, [balance.speeds[rank] for rank in stage.workers])
 
-    def steer(self, stage: Stage, clock: Clock, rank: int, now_s: float) -> tuple[int, float, float, int]:
-        return 1, stage.worker(rank).compression_ratio, 0.0, self._balance(clock).batches[rank]
+    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float, int]:
+        return 1, stage.worker(rank).compression_ratio, 0.0, self._balance(tally).batches[rank]
 
-    def _balance(self, clock: Clock) -> Balance:
+    def _balance(self, tally: Tally) -> Balance:
         """The state; it begins with the stage."""
-        if not isinstance(clock.control, Balance):
-            clock.control = Balance()
-        return clock.control
+        if not isinstance(tally.rule_state, Balance):
+            tally.rule_state = Balance()
+        return tally.rule_state
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:

@@ -9,7 +9,7 @@ Limit: H = 1 is BSP (SGD, momentum). Source: Stich, "Local SGD Converges Fast an
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -27,5 +27,5 @@ class LocalSGD:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.behind()
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.behind()

@@ -22,7 +22,7 @@ from ashl.data.rng import Purpose, bits
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundState, mixed
 from ashl.topology.graph import Edge
 

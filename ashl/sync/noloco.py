@@ -19,9 +19,10 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ashl.option import Count, NonNegative, Positive, option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundState
 from ashl.topology.graph import matching
 
@@ -59,17 +60,17 @@ class NoLoCo:
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
     ) -> None:
-        if isinstance(delta, Hollow):
+        if isinstance(delta, SizeOnly):
             return
         mean_delta, mean_params = delta, state.params
         for message in heard.values():
             other_delta, other_params = message.body.chunk(2)
             mean_delta, mean_params = (delta + other_delta) * 0.5, (state.params + other_params) * 0.5
         apart = state.params - mean_params
-        state.memory = state.memory * self.alpha + mean_delta * self.beta - apart * self.gamma
-        state.params = state.params + state.memory
+        state.rule_state = state.rule_state * self.alpha + mean_delta * self.beta - apart * self.gamma
+        state.params = state.params + state.rule_state
 
 
 def joined(delta: Any, params: Any) -> Any:
     """Both in one body."""
-    return Hollow(2 * params.nbytes) if isinstance(params, Hollow) else torch.cat([delta, params])
+    return SizeOnly(2 * params.nbytes) if isinstance(params, SizeOnly) else torch.cat([delta, params])

@@ -1,11 +1,11 @@
-"""Profiling as a stage on the run's clock: what a step, a push, a pull and an encoding cost each worker.
+"""Profiling as a stage on the run's tally: what a step, a push, a pull and an encoding cost each worker.
 
 Rule: every worker times `steps` local steps after one to warm up (the model stays as it is), then exchanges bodies of a
 quarter, a half and the whole of the model's size with the server, each way apart; a line latency + bytes/rate is fitted
 through the medians. The server makes the profile of all workers, plans the stages that follow, and sends everyone the
 plan.
 
-Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported clock).
+Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported tally).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.compression import Turn
+from ashl.compression.contract import Turn
 from ashl.option import Natural, option
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, WorkerProfile
 from ashl.runtime.node import Node
-from ashl.stage import NEXT, STOP, Clock, Stage
+from ashl.stage.stage import NEXT, STOP, Stage, Tally
 
 SIZES = (0.25, 0.5, 1.0)  # of the dense model
 REPEATS = 3
@@ -45,7 +45,7 @@ class Profiling:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
+    def admit(self, tally: Tally) -> list[int]:
         return []
 
     def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
@@ -118,7 +118,7 @@ def slope(times: list[float], dense_bytes: int) -> float:
 
 async def server(node: Node, stage: Stage, state: Any) -> int:
     """Answer every exchange; when all have told what they measured, plan and send everyone the plan."""
-    state.clock.begin(node.now)
+    state.tally.begin(node.now)
     measured: dict[int, WorkerProfile] = {}
     while len(measured) < stage.num_workers:
         message = await node.recv(stage.tag("ask"))
@@ -139,21 +139,21 @@ async def server(node: Node, stage: Stage, state: Any) -> int:
     state.assigned = None if assigned is None else (stage.index + 1, assigned)
     node.emit("profile", profile=profile.to_json())
     node.emit("plan", stages=[[list(row) for row in stage_rows] for stage_rows in rows], first=stage.index + 1)
-    state.clock.end_ns = node.now_ns
+    state.tally.end_ns = node.now_ns
     word = NEXT if stage.following and not node.stopping else STOP
     reason = node.stopping or "profiled"
     node.emit(
         "stage",
         stage=stage.index,
         name=stage.plan.name,
-        end_ns=state.clock.end_ns,
+        end_ns=state.tally.end_ns,
         reason=reason,
-        **state.clock.report(),
+        **state.tally.report(),
     )
     for rank in stage.workers:
-        await node.send(rank, stage.tag("plan"), assigned, (word, state.clock.end_ns))
+        await node.send(rank, stage.tag("plan"), assigned, (word, state.tally.end_ns))
     if word == STOP:
-        node.ledger.close(state.clock.end_ns)
+        node.ledger.close(state.tally.end_ns)
     return word
 
 

@@ -11,7 +11,7 @@ Limits: a constant rate with (α/η)² < H_base + 1 is local SGD with H_base; `h
 from typing import ClassVar, Literal
 
 from ashl.option import Count, Positive, option
-from ashl.stage import Clock, Stage
+from ashl.stage.stage import Stage, Tally
 
 
 @option
@@ -31,13 +31,13 @@ class QSR:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.behind()
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.behind()
 
-    def steer(self, stage: Stage, clock: Clock, rank: int, now_s: float) -> tuple[int, float, float]:
+    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float]:
         worker = stage.worker(rank)
         base = stage.plan.h_preset or worker.local_steps
-        grown = self.grown(base, stage.trainer.rate(clock.samples))
+        grown = self.grown(base, stage.trainer.rate(tally.samples))
         return worker.local_steps * grown // base, worker.compression_ratio, 0.0
 
     def grown(self, base: int, lr: float) -> int:

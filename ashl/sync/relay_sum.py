@@ -23,7 +23,7 @@ from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage import Stage
+from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundState, numbers_of
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
 
@@ -55,14 +55,14 @@ class RelaySum:
         self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
     ) -> dict[int, tuple[Any, tuple[float, ...]]]:
         state.params = state.params + delta
-        told = {j: relayed(state.params, state.memory, j) for j in self.sources(stage, node.rank, k)}
+        told = {j: relayed(state.params, state.rule_state, j) for j in self.sources(stage, node.rank, k)}
         return {j: (body, (count,)) for j, (body, count) in told.items()}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
     ) -> None:
-        state.memory = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
-        total, count = relayed(state.params, state.memory)
+        state.rule_state = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
+        total, count = relayed(state.params, state.rule_state)
         missing = stage.num_workers - count
         total = total + stage.trainer.init()[0] * missing if missing else total
         state.params = total * (1 / stage.num_workers)

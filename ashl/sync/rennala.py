@@ -13,7 +13,7 @@ Optimization Methods Under a Fixed Computation Model", NeurIPS 2023.
 from typing import ClassVar
 
 from ashl.option import Count, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -21,7 +21,7 @@ class Rennala:
     """Minibatches of B gradients, filled by the quick."""
 
     averages: ClassVar[bool] = True
-    drains: ClassVar[bool] = True
+    takes_all: ClassVar[bool] = True
     exchange: ClassVar[str] = "gradient"
     topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: ClassVar[int] = 1
@@ -33,5 +33,5 @@ class Rennala:
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)

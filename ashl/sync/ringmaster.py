@@ -14,7 +14,7 @@ ICML 2025, Algorithm 4.
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -33,5 +33,5 @@ class Ringmaster:
     def accepts(self, staleness: int) -> bool:
         return self.max_delay is None or staleness < self.max_delay
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)

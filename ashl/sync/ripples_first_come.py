@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import Positive, option
-from ashl.sync.grouping import Grouping, GroupSize
-from ashl.sync.groups import Groups, Members
+from ashl.topology.group_generator import Groups, Members
+from ashl.topology.group_rule import Grouping, GroupSize
 
 
 @option

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.sync.grouping import Grouping, GroupSize
-from ashl.sync.groups import Groups, Members, shuffled
+from ashl.topology.group_generator import Groups, Members, shuffled
+from ashl.topology.group_rule import Grouping, GroupSize
 
 
 @option

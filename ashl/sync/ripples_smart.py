@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import Count, option
-from ashl.sync.grouping import Grouping, GroupSize, machines
-from ashl.sync.groups import Groups, Members, even, shuffled
+from ashl.topology.group_generator import Groups, Members, even, shuffled
+from ashl.topology.group_rule import Grouping, GroupSize, machines
 
 
 @option

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.sync.grouping import Grouping, machines
-from ashl.sync.groups import Groups, Members
+from ashl.topology.group_generator import Groups, Members
+from ashl.topology.group_rule import Grouping, machines
 
 PHASES = 4
 

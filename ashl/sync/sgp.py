@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from ashl.option import Count, Natural, option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundState, numbers_of
 
 
@@ -54,10 +55,10 @@ class SGP:
         self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
     ) -> dict[int, tuple[Any, tuple[float, ...]]]:
         now, rank = stage.topology.round(stage, k), node.rank
-        x, w = state.memory.x + delta, state.memory.w
+        x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}
         bodies = {share: x * share for share in set(shares.values())}  # most often they are all equal
-        state.memory = Mass(bodies[shares[rank]], w * shares[rank])
+        state.rule_state = Mass(bodies[shares[rank]], w * shares[rank])
         return {j: (bodies[shares[j]], (w * shares[j],)) for j in now.targets[rank]}
 
     def merge(
@@ -67,8 +68,8 @@ class SGP:
 
     def settle(self, state: RoundState, heard: Mapping[int, Message]) -> None:
         """Add what has come, also what is still under way at the end of a stage."""
-        x, w = state.memory
+        x, w = state.rule_state
         for message in heard.values():
             x, w = x + message.body, w + numbers_of(message)[0]
-        state.memory = Mass(x, w)
-        state.params = x if isinstance(x, Hollow) or w == 1.0 else x / w
+        state.rule_state = Mass(x, w)
+        state.params = x if isinstance(x, SizeOnly) or w == 1.0 else x / w

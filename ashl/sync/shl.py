@@ -10,7 +10,7 @@ Environments", IEEE Transactions on Computers 73(1), 2024.
 from typing import ClassVar
 
 from ashl.option import Natural, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -29,5 +29,5 @@ class SHL:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.within(self.staleness)
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.within(self.staleness)

@@ -26,14 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression import BodyError, Turn
-from ashl.compression.body import EMPTY, HEADER, Parts, read_body, typed, write_body
-from ashl.compression.code import array_of
-from ashl.compression.index_code import index_bytes, read_indices, write_indices
+from ashl.compression.base.code import array_of
+from ashl.compression.contract import BodyError, Turn
+from ashl.compression.wire.body import EMPTY, HEADER, Parts, read_body, typed, write_body
+from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
 from ashl.option import NonNegative, Ratio, option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Clock, Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage, Tally
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import estimated
 from ashl.topology.local_work import Work, WorkerState
@@ -62,24 +63,24 @@ class SPY:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return list(clock.waiting)
+    def admit(self, tally: Tally) -> list[int]:
+        return list(tally.waiting)
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """A gradient, and what of the worker's point it changes."""
         start = node.now
         loss, gradient, samples = await estimated(node, stage, state)
         work = Work(gradient, loss, 1, samples, node.now - start)
-        point = state.params if state.control is None else state.control
+        point = state.params if state.rule_state is None else state.rule_state
         turn = Turn(seed=stage.seed, worker=node.rank, round=state.round, lr=stage.trainer.rate(state.samples))
         tell = partial(self.told, state.params, gradient, point, turn)
-        state.control, body = await node.compute(tell, work=1, kind="compress")
+        state.rule_state, body = await node.compute(tell, work=1, kind="compress")
         return work, body, loss
 
     def told(self, x: Any, gradient: Any, point: Any, turn: Turn) -> tuple[Any, Any]:
         """(x_i, the body of Δ)."""
-        if isinstance(x, Hollow):
-            return point, Hollow(size(max(1, round(self.share * (x.nbytes // 4))), x.nbytes // 4))
+        if isinstance(x, SizeOnly):
+            return point, SizeOnly(size(max(1, round(self.share * (x.nbytes // 4))), x.nbytes // 4))
         drawn = turn.stream().integers(0, 2**32, x.numel(), np.uint32) < self.share * 2**32
         change = x - gradient * turn.lr - point
         change[(x == 0) & ~torch.from_numpy(drawn)] = 0
@@ -87,26 +88,26 @@ class SPY:
 
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model after a pull."""
-        if isinstance(body, Hollow):
+        if isinstance(body, SizeOnly):
             return state.params
         return read(body, stage.trainer.num_params) if body.dtype == torch.uint8 else body
 
     def absorb(self, stage: Stage, state: Any, message: Message) -> bool:
         """x̄ and x after a push."""
-        clock, worker, (steps, samples) = state.clock, message.src, message.meta[:2]
-        mean = state.params if clock.control is None else clock.control
-        clock.commit(worker, int(steps), int(samples))
-        clock.version += 1
-        if isinstance(message.body, Hollow):
+        tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
+        mean = state.params if tally.rule_state is None else tally.rule_state
+        tally.commit(worker, int(steps), int(samples))
+        tally.version += 1
+        if isinstance(message.body, SizeOnly):
             return True
-        mean = clock.control = mean + read(message.body, mean.numel()) * stage.weights([worker])[0]
-        state.params = shrunk(mean, stage.trainer.rate(clock.samples) * self.lam)
+        mean = tally.rule_state = mean + read(message.body, mean.numel()) * stage.weights([worker])[0]
+        state.params = shrunk(mean, stage.trainer.rate(tally.samples) * self.lam)
         return True
 
     def answer(self, stage: Stage, state: Any, rank: int) -> Any:
         """The model, by its non-zero elements."""
         x = state.params
-        return Hollow(size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, Hollow) else written(x)
+        return SizeOnly(size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, SizeOnly) else written(x)
 
 
 def size(k: int, d: int) -> int:

@@ -11,7 +11,7 @@ import math
 from typing import ClassVar, Literal
 
 from ashl.option import Count, Natural, option
-from ashl.stage import Clock
+from ashl.stage.stage import Tally
 
 
 @option
@@ -30,5 +30,5 @@ class SSP:
     def accepts(self, staleness: int) -> bool:
         return True
 
-    def admit(self, clock: Clock) -> list[int]:
-        return clock.within(math.inf if self.staleness is None else self.staleness)
+    def admit(self, tally: Tally) -> list[int]:
+        return tally.within(math.inf if self.staleness is None else self.staleness)

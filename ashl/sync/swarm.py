@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from ashl.option import Count, option
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.stage.stage import Stage
 from ashl.topology import pairs
 from ashl.topology.graph import sources_of
 

@@ -16,12 +16,12 @@ import torch
 
 from ashl.option import option
 from ashl.runtime.node import Node
-from ashl.stage import NEXT, STOP, Clock, Stage
+from ashl.stage.stage import NEXT, STOP, Stage, Tally
 from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import WorkerState, local_work
 
 # What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
-WORDS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
+REASONS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
 
 
 @option
@@ -45,7 +45,7 @@ class AllReduce:
 
     def begin(self, stage: Stage, rank: int) -> PeerState:
         """A rank's state before the first stage: the initial model, alike everywhere."""
-        return PeerState(*stage.trainer.init(), clock=Clock(stage.num_workers))
+        return PeerState(*stage.trainer.init(), tally=Tally(stage.num_workers))
 
     def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
         return worker
@@ -55,18 +55,18 @@ class AllReduce:
 class PeerState(WorkerState):
     """A worker that also counts, alike on every rank."""
 
-    clock: Clock = field(default_factory=lambda: Clock(0))
+    tally: Tally = field(default_factory=lambda: Tally(0))
     word: str | None = None  # what rank 0 will tell the others with the next exchange
-    memory: Any = None  # of the aggregation rule
+    outer_state: Any = None  # of the aggregation rule
     receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker, where bodies are gathered
     reduced: Any = None  # of a codec that reduces
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
         if self.entered != stage.index:
-            self.clock.begin(now_s)
+            self.tally.begin(now_s)
             self.receivers, self.reduced = {}, None
             if stage.resets:
-                self.memory = None
+                self.outer_state = None
         super().enter(stage, rank)
 
 
@@ -76,7 +76,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     state.enter(stage, node.rank, node.now)
-    clock, group = state.clock, stage.workers
+    tally, group = state.tally, stage.workers
     weight = stage.weights(group)[node.rank]
     workers = [stage.worker(rank) for rank in group]
     sizes = [stage.samples_of(rank) for rank in group]
@@ -85,62 +85,62 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         node.mark(stage.index, state)
         work = await local_work(node, stage, state)
         body = stage.aggregate.clip(work.body)
-        said = WORDS.index(state.word) if node.rank == 0 else 0
+        said = REASONS.index(state.word) if node.rank == 0 else 0
         update, mean_loss, word = await exchanged(node, stage, state, body, weight, (work.loss / len(group), said))
         for rank in group:
-            clock.observe(rank, 0, mean_loss, mean=True)
-        if not clock.diverged:
+            tally.observe(rank, 0, mean_loss, mean=True)
+        if not tally.diverged:
             merge(stage, state, update)
             for rank, steps in zip(group, counts, strict=True):
-                clock.commit(rank, steps, steps * sizes[rank])
-            clock.version += 1
-            state.samples = clock.samples
-        reason = stage.over(clock) or WORDS[word]
+                tally.commit(rank, steps, steps * sizes[rank])
+            tally.version += 1
+            state.samples = tally.samples
+        reason = stage.over(tally) or REASONS[word]
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), group, riders=1)
         what = {"steps": work.steps, "staleness": 0, "dropped": False, "loss": work.loss}
         node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
-        if node.rank == 0 and stage.due(clock, node.now):
-            node.snapshot(state.params, **clock.report())
+        if node.rank == 0 and stage.due(tally, node.now):
+            node.snapshot(state.params, **tally.report())
         if reason:
             return leave(node, stage, state, reason)
         if node.rank == 0:
-            state.word = judge(node, stage, clock)
+            state.word = judge(node, stage, tally)
 
 
-def judge(node: Node, stage: Stage, clock: Clock) -> str | None:
+def judge(node: Node, stage: Stage, tally: Tally) -> str | None:
     """Rank 0 alone: what it tells the others with the next exchange."""
     if word := node.stopping or ("seconds" if node.now >= stage.deadline_s else None):
         return word
-    return "next" if stage.reached(clock, node.now, node.scores) else None
+    return "next" if stage.reached(tally, node.now, node.scores) else None
 
 
 def leave(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge."""
-    state.clock.end_ns, state.word = node.now_ns, None
-    return ended(node, stage, state.clock, reason)
+    state.tally.end_ns, state.word = node.now_ns, None
+    return ended(node, stage, state.tally, reason)
 
 
-def ended(node: Node, stage: Stage, clock: Clock, reason: str) -> int:
+def ended(node: Node, stage: Stage, tally: Tally, reason: str) -> int:
     """Close the books of a stage that rank 0 judges; returns the last word."""
     word = NEXT if reason == "next" and stage.following else STOP
     if node.rank == 0:
-        rule = stage.reached(clock, node.now, node.scores) or next(iter(stage.plan.until), reason)
-        end = {"end_ns": clock.end_ns, "reason": rule if reason == "next" else reason}
-        node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
+        rule = stage.reached(tally, node.now, node.scores) or next(iter(stage.plan.until), reason)
+        end = {"end_ns": tally.end_ns, "reason": rule if reason == "next" else reason}
+        node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
     if word == NEXT:
-        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(clock.end_ns))
+        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(tally.end_ns))
     else:
-        node.ledger.close(clock.end_ns)
+        node.ledger.close(tally.end_ns)
     return word
 
 
 def merge(stage: Stage, state: PeerState, total: Any) -> None:
     """The same arithmetic on every rank, and the same as a server's."""
-    state.memory, update = stage.aggregate.outer(state.memory, total)
+    state.outer_state, update = stage.aggregate.outer(state.outer_state, total)
     if stage.sync.exchange == "gradient":
-        lr = stage.trainer.rate(state.clock.samples)
+        lr = stage.trainer.rate(state.tally.samples)
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         state.params = state.params + update

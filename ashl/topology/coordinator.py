@@ -7,28 +7,28 @@ longer. A worker's side of the protocol, with tags of the stage and iteration 0:
     "report" →   a `Report`, after each piece of work that has become part of the worker's model
     ← "go"       the answer, with the samples that the learning rate follows; a worker waits for it (`answered`) before
                  it merges its next piece of work, so that nobody runs ahead of the judge by more than one
-    ← "word"     a `Word`. LOOK: hand in a snapshot, with this tick. NEXT or STOP, to all: start nothing more
+    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. NEXT or STOP, to all: start nothing more
     "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
     ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
 
 Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A worker takes in words
-in a task of its own (`heed`), or where it receives anyway. A method that needs more of its coordinator (a group
-generator, say) has its own loop around `take`, `verdict`, `look` and `dismiss`.
+in a task of its own (`obey`), or where it receives anyway. A method that needs more of its coordinator (a group
+generator, say) has its own loop around `take`, `verdict`, `ask_snapshots` and `dismiss`.
 
 Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group expects it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import GO, NEXT, STOP, Clock, Stage
+from ashl.stage.stage import GO, NEXT, STOP, Stage, Tally
 from ashl.topology.local_work import WorkerState
 
-LOOK, BYE = 3, 4  # beside NEXT and STOP
+SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
 
 
 class Report(NamedTuple):
@@ -44,7 +44,7 @@ class Word(NamedTuple):
     """What the coordinator says."""
 
     word: float
-    tick: float = 0.0  # of the evaluation, with LOOK
+    tick: float = 0.0  # of the evaluation, with SNAPSHOT
     end_ns: float = 0.0  # of the stage, with BYE
 
 
@@ -52,7 +52,7 @@ class Word(NamedTuple):
 class CoordinatorState:
     """All that the coordinator needs to go on."""
 
-    clock: Clock
+    tally: Tally
     ticks: int = 0  # evaluations asked for so far
     params: Any = None  # it has no model
     assigned: Any = None
@@ -66,17 +66,16 @@ class RoamingState(WorkerState):
     end_ns: int = 0
     reported: bool = False  # and not answered yet
     gone: bool = False  # the coordinator has let it go
-    memory: Any = field(default=None)  # of the sync rule
 
     def enter(self, stage: Stage, rank: int) -> None:
         super().enter(stage, rank)
-        self.word, self.memory, self.reported, self.gone = GO, None, False, False
+        self.word, self.reported, self.gone = GO, False, False
 
 
 async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
     """Count and judge until the stage is over, then let everybody leave; returns the last word."""
-    clock = state.clock
-    clock.begin(node.now)
+    tally = state.tally
+    tally.begin(node.now)
     word, reason = GO, None
     while word == GO:
         message = await node.recv(stage.tag("report"), before_s=stage.deadline_s)
@@ -84,73 +83,73 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
         if message is None:
             word, reason = STOP, "seconds"
             break
-        take(clock, message)
-        await node.send(message.src, stage.tag("go"), None, (clock.samples,))
-        if stage.due(clock, node.now):
-            await look(node, stage, state)
-        word, reason = verdict(node, stage, clock)
+        take(tally, message)
+        await node.send(message.src, stage.tag("go"), None, (tally.samples,))
+        if stage.due(tally, node.now):
+            await ask_snapshots(node, stage, state)
+        word, reason = verdict(node, stage, tally)
     await dismiss(node, stage, state, word, reason)
     return word
 
 
-def take(clock: Clock, message: Message) -> None:
+def take(tally: Tally, message: Message) -> None:
     """Count what a worker has merged."""
     report = Report(*message.meta)
-    clock.observe(message.src, int(report.staleness), report.loss)
-    clock.commit(message.src, int(report.steps), int(report.samples))
-    clock.version += 1
+    tally.observe(message.src, int(report.staleness), report.loss)
+    tally.commit(message.src, int(report.steps), int(report.samples))
+    tally.version += 1
 
 
-def verdict(node: Node, stage: Stage, clock: Clock) -> tuple[int, str | None]:
+def verdict(node: Node, stage: Stage, tally: Tally) -> tuple[int, str | None]:
     """(GO, NEXT or STOP, why)."""
-    if reason := stage.over(clock) or node.stopping:
+    if reason := stage.over(tally) or node.stopping:
         return STOP, reason
-    if rule := stage.reached(clock, node.now, node.scores):
+    if rule := stage.reached(tally, node.now, node.scores):
         return (NEXT if stage.following else STOP), rule
     return GO, None
 
 
-async def look(node: Node, stage: Stage, state: CoordinatorState) -> None:
+async def ask_snapshots(node: Node, stage: Stage, state: CoordinatorState) -> None:
     """Ask every worker for a snapshot, and hand in the counts that belong to them."""
     state.ticks += 1
     for rank in stage.workers:
-        await node.send(rank, stage.tag("word"), None, Word(LOOK, state.ticks))
-    node.snapshot(None, tick=state.ticks, **state.clock.report())
+        await node.send(rank, stage.tag("word"), None, Word(SNAPSHOT, state.ticks))
+    node.snapshot(None, tick=state.ticks, **state.tally.report())
 
 
 async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
     """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends when the last one
     is done; at the end of the run it has ended now, and what is reported later came too late and counts as dropped."""
-    clock = state.clock
-    clock.end_ns = node.now_ns
+    tally = state.tally
+    tally.end_ns = node.now_ns
     for rank in stage.workers:
         await node.send(rank, stage.tag("word"), None, Word(word))
     left = stage.num_workers
     while left:
         message = await node.recv(stage.tag("report"), stage.tag("done"))
         if message.tag[0] == "done":
-            clock.drop(message.src, int(message.meta[0]))
+            tally.drop(message.src, int(message.meta[0]))
             left -= 1
             continue
         if word == NEXT:
-            take(clock, message)
+            take(tally, message)
         else:
-            clock.drop(message.src, int(Report(*message.meta).steps))
-        await node.send(message.src, stage.tag("go"), None, (clock.samples,))
+            tally.drop(message.src, int(Report(*message.meta).steps))
+        await node.send(message.src, stage.tag("go"), None, (tally.samples,))
     if word == NEXT:
-        clock.end_ns = node.now_ns
+        tally.end_ns = node.now_ns
     for rank in stage.workers:
-        await node.send(rank, stage.tag("word"), None, Word(BYE, end_ns=clock.end_ns))
-    end = {"end_ns": clock.end_ns, "reason": reason}
-    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
+        await node.send(rank, stage.tag("word"), None, Word(BYE, end_ns=tally.end_ns))
+    end = {"end_ns": tally.end_ns, "reason": reason}
+    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
     if word == STOP:
-        node.ledger.close(clock.end_ns)
+        node.ledger.close(tally.end_ns)
 
 
-def heed(node: Node, state: RoamingState, message: Message) -> bool:
+def obey(node: Node, state: RoamingState, message: Message) -> bool:
     """A worker takes in a word; returns whether it may leave."""
     said = Word(*message.meta)
-    if said.word == LOOK:
+    if said.word == SNAPSHOT:
         node.snapshot(state.params, tick=int(said.tick))
     elif said.word == BYE:
         state.end_ns, state.gone = int(said.end_ns), True

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.stage.stage import Stage
 
 Estimator = Literal["minibatch", "full", "svrg"]
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ashl.compression.ratio import scheduled
-from ashl.runtime.effects import Hollow
+from ashl.compression.around.ratio import scheduled
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage import Stage
-from ashl.topology.local_work import ill, look, looks_at_mean, turn_of
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
+from ashl.topology.local_work import not_finite, report_health, reports_mean, turn_of
 
 Riders = tuple[float, float]  # (loss, word)
 
@@ -38,10 +38,10 @@ async def exchanged(
     """(Σ c·C(x), mean loss, word). Of an update that is not finite nothing is made: the mean loss says so."""
     if stage.codec.flags.lossless:
         return await summed(node, stage, body, weight, riders)
-    if ill(node, stage, state, body):
+    if not_finite(node, stage, state, body):
         body, riders = torch.zeros_like(body), (math.nan, riders[1])
-    tick = state.clock.version
-    looks = looks_at_mean(stage, tick) and not isinstance(body, Hollow)
+    tick = state.tally.version
+    looks = reports_mean(stage, tick) and not isinstance(body, SizeOnly)
     if looks:
         node.snapshot(body, of=node.rank, tick=tick, weight=weight)
     update, loss, word = await compressed(node, stage, state, body, weight, riders)
@@ -61,7 +61,7 @@ async def compressed(
         turn = turn._replace(ratio=least_ratio(stage), weight=weight)
     x = body * weight if codec.flags.linear else body
     state.sender, encoded = await node.compute(partial(codec.encode, state.sender, x, turn), work=1, kind="compress")
-    look(node, stage, state, x, encoded)
+    report_health(node, stage, state, x, encoded)
     if codec.flags.linear:
         return await summed_bodies(node, stage, state, encoded, riders, scheduled(codec, turn))
     return await gathered(node, stage, state, encoded, riders)
@@ -83,11 +83,11 @@ async def summed_bodies(
 ) -> tuple[Any, float, int]:
     """What the sum of linear bodies, of this kept share, decodes to."""
     codec, d = stage.codec, stage.trainer.num_params
-    timed = isinstance(body, Hollow)
-    summand = Hollow(codec.summed_bytes(ratio, d), body.word) if timed else codec.summand(body)
+    timed = isinstance(body, SizeOnly)
+    summand = SizeOnly(codec.summed_bytes(ratio, d), body.word) if timed else codec.summand(body)
     total, loss, word = await summed(node, stage, summand, 1.0, riders)
-    whole = body if isinstance(body, Hollow) else codec.summed(body, total)
-    if codec.flags.reduces and not isinstance(body, Hollow):
+    whole = body if isinstance(body, SizeOnly) else codec.summed(body, total)
+    if codec.flags.reduces and not isinstance(body, SizeOnly):
         decode = partial(codec.reduce, state.reduced, [whole], [1.0], d)
     else:
         decode = partial(codec.decode, None, whole, d)
@@ -99,9 +99,9 @@ async def summed_bodies(
 async def gathered(node: Node, stage: Stage, state: Any, body: Any, riders: Riders) -> tuple[Any, float, int]:
     """Everybody's bodies, decoded and summed by everybody alike."""
     group = stage.workers
-    if isinstance(body, Hollow):
-        bodies = await node.all_gather(Hollow(body.nbytes, int(riders[1])), group)
-        return Hollow(stage.trainer.dense_bytes), 0.0, sum(b.word for b in bodies)
+    if isinstance(body, SizeOnly):
+        bodies = await node.all_gather(SizeOnly(body.nbytes, int(riders[1])), group)
+        return SizeOnly(stage.trainer.dense_bytes), 0.0, sum(b.word for b in bodies)
     tail = torch.tensor(riders, dtype=torch.float64).view(torch.uint8)
     parts = await node.all_gather(torch.cat([body, tail]), group, riders=tail.numel())
     told = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts]).tolist()
@@ -128,8 +128,8 @@ def combined(stage: Stage, state: Any, bodies: Sequence[Tensor]) -> Tensor:
 
 def pack(body: Any, weight: float, riders: Riders) -> Any:
     """c·body and two scalars that ride along, in one vector."""
-    if isinstance(body, Hollow):
-        return Hollow(body.nbytes, int(riders[1]))
+    if isinstance(body, SizeOnly):
+        return SizeOnly(body.nbytes, int(riders[1]))
     packed = torch.empty(body.numel() + len(riders), dtype=body.dtype)
     torch.mul(body, weight, out=packed[: -len(riders)])
     packed[-2], packed[-1] = riders
@@ -138,7 +138,7 @@ def pack(body: Any, weight: float, riders: Riders) -> Any:
 
 def unpack(total: Any) -> tuple[Any, float, int]:
     """(sum, mean loss, word)."""
-    if isinstance(total, Hollow):
-        return Hollow(total.nbytes), 0.0, total.word
+    if isinstance(total, SizeOnly):
+        return SizeOnly(total.nbytes), 0.0, total.word
     loss, word = total[-2:].tolist()
     return total[:-2], loss, int(word)

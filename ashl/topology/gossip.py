@@ -31,15 +31,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from ashl.option import Count, option
-from ashl.runtime.effects import Hollow, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import Clock, Stage
-from ashl.topology.all_reduce import WORDS, ended, judge
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage, Tally
+from ashl.topology.all_reduce import REASONS, ended, judge
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
 from ashl.topology.graph import Edge, Round, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
-VERDICTS = (*WORDS, "diverged")
+VERDICTS = (*REASONS, "diverged")
 
 
 @option
@@ -88,10 +89,10 @@ class Gossip:
     def begin(self, stage: Stage, rank: int) -> CoordinatorState | RoamingState | RoundState:
         """A rank's state before the first stage: the initial model, alike everywhere."""
         if rank == stage.server:
-            return CoordinatorState(Clock(stage.num_workers))
+            return CoordinatorState(Tally(stage.num_workers))
         if stage.home == stage.server:
             return RoamingState(*stage.trainer.init())
-        return RoundState(*stage.trainer.init(), clock=Clock(stage.num_workers))
+        return RoundState(*stage.trainer.init(), tally=Tally(stage.num_workers))
 
     def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
         if rank == stage.server:
@@ -99,35 +100,34 @@ class Gossip:
         return stage.sync.worker if stage.home == stage.server else worker
 
 
-class Told(NamedTuple):
+class GossipHeader(NamedTuple):
     """What rides on every message: all that is known of the run so far."""
 
     loss: float  # mean of the sender's loss and of those that it heard of
-    ill: float = 0  # 1 + the rank whose loss is no number; 0 = none
+    not_finite: float = 0  # 1 + the rank whose loss is no number; 0 = none
     verdict: float = 0  # of rank 0, as a place in VERDICTS
     last: float = 0  # the round after which it holds
-    look: float = -1  # the round after which all hand in their models
+    snapshot_after: float = -1  # the round after which all hand in their models
 
 
-UNTOLD = Told(math.nan)
+NOTHING_HEARD = GossipHeader(math.nan)
 
 
 @dataclass
 class RoundState(WorkerState):
     """A worker that goes round by round, and counts as all others do."""
 
-    clock: Clock = field(default_factory=lambda: Clock(0))
-    memory: Any = None  # of the sync rule
-    told: Told = UNTOLD
+    tally: Tally = field(default_factory=lambda: Tally(0))
+    header: GossipHeader = NOTHING_HEARD
     k: int = 0  # rounds of this stage so far
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
         again = self.entered == stage.index
         super().enter(stage, rank)
         if not again:
-            self.clock.begin(now_s)
-            self.k, self.told = 0, UNTOLD
-            self.memory = stage.sync.begin(stage, self, rank)
+            self.tally.begin(now_s)
+            self.k, self.header = 0, NOTHING_HEARD
+            self.rule_state = stage.sync.begin(stage, self, rank)
 
 
 async def worker(node: Node, stage: Stage, state: RoundState) -> int:
@@ -149,12 +149,12 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
         count(stage, state, rank)
         if rank == 0:
             look_ahead(node, stage, state, k)
-        due = stage.limits.eval_every_s is None and stage.due(state.clock, node.now)
-        if due or state.told.look == k:
-            node.snapshot(state.params, tick=state.clock.version, **(state.clock.report() if rank == 0 else {}))
-        reason = stage.spent(state.clock)
-        if not reason and state.told.verdict and k >= state.told.last:
-            reason = VERDICTS[int(state.told.verdict)]
+        due = stage.limits.eval_every_s is None and stage.due(state.tally, node.now)
+        if due or state.header.snapshot_after == k:
+            node.snapshot(state.params, tick=state.tally.version, **(state.tally.report() if rank == 0 else {}))
+        reason = stage.spent(state.tally)
+        if not reason and state.header.verdict and k >= state.header.last:
+            reason = VERDICTS[int(state.header.verdict)]
         if reason:
             for late in range(max(0, k + 1 - rule.lag), k + 1):
                 rule.settle(state, await hear(node, stage, state, late))
@@ -171,7 +171,7 @@ async def post(node: Node, stage: Stage, state: RoundState, k: int, delta: Any) 
     """Tell whoever listens in round k, and pass on what rank 0 has decided."""
     told = await stage.sync.tell(node, stage, state, k, delta)
     for rank, (body, numbers) in told.items():
-        await node.send(rank, stage.tag("gossip", k), body, (*state.told, *numbers))
+        await node.send(rank, stage.tag("gossip", k), body, (*state.header, *numbers))
 
 
 async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int, Message]:
@@ -182,52 +182,52 @@ async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int,
 
 def numbers_of(message: Message) -> tuple[float, ...]:
     """What the sync rule sent beside the body."""
-    return message.meta[len(Told._fields) :]
+    return message.meta[len(GossipHeader._fields) :]
 
 
 def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
     """Put together what this rank knows and what it was told."""
-    tales = [Told(*message.meta[: len(Told._fields)]) for message in heard.values()]
-    known = [state.told, *tales]
+    tales = [GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()]
+    known = [state.header, *tales]
     losses = [value for value in (loss, *(told.loss for told in tales)) if math.isfinite(value)]
     verdict, last = max((told.verdict, told.last) for told in known)
-    state.told = Told(
+    state.header = GossipHeader(
         loss=sum(losses) / len(losses) if losses else math.nan,
-        ill=max(0 if math.isfinite(loss) else rank + 1, *(told.ill for told in known)),
+        not_finite=max(0 if math.isfinite(loss) else rank + 1, *(told.not_finite for told in known)),
         verdict=verdict,
         last=last,
-        look=max(told.look for told in known),
+        snapshot_after=max(told.snapshot_after for told in known),
     )
 
 
 def count(stage: Stage, state: RoundState, rank: int) -> None:
     """All workers have merged once more. Rank 0 keeps the books by worker, the others only what ends a stage."""
-    clock, workers = state.clock, stage.plan.workers
+    tally, workers = state.tally, stage.plan.workers
     if rank == 0:
         for i, worker in enumerate(workers):
-            clock.observe(i, stage.sync.lag, state.told.loss)
-            clock.commit(i, worker.local_steps, worker.local_steps * worker.batch)
+            tally.observe(i, stage.sync.lag, state.header.loss)
+            tally.commit(i, worker.local_steps, worker.local_steps * worker.batch)
     else:
-        clock.steps += sum(worker.local_steps for worker in workers)
-        clock.samples += sum(worker.local_steps * worker.batch for worker in workers)
-        clock.total_commits += len(workers)
-    clock.version += 1
-    state.samples = clock.samples
+        tally.steps += sum(worker.local_steps for worker in workers)
+        tally.samples += sum(worker.local_steps * worker.batch for worker in workers)
+        tally.total_commits += len(workers)
+    tally.version += 1
+    state.samples = tally.samples
 
 
 def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
     """Rank 0 alone: what all others have to know, and the round after which they do."""
-    clock, told = state.clock, state.told
-    if told.ill:
-        why = f"the loss of worker {int(told.ill) - 1} became no number near step {clock.steps}"
-        clock.diverged = why + getattr(stage.sync, "suspect", "")
-    word = "diverged" if clock.diverged else judge(node, stage, clock)
-    look = told.look <= k and stage.limits.eval_every_s is not None and stage.due(clock, node.now)
+    tally, told = state.tally, state.header
+    if told.not_finite:
+        why = f"the loss of worker {int(told.not_finite) - 1} became no number near step {tally.steps}"
+        tally.diverged = why + getattr(stage.sync, "suspect", "")
+    word = "diverged" if tally.diverged else judge(node, stage, tally)
+    look = told.snapshot_after <= k and stage.limits.eval_every_s is not None and stage.due(tally, node.now)
     if (word and not told.verdict) or look:
         known = k + rounds_to_all(stage, k + 1)
         if word and not told.verdict:
             told = told._replace(verdict=VERDICTS.index(word), last=known)
-        state.told = told._replace(look=known) if look else told
+        state.header = told._replace(snapshot_after=known) if look else told
 
 
 def rounds_to_all(stage: Stage, first: int) -> int:
@@ -246,13 +246,13 @@ def rounds_to_all(stage: Stage, first: int) -> int:
 async def leave(node: Node, stage: Stage, state: RoundState, reason: str) -> int:
     """The stage ended with this round; at the moment when the last worker had finished it."""
     moment = await node.all_reduce(torch.tensor([node.now_ns]), stage.workers, "max", riders=1)
-    state.clock.end_ns = int(moment)
-    return ended(node, stage, state.clock, reason)
+    state.tally.end_ns = int(moment)
+    return ended(node, stage, state.tally, reason)
 
 
 def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:
     """Σ_j w_ij·x_j in rank order, a new vector: where all rows are equal, so are the results, bit for bit."""
-    if isinstance(own, Hollow):
+    if isinstance(own, SizeOnly):
         return own
     total = None
     for j, weight in row.items():

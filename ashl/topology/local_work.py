@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ashl.compression import Turn
-from ashl.compression.code import Code
-from ashl.compression.health import looked_at, sizes
-from ashl.compression.layers import Layerwise, layer_at
-from ashl.compression.link import handed_over
-from ashl.runtime.effects import Hollow
+from ashl.compression.around.layers import Layerwise, layer_at
+from ashl.compression.around.lost import measured_loss, sizes
+from ashl.compression.around.wrapped import handed_over
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Turn
 from ashl.runtime.node import Node
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw, estimated
 
 
@@ -45,7 +45,7 @@ class WorkerState:
     interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
     anchor: Any = None  # what the estimator keeps: a snapshot, or what belongs to each sample
     squares: Any = None  # what the last gradient's parts say of its variance
-    control: Any = None  # the state of this stage's sync rule, where it has one
+    rule_state: Any = None  # the state of this stage's sync rule, where it has one
 
     def enter(self, stage: Stage, rank: int) -> None:
         """A stage begins: its H and ratio, and what is handed over from the stage before."""
@@ -55,7 +55,7 @@ class WorkerState:
         worker = stage.worker(rank)
         self.local_steps, self.ratio, self.batch = worker.local_steps, worker.compression_ratio, worker.batch
         self.interval_s = getattr(stage.sync, "interval_s", 0.0)
-        self.anchor = self.squares = self.control = None
+        self.anchor = self.squares = self.rule_state = None
         if stage.resets:
             self.moments = stage.trainer.moments()
         keep = stage.plan.handover.get("residual") != "drop"
@@ -104,30 +104,30 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
     would reach every element, and the run is lost."""
     if stage.codec.flags.lossless:
         return work.body, work.loss
-    if ill(node, stage, state, work.body):
+    if not_finite(node, stage, state, work.body):
         return work.body, math.nan
     encode = partial(stage.codec.encode, state.sender, work.body, turn_of(stage, node.rank, state))
     state.sender, body = await node.compute(encode, work=1, kind="compress")
-    look(node, stage, state, work.body, body)
-    if looks_at_mean(stage, state.version):
+    report_health(node, stage, state, work.body, body)
+    if reports_mean(stage, state.version):
         weight = stage.weights(stage.workers)[node.rank]
         node.snapshot(work.body, of=node.rank, tick=state.version, weight=weight)
     return body, work.loss
 
 
-def look(node: Node, stage: Stage, state: WorkerState, x: Any, body: Any) -> None:
+def report_health(node: Node, stage: Stage, state: WorkerState, x: Any, body: Any) -> None:
     """Every so often, say what compression loses of this message."""
     every, codec = stage.health_every, stage.bare_codec
-    if every is None or state.round % every or isinstance(x, Hollow):
+    if every is None or state.round % every or isinstance(x, SizeOnly):
         return
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
         found = sizes(body)  # a body alone does not say what comes of it
     else:
-        found = looked_at(codec, state.sender, x, body, stage.layout, stage.health_layers)
+        found = measured_loss(codec, state.sender, x, body, stage.layout, stage.health_layers)
     node.emit("health", round=state.round, time_ns=node.now_ns, **found)
 
 
-def looks_at_mean(stage: Stage, version: int) -> bool:
+def reports_mean(stage: Stage, version: int) -> bool:
     """Whether everybody hands in what was to be sent at this merge: only where all of it is merged at once."""
     barrier = not stage.topology.has_server or stage.quorum == stage.num_workers
     return stage.health_mean and barrier and stage.health_every is not None and not version % stage.health_every
@@ -148,15 +148,15 @@ def turn_of(stage: Stage, rank: int, state: WorkerState) -> Turn:
     )
 
 
-def ill(node: Node, stage: Stage, state: WorkerState, x: Any) -> bool:
+def not_finite(node: Node, stage: Stage, state: WorkerState, x: Any) -> bool:
     """Whether an update is not finite; the first layer in which it is not is told of."""
-    if isinstance(x, Hollow) or torch.isfinite(x.sum()):  # one pass; a sum of finite numbers may be infinite, too
+    if isinstance(x, SizeOnly) or torch.isfinite(x.sum()):  # one pass; a sum of finite numbers may be infinite, too
         return False
     finite = torch.isfinite(x)
     if finite.all():
         return False
     layer = layer_at(stage.layout, int(finite.int().argmin()))
-    node.emit("ill", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
+    node.emit("not_finite", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
     return True
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from ashl.data.rng import Purpose, bits
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, heed, leave, report
+from ashl.stage.stage import GO, STOP, Stage
+from ashl.topology.coordinator import RoamingState, answered, done, leave, obey, report
 from ashl.topology.local_work import local_work
 
 
@@ -82,5 +82,5 @@ async def answer(node: Node, stage: Stage, state: RoamingState) -> None:
         if message.tag[0] == "ask":
             await node.send(message.src, stage.tag("answer"), state.params)
             merge(state, message, state.params)
-        elif heed(node, state, message):
+        elif obey(node, state, message):
             return

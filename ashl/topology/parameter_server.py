@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from ashl.compression import Turn, downlink
+from ashl.compression.around import pulls
+from ashl.compression.contract import Turn
 from ashl.option import Ratio, option
 from ashl.plan.plan import WorkerPlan, assigned
 from ashl.plan.profile import Profile
 from ashl.planner.online import Averages
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import GO, NEXT, STOP, Clock, Push, Stage
-from ashl.topology.local_work import Work, WorkerState, encoded, local_work, looks_at_mean
+from ashl.stage.stage import GO, NEXT, STOP, Push, Stage, Tally
+from ashl.topology.local_work import Work, WorkerState, encoded, local_work, reports_mean
 
 
 @option
@@ -50,7 +51,7 @@ class ParameterServer:
         """A rank's state before the first stage: the initial model, alike everywhere."""
         params, moments = stage.trainer.init()
         if rank == stage.server:
-            return ServerState(params, moments, Clock(stage.num_workers))
+            return ServerState(params, moments, Tally(stage.num_workers))
         return WorkerState(params, moments)
 
     def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
@@ -63,10 +64,10 @@ class ServerState:
 
     params: Any
     moments: Any  # of the optimizer, where gradients are exchanged
-    clock: Clock
+    tally: Tally
     buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
     receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker
-    memory: Any = None  # of the aggregation rule
+    outer_state: Any = None  # of the aggregation rule
     reduced: Any = None  # of a codec that reduces
     held: dict[int, Any] = field(default_factory=dict)  # the model that each worker holds, where pulls are compressed
     profile: Profile | None = None  # as measured by a profiling stage
@@ -83,13 +84,13 @@ class ServerState:
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
         self.entered, self.word, self.reason, self.ahead = stage.index, GO, None, None
-        self.clock.begin(now_s)
+        self.tally.begin(now_s)
         self.workers, self.receivers, self.reduced = stage.plan.workers, {}, None
         if stage.resets:
-            self.moments, self.memory = stage.trainer.moments(), None
+            self.moments, self.outer_state = stage.trainer.moments(), None
 
 
-class Reply(NamedTuple):
+class Pull(NamedTuple):
     """What every reply says beside the model."""
 
     word: float  # GO, NEXT or STOP
@@ -114,7 +115,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         meta = (work.steps, work.samples, loss, state.version, work.step_s, state.pull_s)
         await node.send(stage.server, stage.tag("push"), body, meta)
         message = await node.recv(stage.tag("pull"))
-        reply = Reply(*message.meta)
+        reply = Pull(*message.meta)
         word, end_ns = int(reply.word), int(reply.end_ns)
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             state.sender = stage.codec.undo(state.sender, body)
@@ -147,7 +148,7 @@ def taken(stage: Stage, state: WorkerState, body: Any) -> Any:
     """The model after a pull."""
     if hasattr(stage.sync, "take"):
         return stage.sync.take(stage, state, body)
-    return downlink.advance(stage.pull_codec, state.params, body)
+    return pulls.advance(stage.pull_codec, state.params, body)
 
 
 async def server(node: Node, stage: Stage, state: ServerState) -> int:
@@ -155,7 +156,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
 
     Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
     """
-    clock = state.clock
+    tally = state.tally
     state.enter(stage, node.now)
     while True:
         node.mark(stage.index, state)
@@ -165,42 +166,42 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        if await receive(node, stage, state, message) and stage.due(clock, node.now):
-            node.snapshot(state.params, **clock.report())
-        if over := stage.over(clock) or node.stopping:
+        if await receive(node, stage, state, message) and stage.due(tally, node.now):
+            node.snapshot(state.params, **tally.report())
+        if over := stage.over(tally) or node.stopping:
             state.word, state.reason = STOP, over
             break
-        if state.word == GO and (rule := stage.reached(clock, node.now, node.scores)):
+        if state.word == GO and (rule := stage.reached(tally, node.now, node.scores)):
             state.word, state.reason = NEXT if stage.following else STOP, rule
             if state.word == STOP:
                 break
         if state.word == NEXT:
-            if len(clock.waiting) == stage.num_workers:
+            if len(tally.waiting) == stage.num_workers:
                 if state.buffer:
                     await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
                 break
             continue
-        if hasattr(stage.sync, "drains"):
+        if hasattr(stage.sync, "takes_all"):
             state.ahead = await node.recv(stage.tag("push"), before_s=node.now)
         if state.ahead is None:
-            for rank in sorted(stage.sync.admit(clock)):
+            for rank in sorted(stage.sync.admit(tally)):
                 await reply(node, stage, state, rank)
     await dismiss(node, stage, state, state.word)
-    end = {"end_ns": clock.end_ns, "reason": state.reason}
-    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
+    end = {"end_ns": tally.end_ns, "reason": state.reason}
+    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
     return state.word
 
 
 async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one push; returns whether the model changed."""
-    clock, worker = state.clock, message.src
+    tally, worker = state.tally, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
-    staleness = clock.version - int(version)
+    staleness = tally.version - int(version)
     late = not (stage.sync.accepts(staleness) and stage.aggregate.accepts(staleness))
-    clock.observe(worker, 0 if late else staleness, loss)  # staleness is told of what was applied
-    clock.waiting[worker] = (staleness, late)
-    if late or clock.diverged:
-        clock.drop(worker, int(steps))
+    tally.observe(worker, 0 if late else staleness, loss)  # staleness is told of what was applied
+    tally.waiting[worker] = (staleness, late)
+    if late or tally.diverged:
+        tally.drop(worker, int(steps))
         return False
     if hasattr(stage.sync, "absorb"):
         return await node.compute(partial(stage.sync.absorb, stage, state, message), work=1, kind="apply")
@@ -210,10 +211,10 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
     push = Push(worker, body, int(steps), int(samples), staleness, loss, *times)
     update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
-    if update is not None and not stage.codec.flags.lossless and looks_at_mean(stage, clock.version - 1):
-        node.snapshot(update, of=None, tick=clock.version - 1)
+    if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
+        node.snapshot(update, of=None, tick=tally.version - 1)
     if hasattr(stage.sync, "observe"):
-        stage.sync.observe(stage, clock, push, node.now)
+        stage.sync.observe(stage, tally, push, node.now)
     if stage.plan.h_preset is not None and hasattr(stage.planner, "observe"):
         replan(node, stage, state, push)
     return update is not None
@@ -222,7 +223,7 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
 def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     """Fold a push into the model: w ← w + Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum. Until a
     quorum has come it is kept (None); at a border (push None) those that were kept are folded in, however few."""
-    clock = state.clock
+    tally = state.tally
     members = state.buffer if push is None else (*state.buffer, push)
     if push is not None and len(members) < stage.quorum:
         state.buffer = members
@@ -232,18 +233,18 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
         members = tuple(sorted(members, key=lambda push: push.worker))
         bodies, weights = [member.body for member in members], now.weights_of(members)
         state.reduced, total = stage.codec.reduce(state.reduced, bodies, weights, stage.trainer.num_params)
-        state.memory, update = stage.aggregate.outer(state.memory, total)
+        state.outer_state, update = stage.aggregate.outer(state.outer_state, total)
     else:
-        state.memory, update = stage.aggregate.fold(now, state.memory, members)
+        state.outer_state, update = stage.aggregate.fold(now, state.outer_state, members)
     state.buffer = ()
     if stage.sync.exchange != "difference":
-        lr = stage.trainer.rate(clock.samples) * (stage.sync.anneal(clock) if hasattr(stage.sync, "anneal") else 1.0)
+        lr = stage.trainer.rate(tally.samples) * (stage.sync.anneal(tally) if hasattr(stage.sync, "anneal") else 1.0)
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         state.params = state.params + update
-    clock.version += 1
+    tally.version += 1
     for member in members:
-        clock.commit(member.worker, member.steps, member.samples)
+        tally.commit(member.worker, member.steps, member.samples)
     return update
 
 
@@ -266,46 +267,46 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push) -> None:
 
 async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
     """Go on, on this model."""
-    clock, plan = state.clock, state.workers[rank]
-    staleness, late = clock.waiting[rank]
-    held = clock.pulled[rank] == clock.version  # the model has not changed since this worker's last pull
-    clock.release(rank)
+    tally, plan = state.tally, state.workers[rank]
+    staleness, late = tally.waiting[rank]
+    held = tally.pulled[rank] == tally.version  # the model has not changed since this worker's last pull
+    tally.release(rank)
     if hasattr(stage.sync, "steer"):
-        what = stage.sync.steer(stage, clock, rank, node.now)
+        what = stage.sync.steer(stage, tally, rank, node.now)
     else:
         what = (plan.local_steps, plan.compression_ratio, 0.0)
-    meta = Reply(GO, clock.version, clock.samples, staleness, late, 0, *what)
+    meta = Pull(GO, tally.version, tally.samples, staleness, late, 0, *what)
     body = None if held else state.params
     if hasattr(stage.sync, "answer"):
         body = await node.compute(partial(stage.sync.answer, stage, state, rank), work=1, kind="compress")
     elif body is not None and (ratio := stage.topology.pull_ratio) is not None:
-        turn = Turn(ratio, stage.seed, stage.server + 1 + rank, clock.version)
-        pull = partial(downlink.pull, stage.pull_codec, state.held.get(rank), state.params, turn)
+        turn = Turn(ratio, stage.seed, stage.server + 1 + rank, tally.version)
+        pull = partial(pulls.pull, stage.pull_codec, state.held.get(rank), state.params, turn)
         state.held[rank], body = await node.compute(pull, work=1, kind="compress")
     await node.send(rank, stage.tag("pull"), body, meta)
 
 
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
     """Tell every worker that the stage ended now. What came before and was not merged is dropped."""
-    clock, end_ns = state.clock, node.now_ns
-    clock.end_ns = end_ns
+    tally, end_ns = state.tally, node.now_ns
+    tally.end_ns = end_ns
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
-        clock.drop(push.worker, push.steps)
+        tally.drop(push.worker, push.steps)
     state.buffer = ()
-    working = set(stage.workers) - set(clock.waiting)
-    for rank in sorted(clock.waiting):
-        staleness, late = clock.waiting.pop(rank)
-        clock.pulled[rank] = clock.version
+    working = set(stage.workers) - set(tally.waiting)
+    for rank in sorted(tally.waiting):
+        staleness, late = tally.waiting.pop(rank)
+        tally.pulled[rank] = tally.version
         state.held[rank] = state.params
-        meta = Reply(word, clock.version, clock.samples, staleness, late or rank in unmerged, end_ns, 1, 1.0, 0.0)
+        meta = Pull(word, tally.version, tally.samples, staleness, late or rank in unmerged, end_ns, 1, 1.0, 0.0)
         await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)
     while working:
         message = await node.recv(stage.tag("push"))
         working.remove(message.src)
         if message.start_ns <= end_ns:
-            clock.drop(message.src, int(message.meta[0]))
-        meta = Reply(word, clock.version, clock.samples, 0, True, end_ns, 1, 1.0, 0.0)
+            tally.drop(message.src, int(message.meta[0]))
+        meta = Pull(word, tally.version, tally.samples, 0, True, end_ns, 1, 1.0, 0.0)
         await node.send(message.src, stage.tag("pull"), None, meta)
     if word == STOP:
         node.ledger.close(end_ns)

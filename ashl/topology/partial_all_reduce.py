@@ -2,7 +2,7 @@
 
 Rule: every H local steps x_i ← (1/g)·Σ_j x_j over the g members of a group; momentum stays local. As a matrix this is
 symmetric, doubly stochastic and idempotent, so the mean of all models is conserved. A thin coordinator (rank n) makes
-the groups (`ashl.sync.groups`) and tells each member to begin once all have asked; models never pass through it.
+the groups (`ashl.topology.group_generator`) and tells each member to begin once all have asked; no model passes it.
 
 Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source: Luo et al., "Prague: High-Performance
 Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples").
@@ -17,15 +17,15 @@ from typing import Any, ClassVar, NamedTuple
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage import GO, STOP, Clock, Stage
-from ashl.sync import groups as generator
-from ashl.sync.groups import Group, Groups, Members
+from ashl.stage.stage import GO, STOP, Stage, Tally
 from ashl.topology import coordinator as judge
+from ashl.topology import group_generator as generator
+from ashl.topology.group_generator import Group, Groups, Members
 from ashl.topology.local_work import Work, WorkerState, local_work
 
 Done = tuple[int, int]  # (steps, samples)
 BITS = 52  # of a number in a header that hold members
-HEAD = 7  # numbers of a `Reply`
+HEAD = 7  # numbers of a `GroupReply`
 PER_NODE = 4  # workers of a machine where nobody says
 
 
@@ -50,8 +50,8 @@ class PartialAllReduce:
         """A rank's state before the first stage: the initial model, alike on all workers."""
         if rank == stage.home:
             n = stage.num_workers
-            clock = Clock(n, groups=[0] * n, conflicts=0)
-            return MakerState(clock, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
+            tally = Tally(n, groups=[0] * n, conflicts=0)
+            return MakerState(tally, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
         return Replica(*stage.trainer.init())
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class MakerState(judge.CoordinatorState):
     )  # with what its members have, until it is counted
 
 
-class Reply(NamedTuple):
+class GroupReply(NamedTuple):
     """What a worker is told, followed by the members of its group. With STOP its work is not used; without members it
     leaves."""
 
@@ -129,14 +129,14 @@ async def worker(node: Node, stage: Stage, state: Replica) -> int:
     return word
 
 
-async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Reply, Members]:
+async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[GroupReply, Members]:
     """Ask for a group and average in it. Once the stage is over the work is dropped, and the worker takes part in all
     that is still in its buffer: others may wait for it there."""
     body, meta = work.body, (work.steps, work.samples, work.loss)
     while True:
         await node.send(stage.home, stage.tag("ask"), meta=meta)
         message = await node.recv(stage.tag("group"))
-        reply, members = Reply(*message.meta[:HEAD]), as_members(message.meta[HEAD:])
+        reply, members = GroupReply(*message.meta[:HEAD]), as_members(message.meta[HEAD:])
         if reply.word == STOP:
             body, meta = None, (0, 0, 0.0)
         state.params = await averaged(node, state.params, body, members, bool(reply.common))
@@ -163,10 +163,10 @@ async def averaged(node: Node, params: Any, body: Any, members: Members, common:
 
 async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
     """Make groups until the stage is over, then serve those that were made; returns the last word."""
-    clock = state.clock
+    tally = state.tally
     if state.entered != stage.index:
         state.entered = stage.index
-        clock.begin(node.now)
+        tally.begin(node.now)
     reason = ahead = None
     while reason is None:
         node.mark(stage.index, state)
@@ -178,19 +178,19 @@ async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
             reason = "seconds"
             break
         if message is not None and message.tag[0] == "ask":
-            clock.observe(message.src, max(clock.clocks) - clock.clocks[message.src], message.meta[2])
+            tally.observe(message.src, max(tally.clocks) - tally.clocks[message.src], message.meta[2])
         elif message is not None:
             count(node, stage, state, int(message.meta[0]))
-        _, reason = judge.verdict(node, stage, clock)
+        _, reason = judge.verdict(node, stage, tally)
         if reason:
             ahead = message  # judged before anybody is told to go on
             break
         await take_in(node, stage, state, message)
-        _, reason = judge.verdict(node, stage, clock)
+        _, reason = judge.verdict(node, stage, tally)
     await drain(node, stage, state, ahead)
-    end = {"end_ns": clock.end_ns, "reason": reason}
-    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **clock.report())
-    node.ledger.close(clock.end_ns)
+    end = {"end_ns": tally.end_ns, "reason": reason}
+    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
+    node.ledger.close(tally.end_ns)
     return STOP
 
 
@@ -219,56 +219,56 @@ async def take_in(node: Node, stage: Stage, state: MakerState, message: Message 
 
 async def begin(node: Node, stage: Stage, state: MakerState, group: Group, samples: int) -> None:
     """Tell the members, who have all come."""
-    clock, over = state.clock, state.groups.closed
+    tally, over = state.tally, state.groups.closed
     common = not over and len({state.last[member] for member in group.members}) == 1
     for member in group.members:
         state.last[member] = group.id
-        behind = max(clock.clocks) - clock.clocks[member]
+        behind = max(tally.clocks) - tally.clocks[member]
         word = STOP if over else GO
-        applied = clock.samples + (0 if over else samples)
-        reply = Reply(word, group.id, applied, behind, common, state.ticks, clock.end_ns)
+        applied = tally.samples + (0 if over else samples)
+        reply = GroupReply(word, group.id, applied, behind, common, state.ticks, tally.end_ns)
         await node.send(member, stage.tag("group"), meta=(*reply, *as_numbers(group.members)))
 
 
 def count(node: Node, stage: Stage, state: MakerState, number: int) -> None:
     """What the members of this group had computed is now part of their models."""
-    clock, (group, work) = state.clock, state.running[number]
+    tally, (group, work) = state.tally, state.running[number]
     if not work:  # counted already, or dropped
         return
-    assert clock.groups is not None
-    clock.version += 1
-    clock.conflicts = state.groups.conflicts
+    assert tally.groups is not None
+    tally.version += 1
+    tally.conflicts = state.groups.conflicts
     for member, (steps, samples) in zip(group.members, work, strict=True):
-        clock.commit(member, steps, samples)
-        clock.groups[member] += len(group.members) > 1
+        tally.commit(member, steps, samples)
+        tally.groups[member] += len(group.members) > 1
     state.running[number] = (group, [])
-    if stage.due(clock, node.now):
+    if stage.due(tally, node.now):
         state.ticks += 1
-        node.snapshot(None, tick=state.ticks, **clock.report())
+        node.snapshot(None, tick=state.ticks, **tally.report())
 
 
 async def drain(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
     """The stage ended now, with this message not taken in yet. Groups that run count, what else was computed is
     dropped; who is still expected in a group averages in it, which leaves the mean of all models as it is, then leaves.
     """
-    clock, end_ns = state.clock, node.now_ns
-    clock.end_ns = end_ns
+    tally, end_ns = state.tally, node.now_ns
+    tally.end_ns = end_ns
     for number in state.running:
         count(node, stage, state, number)
     for worker, (steps, _) in state.asked.items():
-        clock.drop(worker, steps)
+        tally.drop(worker, steps)
     state.groups, left = generator.dismissed(generator.closed(state.groups))
     gone = 0
     while True:
         for worker in left:
-            reply = Reply(STOP, -1, clock.samples, 0, False, state.ticks, end_ns)
+            reply = GroupReply(STOP, -1, tally.samples, 0, False, state.ticks, end_ns)
             await node.send(worker, stage.tag("group"), meta=reply)
         gone += len(left)
         if gone == stage.num_workers:
             return
         message = message or await node.recv(stage.tag("done"), stage.tag("ask"))
         if message.tag[0] == "ask" and message.start_ns <= end_ns:
-            clock.drop(message.src, int(message.meta[0]))
+            tally.drop(message.src, int(message.meta[0]))
         await take_in(node, stage, state, message)
         state.groups, left = generator.dismissed(state.groups)
         message = None

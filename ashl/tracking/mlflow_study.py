@@ -16,7 +16,7 @@ from ashl.tracking.recorder import SUMMARY
 
 ARTIFACTS = ("sweep.json", "leaderboard.md", "report.html", "figures")
 MODULE = "ashl.tracking.mlflow_study"
-WRITER = "ashl.summary"  # the tag that says which outcome a run was copied with
+WRITER = "ashl.run.summary"  # the tag that says which outcome a run was copied with
 ENOUGH = 10_000  # runs of one sweep
 
 

@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from ashl.compression import Turn
-from ashl.compression.layers import Layer
-from ashl.compression.link import bare
-from ashl.compression.select import largest
-from ashl.memory import keep_pages
+from ashl.compression.around.layers import Layer
+from ashl.compression.around.wrapped import for_layers
+from ashl.compression.base.select import largest
+from ashl.compression.contract import Turn
+from ashl.learn.allocator import keep_pages
 from tests.benchmarks.table import ratio, show
 from tests.conf_option import CONF, conf_option
 
@@ -61,7 +61,7 @@ def catalogue(x: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
     layout = (Layer("weight", (d // 1024, 1024)),)
     rows = []
     for name in names:
-        codec = bare(conf_option("compression", name), layout)
+        codec = for_layers(conf_option("compression", name), layout)
         sender, body = codec.encode(None, x, Turn())
         if body is None:
             continue

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ashl.cli.compose import compose
-from ashl.run import train
+from ashl.run.train import train
 from tests.benchmarks import torch_ddp
 from tests.benchmarks.table import alternate, ratio, show, thousands
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ashl.build import assemble
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
-from ashl.construct import construct
+from ashl.config.construct import construct
 from ashl.plan.plan import Plan
-from ashl.program import program
+from ashl.planning.build import assemble
 from ashl.runtime.sim import Sim
+from ashl.stage.program import program
 from tests.benchmarks.table import alternate, ratio, show, thousands
 from tests.support import Ran, planned
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ashl.construct import construct
+from ashl.config.construct import construct
 
 WORKERS, WARM_UP = 2, 20
 

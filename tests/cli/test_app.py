@@ -17,7 +17,7 @@ from ashl.errors import AshlError, DataMissingError, UsageError
 
 @pytest.fixture
 def run(monkeypatch):
-    """A stand-in for `ashl.run`: what the command hands over, and what comes back."""
+    """A stand-in for `ashl.run.train`: what the command hands over, and what comes back."""
     calls: list = []
     stand_in = SimpleNamespace(
         calls=calls,
@@ -27,7 +27,7 @@ def run(monkeypatch):
         ),
         dry_run=lambda config, overrides: calls.append(config),
     )
-    monkeypatch.setitem(sys.modules, "ashl.run", stand_in)
+    monkeypatch.setitem(sys.modules, "ashl.run.train", stand_in)
     monkeypatch.setattr(ashl, "run", stand_in, raising=False)
     return stand_in
 

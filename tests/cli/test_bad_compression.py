@@ -7,7 +7,8 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.cli.catalog import catalog
-from ashl.compression import Flags, laws
+from ashl.compression.base import laws
+from ashl.compression.contract import Flags
 
 
 @pytest.mark.parametrize(

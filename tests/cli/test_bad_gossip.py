@@ -8,7 +8,7 @@ import pytest
 from ashl.cli.app import main
 from ashl.cli.compose import compose
 from ashl.errors import UsageError
-from ashl.planning import make_plan
+from ashl.planning.make import make_plan
 
 FILES = {
     "apart": "0 1\n2 3\n",

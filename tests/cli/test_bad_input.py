@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ashl import run
 from ashl.cli.app import main
 from ashl.cli.compose import compose
+from ashl.run import train as run
 from ashl.tracking import jsonl
 
 SIM = ["-q", "runtime=sim", "tracking=none"]
@@ -141,7 +141,7 @@ def test_more_workers_than_samples_are_timed_without_gradients(said) -> None:
     ],
 )
 def test_missing_data(overrides: str, expected: str, said, workplace, monkeypatch) -> None:
-    monkeypatch.setattr("ashl.runtime.launch.launch", None)  # before any worker is started
+    monkeypatch.setattr("ashl.run.launch.launch", None)  # before any worker is started
     code, sentence = said(*overrides.split())
     assert code == 3
     assert expected in sentence

@@ -59,7 +59,7 @@ def test_default_is_the_showcase() -> None:
     assert config["sync"] == {"_target_": "ashl.sync.ssp.SSP", "staleness": 3, "local_steps": 1}
     assert config["dataset"]["_target_"] == "ashl.data.digits.Digits"
     assert len(config["cluster"]["compute"]) == 4
-    assert config["runtime"]["_target_"] == "ashl.runtime.option.LocalRuntime"
+    assert config["runtime"]["_target_"] == "ashl.runtime.runtimes.LocalRuntime"
 
 
 def test_values_are_overridden() -> None:

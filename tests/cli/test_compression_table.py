@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from ashl.checks import check_combination
 from ashl.cli.catalog import catalog
-from ashl.compression.layers import Layer
-from ashl.compression.link import linked
-from ashl.compression.rules import check_compression
+from ashl.compression.around.layers import Layer
+from ashl.compression.around.wrapped import wrapped
 from ashl.errors import UsageError
+from ashl.planning.legal import check_combination
+from ashl.planning.legal_compression import check_compression
 from tests.conf_option import conf_option
 
 README = Path(__file__).parents[2] / "README.md"
@@ -42,7 +42,7 @@ def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
 
 def way(name: str) -> str:
     """How an all-reduce carries it."""
-    codec = linked(conf_option("compression", name), LAYOUT)
+    codec = wrapped(conf_option("compression", name), LAYOUT)
     return "own protocol" if hasattr(codec, "collective") else "summed" if codec.flags.linear else "gathered"
 
 

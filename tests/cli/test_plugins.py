@@ -13,7 +13,7 @@ import pytest
 from ashl.cli import plugins
 from ashl.cli.app import main
 from ashl.errors import AshlError
-from ashl.study.elsewhere import play_job, run_elsewhere
+from ashl.study.launcher import play_job, run_elsewhere
 from ashl.study.race import Standing
 from ashl.study.search import NEVER, Axis, cost
 from ashl.study.slots import Job

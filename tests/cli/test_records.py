@@ -7,11 +7,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from ashl import run
 from ashl.cli.compose import compose
+from ashl.config.identity import config_hash
 from ashl.data.digits import Digits
-from ashl.digest import config_hash
-from ashl.planning import make_plan, plan_and_data
+from ashl.planning.make import make_plan, plan_and_data
+from ashl.run import train as run
 from ashl.tracking import forecast as forecasts
 from ashl.tracking import mlflow
 from ashl.tracking.forecast import duration, forecast
@@ -78,7 +78,7 @@ def test_the_data_set_is_loaded_once(workplace, monkeypatch) -> None:
 
 
 def test_a_quiet_run_draws_no_view(workplace, monkeypatch) -> None:
-    monkeypatch.setattr("ashl.watch.Watch.view", None)
+    monkeypatch.setattr("ashl.run.monitor.Monitor.view", None)
     trained("sync=bsp", "stop.steps=300")
 
 

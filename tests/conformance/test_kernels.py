@@ -6,8 +6,8 @@ import json
 import psutil
 import pytest
 
-from ashl import run
 from ashl.cli.compose import compose
+from ashl.run import train as run
 from tests.support import simulated
 
 QUICK = (

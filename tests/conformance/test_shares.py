@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ashl import run
 from ashl.cli.compose import compose
+from ashl.run import train as run
 from tests.support import simulated
 
 PACE = ("sync=bsp", "cluster.step_s=0.02", "stop.steps=96", "model.hidden=[16]")

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.build import assemble
-from ashl.compression import BodyError, Turn
-from ashl.compression.body import read_body
+from ashl.compression.contract import BodyError, Turn
 from ashl.compression.grid import Grid
+from ashl.compression.wire.body import read_body
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
-from ashl.runtime.effects import Hollow
+from ashl.planning.build import assemble
+from ashl.size_only import SizeOnly
 from ashl.sync import spy
 from ashl.sync.asylpg import read_model
 from tests.conf_option import conf_option
@@ -100,7 +100,7 @@ def test_zeros_are_not_told_of() -> None:
     assert 60 < told < 150
     assert int(point.count_nonzero()) == told
     assert torch.equal(spy.read(change, 1000), point)
-    assert rule.told(Hollow(4000), Hollow(4000), Hollow(4000), Turn())[1].nbytes == 20 + 100 * 4 + 125
+    assert rule.told(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), Turn())[1].nbytes == 20 + 100 * 4 + 125
 
 
 @given(st.binary(max_size=80), st.sampled_from(list(VECTORS)), st.integers(0, 79))

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ashl.build import assemble
 from ashl.errors import UsageError
 from ashl.optimizer.bcd import flat, padded, weights_of
+from ashl.planning.build import assemble
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression import Turn
+from ashl.compression.around.feedback import Feedback
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.contract import Turn
 from ashl.compression.diana import Diana
-from ashl.compression.feedback import Feedback
-from ashl.compression.link import linked
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -33,7 +33,7 @@ def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
 
 def descent(option, gradients, start: list[float], steps: int, rate) -> Tensor:
     """x after steps along the mean of what the workers' gradients decode to."""
-    codec, x = linked(option, ()), torch.tensor(start, dtype=torch.float64)
+    codec, x = wrapped(option, ()), torch.tensor(start, dtype=torch.float64)
     senders: list = [None] * len(gradients)
     receivers = list(senders)
     for step in range(steps):
@@ -108,7 +108,7 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
 
     def watched_encode(self, sender, x, turn):
         state, body = encode(self, sender, x, turn)
-        if isinstance(x, Hollow):  # of the forecast
+        if isinstance(x, SizeOnly):  # of the forecast
             return state, body
         owner[body.data_ptr()] = (turn.worker, body)
         given[turn.worker] = given.get(turn.worker, 0) + x.double()
@@ -117,13 +117,13 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
 
     def watched_undo(self, sender, body):
         state = undo(self, sender, body)
-        if not isinstance(body, Hollow):
+        if not isinstance(body, SizeOnly):
             kept[owner[body.data_ptr()][0]] = state.error
         return state
 
     def watched_decode(self, receiver, body, d):
         receiver, x = decode(self, receiver, body, d)
-        if isinstance(body, Hollow):
+        if isinstance(body, SizeOnly):
             return receiver, x
         worker = owner[body.data_ptr()][0]
         applied[worker] = applied.get(worker, 0) + x.double()
@@ -151,12 +151,12 @@ def test_both_ends_of_diana_hold_the_same(mode: tuple[str, ...], monkeypatch: py
         monkeypatch.setattr(Diana, "decode", decode)
         state, body = encode(self, sender, x, turn)
         monkeypatch.setattr(Diana, "decode", watched_decode)
-        if not isinstance(body, Hollow):
+        if not isinstance(body, SizeOnly):
             held[body.data_ptr()] = (state.before, body)
         return state, body
 
     def watched_decode(self, receiver, body, d):
-        if isinstance(body, Hollow):
+        if isinstance(body, SizeOnly):
             return decode(self, receiver, body, d)
         before, _ = held[body.data_ptr()]
         decoded.append(receiver is None if before is None else torch.equal(receiver, before))

@@ -142,7 +142,7 @@ def test_pairs_of_noloco_take_the_mean_of_two():
 
 @pytest.mark.parametrize("sync", ["d_psgd", "ad_psgd"])
 def test_all_costs_times_an_integer(sync):
-    """The clock is multiplied and nothing else changes, for asynchronous modes too."""
+    """The tally is multiplied and nothing else changes, for asynchronous modes too."""
     once = run(f"sync={sync}", "cluster.step_s=0.013", "cluster.exchange_s=0.007")
     thrice = run(f"sync={sync}", "cluster.step_s=0.039", "cluster.exchange_s=0.021")
     assert thrice.time_ns == 3 * once.time_ns

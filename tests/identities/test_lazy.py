@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.build import assemble
-from ashl.compression import BodyError, Turn
+from ashl.compression.contract import BodyError, Turn
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
+from ashl.planning.build import assemble
 from tests.conf_option import conf_option
 from tests.laws.codecs import bits, vector
 from tests.support import Ran, planned, simulated

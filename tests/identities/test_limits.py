@@ -71,7 +71,7 @@ def test_n_small_batches_are_one_large_one():
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp", "backup", "local_sgd"])
 def test_all_costs_times_an_integer(sync):
-    """The clock is multiplied and nothing else changes, for asynchronous modes too."""
+    """The tally is multiplied and nothing else changes, for asynchronous modes too."""
     once = run(f"sync={sync}", "cluster.step_s=0.013", "cluster.exchange_s=0.007", "cluster.server_step_s=0.001")
     thrice = run(f"sync={sync}", "cluster.step_s=0.039", "cluster.exchange_s=0.021", "cluster.server_step_s=0.003")
     assert thrice.time_ns == 3 * once.time_ns

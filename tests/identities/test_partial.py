@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.predict import WITHOUT
+from ashl.learn.trainer import Moments, SizeOnlyTrainer
+from ashl.planning.predict import WITHOUT
 from ashl.runtime.node import Node
 from ashl.topology.partial_all_reduce import PartialAllReduce, as_members, as_numbers, averaged
-from ashl.trainer import HollowTrainer, Moments
 from tests.conf_option import conf_option
 from tests.support import simulated
 from tests.swarm.drawn import run
@@ -54,7 +54,7 @@ def test_all_costs_times_an_integer(scheduler: str) -> None:
     assert thrice.sha256 == once.sha256
 
 
-class Standing(HollowTrainer):
+class Standing(SizeOnlyTrainer):
     """Nothing is learned, and worker i begins with the i-th unit vector: models are rows of the product of all W."""
 
     def __init__(self, n: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from ashl.aggregate.delayed_nesterov import Momentum
 from ashl.errors import UsageError
 from ashl.plan.profile import Profile, WorkerProfile
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -227,8 +227,8 @@ def test_delayed_nesterov_changes_nothing_in_place_and_knows_sizes():
             torch.equal(a, b) for a, b in zip(kept, [v for v in before[:2] if v is not None], strict=True)
         )
     assert torch.equal(x, torch.ones(3))
-    memory, update = rule.outer(Momentum(Hollow(12), Hollow(12), 1), Hollow(12))
-    assert (update, memory) == (Hollow(12), Momentum(Hollow(12), None, 0))
+    memory, update = rule.outer(Momentum(SizeOnly(12), SizeOnly(12), 1), SizeOnly(12))
+    assert (update, memory) == (SizeOnly(12), Momentum(SizeOnly(12), None, 0))
 
 
 def test_delayed_nesterov_at_a_barrier_is_the_same_with_and_without_a_server():

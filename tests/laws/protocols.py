@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from ashl.cluster.spec import Cluster
-from ashl.compression import Turn
-from ashl.compression.layers import Layer
-from ashl.compression.link import linked
-from ashl.compression.protocol import offered
-from ashl.compression.select import largest
-from ashl.predict import WITHOUT
-from ashl.runtime.effects import Hollow
+from ashl.compression.around.layers import Layer
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.base.select import largest
+from ashl.compression.contract import Turn
+from ashl.learn.trainer import SizeOnlyTrainer
+from ashl.planning.predict import WITHOUT
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage import Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.exchange import summed_bodies
-from ashl.trainer import HollowTrainer
 from tests.laws.codecs import vector
 from tests.swarm.drawn import Seen, bound, check_mail, run
 
@@ -71,7 +70,7 @@ def together(
     d = x.nbytes // 4
     layout = tuple(Layer(str(i), shape) for i, shape in enumerate(shapes or [(d,)]))
     stage = bound(random.Random(0), BSP(exchange="gradient"), AllReduce(), n, WITHOUT)
-    stage = replace(stage, codec=linked(option, layout), layout=layout, trainer=HollowTrainer(d, 100))
+    stage = replace(stage, codec=wrapped(option, layout), layout=layout, trainer=SizeOnlyTrainer(d, 100))
     came: list[list[Any]] = [[None] * n for _ in rounds]
     sim, seen = run(
         cluster_of(n), (stage,), main=partial(worker, stage=stage, rounds=rounds, weights=weights, came=came)
@@ -86,7 +85,7 @@ async def worker(
     state, rank = SimpleNamespace(sender=None, reduced=None, receivers={}, round=0), node.rank
     for number, vectors in enumerate(rounds):
         x, before, turn = vectors[rank], state.sender, Turn(seed=3, worker=rank, round=number)
-        given = None if isinstance(x, Hollow) else offered(stage.codec, before, x, turn).x
+        given = None if isinstance(x, SizeOnly) else before(stage.codec, before, x, turn).x
         riders = (rank + 1.0, 5 if rank == 0 else 0)
         if hasattr(stage.codec, "collective"):
             found = await stage.codec.collective(node, stage, state, x, turn, weights[rank], riders)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ashl.plan.plan import WorkerPlan
-from ashl.runtime.effects import Hollow
-from ashl.stage import Push, Stage
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Push, Stage
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -125,7 +125,7 @@ def test_clip(row):
     update = folded(stage, *(push(i, body) for i, body in enumerate(bodies)))
     assert update == pytest.approx([w * x for w, x in zip(row.weights, (2.0, 1.5, -2.0), strict=True)])
     assert stage.aggregate.clip(bodies[1]) is bodies[1]
-    assert stage.aggregate.clip(Hollow(12)) == Hollow(12)
+    assert stage.aggregate.clip(SizeOnly(12)) == SizeOnly(12)
     assert bodies[0][0] == 5.0
 
 
@@ -158,7 +158,7 @@ def test_pushes_are_values(row):
 @every_rule
 def test_sizes_fold_like_vectors(row):
     stage = staged(row, barrier=True, clip_norm=1.0, discount=1.0)
-    assert stage.aggregate.fold(stage, None, tuple(push(i, Hollow(12)) for i in range(3)))[1] == Hollow(12)
+    assert stage.aggregate.fold(stage, None, tuple(push(i, SizeOnly(12)) for i in range(3)))[1] == SizeOnly(12)
 
 
 @pytest.mark.parametrize("max_delay", [1, 2, 4])

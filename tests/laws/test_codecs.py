@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression import BodyError, Turn
-from ashl.compression.downlink import advance, pull
-from ashl.compression.feedback import Feedback, Residual
-from ashl.compression.link import handed_over, linked
+from ashl.compression.around.feedback import Feedback, Residual
+from ashl.compression.around.pulls import advance, pull
+from ashl.compression.around.wrapped import handed_over, wrapped
+from ashl.compression.contract import BodyError, Turn
 from ashl.errors import UsageError
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 from tests.conf_option import conf_option
 from tests.laws.codecs import (
     CASES,
@@ -109,10 +109,10 @@ def test_two_workers_and_two_rounds_draw_apart(name: str) -> None:
 def test_a_hollow_vector_is_as_long(name: str, d: int) -> None:
     for codec in (ROWS[name], Feedback(ROWS[name])):
         for ratio in RATIOS:
-            sender, body = codec.encode(None, Hollow(4 * d), Turn(ratio))
-            sender, again = codec.encode(codec.undo(sender, body), Hollow(4 * d), Turn(ratio))
-            assert body == again == Hollow(codec.payload(ratio, d))
-            assert codec.decode(None, body, d)[1] == Hollow(4 * d)
+            sender, body = codec.encode(None, SizeOnly(4 * d), Turn(ratio))
+            sender, again = codec.encode(codec.undo(sender, body), SizeOnly(4 * d), Turn(ratio))
+            assert body == again == SizeOnly(codec.payload(ratio, d))
+            assert codec.decode(None, body, d)[1] == SizeOnly(4 * d)
 
 
 @every_codec
@@ -294,7 +294,7 @@ def test_what_is_not_finite_is_sent_first(bad: float) -> None:
     """A run that diverges is seen at the server; the sizes stay."""
     x = vector("normal", 1000)
     x[[7, 500]] = bad
-    codec = linked(conf_option("compression", "topk", ratio=0.002), ())
+    codec = wrapped(conf_option("compression", "topk", ratio=0.002), ())
     _, body = codec.encode(None, x)
     assert body.nbytes == codec.payload(None, 1000)
     got = decoded(codec, body, 1000)
@@ -305,9 +305,9 @@ def test_what_is_not_finite_is_sent_first(bad: float) -> None:
 
 def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None:
     plain, kept = (conf_option("compression", "topk", feedback=on) for on in (False, True))
-    assert linked(plain, ()) is plain
-    assert linked(kept, ()) == Feedback(kept)
-    assert linked(conf_option("compression", "none"), ()) == conf_option("compression", "none")
+    assert wrapped(plain, ()) is plain
+    assert wrapped(kept, ()) == Feedback(kept)
+    assert wrapped(conf_option("compression", "none"), ()) == conf_option("compression", "none")
     assert Feedback(kept).flags.contraction
 
     class Scaled:
@@ -315,11 +315,11 @@ def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None
         feedback, feedback_gain, feedback_decay = True, 1.0, 1.0
 
     with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        linked(Scaled(), ())
+        wrapped(Scaled(), ())
 
 
 def test_a_residual_goes_on_into_the_next_stage() -> None:
-    first, second = (linked(conf_option("compression", "topk", ratio=r), ()) for r in (0.1, 0.5))
+    first, second = (wrapped(conf_option("compression", "topk", ratio=r), ()) for r in (0.1, 0.5))
     x = vector("normal", 100)
     sender, body = first.encode(None, x)
     after = handed_over(sender, second)
@@ -358,8 +358,8 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
 
 @every_codec
 def test_a_compressed_pull_without_content(name: str) -> None:
-    hollow = Hollow(4000)
-    held, first = pull(ROWS[name], None, hollow, Turn(0.1))
-    held, second = pull(ROWS[name], held, hollow, Turn(0.1))
+    size_only = SizeOnly(4000)
+    held, first = pull(ROWS[name], None, size_only, Turn(0.1))
+    held, second = pull(ROWS[name], held, size_only, Turn(0.1))
     assert (first.nbytes, second.nbytes) == (4000, min(4000, ROWS[name].payload(0.1, 1000)))
-    assert advance(ROWS[name], hollow, second) == advance(ROWS[name], None, first) == held == hollow
+    assert advance(ROWS[name], size_only, second) == advance(ROWS[name], None, first) == held == size_only

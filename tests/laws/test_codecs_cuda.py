@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ashl.compression import Turn
+from ashl.compression.contract import Turn
 from tests.laws.codecs import ROWS, bits, every_codec, vector
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

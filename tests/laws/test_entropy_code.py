@@ -8,9 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ashl.compression import BodyError
-from ashl.compression.entropy_code import bound_bytes, check_code, entropy, folded, read_levels, unfolded, write_levels
-from ashl.compression.prefix_code import omega, read_omega, read_prefix, write_prefix
+from ashl.compression.contract import BodyError
+from ashl.compression.wire.entropy_code import (
+    bound_bytes,
+    check_code,
+    entropy,
+    folded,
+    read_levels,
+    unfolded,
+    write_levels,
+)
+from ashl.compression.wire.prefix_code import omega, read_omega, read_prefix, write_prefix
 from ashl.errors import UsageError
 from tests.laws.codecs import codec, decoded, vector
 from tests.support import planned

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.build import assemble
-from ashl.compression import Turn
-from ashl.trainer import Trainer
+from ashl.compression.contract import Turn
+from ashl.learn.trainer import Trainer
+from ashl.planning.build import assemble
 from tests.conf_option import conf_option
 from tests.laws.codecs import bits, decoded
 from tests.support import planned, simulated

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.sync import groups as gg
-from ashl.sync.grouping import machines
 from ashl.sync.ripples_static import phase
+from ashl.topology import group_generator as gg
+from ashl.topology.group_rule import machines
 from tests.conf_option import conf_option
 
 RULES = ("random", "smart", "static", "first_come")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression import BodyError, Turn
-from ashl.compression.layers import Layer, size_of
-from ashl.compression.link import bare
+from ashl.compression.around.layers import Layer, size_of
+from ashl.compression.around.wrapped import for_layers
+from ashl.compression.contract import BodyError, Turn
 from tests.laws.codecs import codec, vector
 
 LAYOUT = (Layer("weight", (10, 12)), Layer("bias", (10,)), Layer("conv", (4, 3, 3, 3)))
@@ -72,7 +72,7 @@ def messages(codec: Any) -> Iterator[tuple[Any, np.ndarray]]:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_damaged_body_is_refused_or_read(name: str) -> None:
-    whole, rng, refused = bare(CODECS[name], LAYOUT), random.Random(name), 0
+    whole, rng, refused = for_layers(CODECS[name], LAYOUT), random.Random(name), 0
     tracemalloc.start()
     try:
         for receiver, body in messages(whole):

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression import BodyError, Turn
+from ashl.compression.around.feedback import Feedback
+from ashl.compression.around.layers import Layer
+from ashl.compression.around.wrapped import wrapped
 from ashl.compression.atomo import drawn, odds
+from ashl.compression.contract import BodyError, Turn
 from ashl.compression.dryden import learned
-from ashl.compression.feedback import Feedback
-from ashl.compression.layers import Layer
-from ashl.compression.link import linked
 from ashl.errors import UsageError
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 from tests.laws.codecs import bits, codec, decoded, length, vector
 
 # --- Strom ------------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def test_bytes_of_a_threshold(indices: str, each: float) -> None:
 
 def test_the_residual_of_a_threshold_stays_below_it() -> None:
     """... while updates do, although nothing is sent of many: all is sent in the end."""
-    strom = linked(codec("strom", threshold=1.0), ())
+    strom = wrapped(codec("strom", threshold=1.0), ())
     rng, sender, sent, whole = np.random.default_rng(0), None, torch.zeros(100), torch.zeros(100)
     for turn in range(200):
         x = torch.from_numpy(rng.uniform(-1, 0.8, 100).astype(np.float32))
@@ -154,7 +154,7 @@ def test_singular_triples_of_a_model() -> None:
 
 def test_unbiased_atoms_take_no_feedback() -> None:
     with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        linked(codec("atomo", feedback=True), ())
+        wrapped(codec("atomo", feedback=True), ())
 
 
 # --- DIANA ------------------------------------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
 
 def test_diana_without_content_and_malformed() -> None:
     diana = codec("diana")
-    sender, body = diana.encode(None, Hollow(400))
-    assert (sender, body) == (None, Hollow(diana.payload(None, 100)))
+    sender, body = diana.encode(None, SizeOnly(400))
+    assert (sender, body) == (None, SizeOnly(diana.payload(None, 100)))
     assert diana.undo(sender, body) is None
-    assert diana.decode(None, body, 100) == (None, Hollow(400))
+    assert diana.decode(None, body, 100) == (None, SizeOnly(400))
     _, body = diana.encode(None, vector("normal", 100))
     for bad in (body[:-1], body[:10], torch.cat([body, body]), None):
         with pytest.raises(BodyError):
@@ -234,4 +234,4 @@ def test_diana_without_content_and_malformed() -> None:
     x: Tensor = vector("normal", 100)
     x[3] = math.nan
     assert not diana.decode(None, diana.encode(None, x)[1], 100)[1].isfinite().all()
-    assert not isinstance(linked(diana, ()), Feedback)
+    assert not isinstance(wrapped(diana, ()), Feedback)

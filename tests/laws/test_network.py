@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
-from ashl.runtime.effects import Hollow
 from ashl.runtime.node import Node
 from ashl.runtime.sim import Sim
+from ashl.size_only import SizeOnly
 from tests.laws.machines import MS, cluster
 
 NBYTES = 125_000  # a second at 1 Mbit/s
@@ -38,7 +38,7 @@ def arrivals(machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: i
     async def main(node: Node) -> None:
         for time_ns, _, dst in sorted(send for send in sends if send[1] == node.rank):
             await node.sleep((time_ns - node.now_ns) / 1e9)
-            await node.send(dst, TAG, Hollow(nbytes))
+            await node.send(dst, TAG, SizeOnly(nbytes))
         for _ in [send for send in sends if send[2] == node.rank]:
             message = await node.recv(TAG)
             seen.append((message.src, node.now_ns))

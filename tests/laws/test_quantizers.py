@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression import BodyError, Turn
-from ashl.compression.averaged import Averaged
-from ashl.compression.bits import pack, pack_signs, packed_bytes, signed, unpack
-from ashl.compression.layers import Layer, Layerwise
-from ashl.compression.link import bare, handed_over, linked
+from ashl.compression.around.layers import Layer, Layerwise
+from ashl.compression.around.running_mean import RunningMean
+from ashl.compression.around.wrapped import for_layers, handed_over, wrapped
+from ashl.compression.contract import BodyError, Turn
 from ashl.compression.rotated import rotate
-from ashl.compression.rules import check_signs
 from ashl.compression.terngrad import SharedScale, sum_width
-from ashl.compression.trits import pack_trits, unpack_trits
-from ashl.compression.value_code import WIDTHS, ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
+from ashl.compression.wire.trits import pack_trits, unpack_trits
+from ashl.compression.wire.value_code import WIDTHS, ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.errors import UsageError
-from ashl.runtime.effects import Hollow
+from ashl.planning.legal_compression import check_signs
+from ashl.size_only import SizeOnly
 from tests.conf_option import conf_option
 from tests.laws.codecs import decoded, length, vector
 
@@ -210,13 +210,13 @@ def test_a_majority_decides(n: int) -> None:
     assert torch.equal(codec.reduce(None, bodies, [1 / n] * n, 500)[1], votes.sign())
     weights = [1.0] + [0.1 / n] * (n - 1)
     assert torch.equal(codec.reduce(None, bodies, weights, 500)[1], xs[0].sign())
-    assert codec.reduce(None, [Hollow(83)] * n, weights, 500)[1] == Hollow(2000)
+    assert codec.reduce(None, [SizeOnly(83)] * n, weights, 500)[1] == SizeOnly(2000)
     assert codec.pulled().flags.contraction
 
 
 def test_signum_sends_the_signs_of_a_running_mean() -> None:
-    codec = linked(option("sign", scale="none", feedback=False, beta=0.75), ())
-    assert isinstance(codec, Averaged)
+    codec = wrapped(option("sign", scale="none", feedback=False, beta=0.75), ())
+    assert isinstance(codec, RunningMean)
     sender, mean = None, torch.zeros(100)
     for k in range(4):
         x = vector("normal", 100, k)
@@ -225,11 +225,11 @@ def test_signum_sends_the_signs_of_a_running_mean() -> None:
         assert torch.allclose(sender.mean, mean, atol=1e-6)
         assert torch.equal(decoded(codec, body, 100), sender.mean.sign())
         assert codec.undo(sender, body) == sender
-    assert codec.encode(None, Hollow(400))[1] == Hollow(20 + 13)
+    assert codec.encode(None, SizeOnly(400))[1] == SizeOnly(20 + 13)
 
 
 def test_a_residual_goes_on_behind_a_running_mean() -> None:
-    plain, averaged = linked(option("sign"), ()), linked(option("sign", beta=0.5), ())
+    plain, averaged = wrapped(option("sign"), ()), wrapped(option("sign", beta=0.5), ())
     sender, _ = plain.encode(None, vector("normal", 50))
     after = handed_over(sender, averaged)
     assert torch.equal(after.inner.error, sender.error)
@@ -277,7 +277,7 @@ def test_the_range_of_a_cast() -> None:
 @pytest.mark.parametrize("layers", [True, False])
 def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
     """The sum of the words is that of the ternaries, each layer with the largest scale of all workers."""
-    codec = bare(option("terngrad", shared_scale=True, layers=layers), LAYOUT)
+    codec = for_layers(option("terngrad", shared_scale=True, layers=layers), LAYOUT)
     assert isinstance(codec, SharedScale)
     xs = [vector("normal", 23, seed) for seed in range(n)]
     tops = np.max([codec.tops(x) for x in xs], axis=0)
@@ -296,8 +296,8 @@ def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
 
 
 def test_layers_of_ternaries_without_a_shared_scale() -> None:
-    assert isinstance(bare(option("terngrad"), LAYOUT), Layerwise)
-    assert bare(option("terngrad", layers=False), LAYOUT) == option("terngrad", layers=False)
+    assert isinstance(for_layers(option("terngrad"), LAYOUT), Layerwise)
+    assert for_layers(option("terngrad", layers=False), LAYOUT) == option("terngrad", layers=False)
 
 
 # --- value codes ------------------------------------------------------------------------------------------------------

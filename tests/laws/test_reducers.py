@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression import BodyError, Turn
-from ashl.compression.body import HEADER
-from ashl.compression.feedback import Feedback
+from ashl.compression.around.feedback import Feedback
+from ashl.compression.around.layers import Layer, size_of
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.contract import BodyError, Turn
 from ashl.compression.gtopk import bits_bytes, family
-from ashl.compression.layers import Layer, size_of
-from ashl.compression.link import linked
 from ashl.compression.power_sgd import LowRank, orthonormal
+from ashl.compression.wire.body import HEADER
 from ashl.errors import UsageError
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
 from tests.support import planned, simulated
@@ -42,7 +42,7 @@ def test_a_body_of_low_rank() -> None:
     sender, body = own.encode(None, x)
     got = decoded(own, body, D)
     assert body.nbytes == own.payload(None, D) == HEADER.size + 4 * (2 * (12 + 10) + 12 + 2 * (6 + 12) + 10)
-    assert own.encode(None, Hollow(4 * D))[1] == Hollow(body.nbytes)
+    assert own.encode(None, SizeOnly(4 * D))[1] == SizeOnly(body.nbytes)
     assert bits(own.encode(None, x)[1]) == bits(body)
     assert bits(x) == before
     for layer, a, b in zip(
@@ -162,8 +162,8 @@ def test_all_end_with_the_same(name: str, n: int) -> None:
         assert len({(one.loss, one.word) for one in row}) == 1
         assert row[0].loss == pytest.approx(n * (n + 1) / 2)
         assert row[0].word == 5
-    hollow, books = together(option, [[Hollow(4 * D)] * n] * 3, weights, SHAPES)
-    assert all(one.update == Hollow(4 * D) and one.word == 5 for row in hollow for one in row)
+    size_only, books = together(option, [[SizeOnly(4 * D)] * n] * 3, weights, SHAPES)
+    assert all(one.update == SizeOnly(4 * D) and one.word == 5 for row in size_only for one in row)
     assert books.records == seen.records
 
 
@@ -233,7 +233,7 @@ def test_a_tree_of_any_size(n: int) -> None:
 
 def test_gtopk_of_one_worker_is_topk() -> None:
     rounds, _ = together(codec("gtopk", ratio=0.1), drawn(500, 1, 3), [1.0])
-    own, sender = linked(codec("topk", ratio=0.1), ()), None
+    own, sender = wrapped(codec("topk", ratio=0.1), ()), None
     for (one,), (x,) in zip(rounds, drawn(500, 1, 3), strict=True):
         sender, body = own.encode(sender, x)
         assert torch.equal(one.update, decoded(own, body, 500))
@@ -281,7 +281,7 @@ def test_the_server_half_of_gtopk() -> None:
         kept = memory
     forgets = codec("gtopk", ratio=0.1, feedback=False)
     assert forgets.reduce(None, [forgets.encode(None, xs[0])[1]], [1.0], d)[0] is None
-    assert option.reduce(None, [Hollow(9)], [1.0], d) == (None, Hollow(4 * d))
+    assert option.reduce(None, [SizeOnly(9)], [1.0], d) == (None, SizeOnly(4 * d))
 
 
 # --- what makes no sense, and runs ------------------------------------------------------------------------------------

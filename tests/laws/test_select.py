@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.compression import select
-from ashl.compression.index_code import (
+from ashl.compression.base import select
+from ashl.compression.base.select import SMALL, largest
+from ashl.compression.wire.index_code import (
     INDEX_CODES,
     VARIABLE,
     IndexCode,
@@ -18,7 +19,6 @@ from ashl.compression.index_code import (
     width,
     write_indices,
 )
-from ashl.compression.select import SMALL, largest
 
 LONG = SMALL + 12_345  # long enough to be sampled
 VECTORS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression import BodyError, Turn
-from ashl.compression.count_sketch import Table, cells_of, estimated, hashed, median, recovered, sketched
+from ashl.compression.base.count_sketch import Table, cells_of, estimated, hashed, median, recovered, sketched
+from ashl.compression.contract import BodyError, Turn
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
 

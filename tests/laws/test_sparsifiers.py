@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression import BodyError, Turn
-from ashl.compression.index_code import INDEX_CODES, index_bytes, index_room, read_indices, write_indices
-from ashl.compression.layers import Layer
-from ashl.compression.link import bare, linked
+from ashl.compression.around.layers import Layer
+from ashl.compression.around.wrapped import for_layers, wrapped
+from ashl.compression.base.seeded import distinct
+from ashl.compression.base.select import SMALL, estimated, largest_of_rows, reaching
+from ashl.compression.contract import BodyError, Turn
 from ashl.compression.random_dropping import slope
-from ashl.compression.seeded import distinct
-from ashl.compression.select import SMALL, estimated, largest_of_rows, reaching
+from ashl.compression.wire.index_code import INDEX_CODES, index_bytes, index_room, read_indices, write_indices
 from ashl.errors import UsageError
 from tests.laws.codecs import codec, decoded, length, vector
 
@@ -159,16 +159,16 @@ def test_what_is_not_linear() -> None:
     assert not codec("random_mask", values="bf16").flags.linear
     assert not codec("subsampling", shared=False).flags.linear
     assert not codec("random_k").flags.linear
-    assert not bare(codec("random_mask", layers=True), layout).flags.linear
-    assert linked(codec("random_mask"), layout).flags.linear
+    assert not for_layers(codec("random_mask", layers=True), layout).flags.linear
+    assert wrapped(codec("random_mask"), layout).flags.linear
 
 
 def test_what_is_scaled_up_takes_no_feedback() -> None:
     for option in ("subsampling", "random_dropping"):
         with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-            linked(codec(option, feedback=True), ())
+            wrapped(codec(option, feedback=True), ())
     with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        linked(codec("block_coordinate", feedback=True, scaled=True), ())
+        wrapped(codec("block_coordinate", feedback=True, scaled=True), ())
 
 
 def test_a_seed_takes_eight_bytes() -> None:
@@ -179,7 +179,7 @@ def test_a_seed_takes_eight_bytes() -> None:
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
 def test_the_share_follows_its_schedule(name: str) -> None:
-    link, x = linked(codec(name, ratio=0.01, warmup_epochs=3), ()), vector("normal", 20_000)
+    link, x = wrapped(codec(name, ratio=0.01, warmup_epochs=3), ()), vector("normal", 20_000)
     sizes = [link.encode(None, x, Turn(epoch=epoch))[1].nbytes for epoch in range(5)]
     assert sizes[0] > sizes[1] > sizes[2] > sizes[3] == sizes[4]
 
@@ -230,7 +230,7 @@ def test_what_reaches_the_threshold_is_sent_as_it_is() -> None:
     assert sent(option, [0.5, -1.0, 0.99, 7, -0.1]).tolist() == [0, -1, 0, 7, 0]
     nothing = option.encode(None, torch.full((50,), -0.5))[1]
     assert nothing.nbytes == 20
-    link, sender, rounds = linked(codec("threshold", threshold=1.0), ()), None, []
+    link, sender, rounds = wrapped(codec("threshold", threshold=1.0), ()), None, []
     for turn in range(10):
         sender, body = link.encode(sender, torch.tensor([0.25, -0.375]))
         rounds.append(decoded(link, body, 2).tolist())
@@ -268,7 +268,7 @@ def test_adacomp_by_hand() -> None:
 def test_adacomp_knows_layers() -> None:
     """Each with bins of its kind, and a scale of its own."""
     layout = (Layer("conv", (2, 1, 1, 3)), Layer("bias", (2,)), Layer("dense", (2, 4)))
-    option = bare(codec("adacomp", conv_bin=4, dense_bin=5), layout)
+    option = for_layers(codec("adacomp", conv_bin=4, dense_bin=5), layout)
     assert option.bins(16) == [(6, 4), (2, 5), (8, 5)]
     x = torch.tensor([1.0, 0, 0, 0, 3, 0, 5, 0, 7, 0, 0, 0, 0, 0, 0, 9])
     assert sent(option, x).tolist() == [2, 0, 0, 0, 2, 0, 5, 0, 8, 0, 0, 0, 0, 0, 0, 8]
@@ -346,7 +346,7 @@ def test_sparse_loco_takes_from_every_chunk() -> None:
 @pytest.mark.parametrize(("name", "decay"), [("sparse_loco", 0.95), ("demo", 0.999)])
 def test_feedback_as_the_papers_have_it(name: str, decay: float) -> None:
     """m ← β·m + x, send C(m), m ← m − C(m)."""
-    link, m, sender = linked(codec(name), ()), torch.zeros(5000), None
+    link, m, sender = wrapped(codec(name), ()), torch.zeros(5000), None
     for turn in range(6):
         x = vector("normal", 5000, turn)
         m = decay * m + x
@@ -358,7 +358,7 @@ def test_feedback_as_the_papers_have_it(name: str, decay: float) -> None:
 
 def test_a_cosine_is_one_number() -> None:
     layout = (Layer("matrix", (128, 64)), Layer("bias", (64,)), Layer("one", ()))
-    option = bare(codec("demo", ratio=0.0005), layout)
+    option = for_layers(codec("demo", ratio=0.0005), layout)
     wave = np.cos(np.pi / 64 * 5 * (np.arange(64) + 0.5))
     matrix = np.concatenate([np.outer(wave, wave), 3 * np.ones((64, 64))])
     x = torch.from_numpy(np.concatenate([matrix.reshape(-1), wave, [7]]).astype(np.float32))
@@ -369,7 +369,7 @@ def test_a_cosine_is_one_number() -> None:
 @pytest.mark.parametrize("shape", [(10, 84), (1,), (5, 1, 3, 3), (997,), (65, 65), (64, 64)])
 def test_cosines_keep_lengths_and_come_back(shape: tuple[int, ...]) -> None:
     d = math.prod(shape)
-    option = bare(codec("demo"), (Layer("layer", shape),))
+    option = for_layers(codec("demo"), (Layer("layer", shape),))
     x = vector("normal", d)
     (grid,) = option.grids(0.9, d)
     back, total = np.empty(d, np.float32), 0.0

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
+from ashl.run.launch import kept_pace
 from ashl.runtime import pace as pacing
-from ashl.runtime.launch import kept_pace
 from ashl.runtime.pace import Pace
 from tests.laws.machines import MS, cluster
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ashl.runtime import wire
-from ashl.runtime.effects import Hollow
+from ashl.size_only import SizeOnly
 
 MAX_BYTES = 10_000
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -30,20 +30,22 @@ def bits(meta: tuple[float, ...]) -> bytes:
 @given(st.sampled_from([wire.MESSAGE, wire.BYE]), tags, bodies, metas)
 def test_round_trip(kind, tag, body, meta) -> None:
     raw = wire.encode(kind, tag, body, meta)
-    assert (raw.dtype, tuple(raw.shape)) == (torch.int64, (wire.WORDS,))
+    assert (raw.dtype, tuple(raw.shape)) == (torch.int64, (wire.HEADER_WORDS,))
     header = wire.decode(raw, MAX_BYTES)
     assert header[:3] == (kind, tag, 0 if body is None else body.nbytes)
     assert header.dtype == (None if body is None else body.dtype), "an empty body is a body"
     assert bits(header.meta) == bits(meta)  # also of NaNs
 
 
-@given(st.lists(INT64, min_size=wire.WORDS, max_size=wire.WORDS).filter(lambda words: words[0] != wire.MAGIC))
+@given(
+    st.lists(INT64, min_size=wire.HEADER_WORDS, max_size=wire.HEADER_WORDS).filter(lambda words: words[0] != wire.MAGIC)
+)
 def test_noise_is_refused(words) -> None:
     with pytest.raises(wire.WireError):
         wire.decode(torch.tensor(words), MAX_BYTES)
 
 
-@given(tags, bodies, metas, st.dictionaries(st.integers(1, wire.WORDS - 1), INT64, max_size=4))
+@given(tags, bodies, metas, st.dictionaries(st.integers(1, wire.HEADER_WORDS - 1), INT64, max_size=4))
 def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, meta, replaced) -> None:
     raw = wire.encode(wire.MESSAGE, tag, body, meta)
     for index, word in replaced.items():
@@ -101,6 +103,12 @@ def test_what_does_not_fit_is_refused_by_the_sender() -> None:
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
 def test_a_hollow_tensor_keeps_its_size_through_arithmetic(nbytes: int, other: int) -> None:
-    hollow, factor = Hollow(nbytes), 0.5
-    for result in (hollow + Hollow(other), hollow - Hollow(other), hollow * factor, factor * hollow, sum([hollow])):
+    size_only, factor = SizeOnly(nbytes), 0.5
+    for result in (
+        size_only + SizeOnly(other),
+        size_only - SizeOnly(other),
+        size_only * factor,
+        factor * size_only,
+        sum([size_only]),
+    ):
         assert result.nbytes == nbytes

@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 import torch
 
-from ashl.build import assemble
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
-from ashl.consensus import Parts
-from ashl.construct import construct
-from ashl.program import program
+from ashl.config.construct import construct
+from ashl.planning.build import assemble
+from ashl.run.mean_model import ModelSet
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
+from ashl.stage.program import program
 from tests.support import Ran, simulated
 
 SHORT = ("stop.epochs=3", "cluster.jitter=0.2", "eval.every_s=0.4")
@@ -87,7 +87,7 @@ def run(overrides: tuple[str, ...], ran: Ran, saved: dict | None = None, save_at
 def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
     overrides = (*SHORT, *CASES[case])
     whole = simulated(*overrides)
-    ran = Ran(whole.plan, parts=Parts(whole.plan.num_workers) if whole.parts else None)
+    ran = Ran(whole.plan, parts=ModelSet(whole.plan.num_workers) if whole.parts else None)
     kept = run(overrides, ran, save_at_ns=300_000_000)
     assert len(kept) > 1
     assert ran.records == whole.records, "making a checkpoint changes nothing"
@@ -104,6 +104,6 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
 def test_a_checkpoint_names_no_foreign_code() -> None:
     state = packed({"a": (1, [2.0, None]), ("k", True): {3}})
     assert unpacked(state) == {"a": (1, [2.0, None]), ("k", True): {3}}
-    for name in ("os:system", "ashl.runtime.sim:Sim", "ashl.run:train"):
+    for name in ("os:system", "ashl.runtime.sim:Sim", "ashl.run.train:train"):
         with pytest.raises(ValueError, match="checkpoint names"):
             unpacked({"kind": "dataclass", "name": name, "items": {}})

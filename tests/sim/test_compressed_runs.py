@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ashl.cli.app import main
-from ashl.compression.health import looked_at, split
-from ashl.compression.layers import Layer
-from ashl.compression.link import linked
-from ashl.health import OFTEN, Health
-from ashl.learner import Learner
+from ashl.compression.around.layers import Layer
+from ashl.compression.around.lost import measured_loss, split
+from ashl.compression.around.wrapped import wrapped
+from ashl.learn.learner import Learner
+from ashl.run.health import OFTEN, Health
 from tests.conf_option import conf_option
 from tests.laws.codecs import vector
 from tests.support import simulated
@@ -46,9 +46,9 @@ def test_what_was_looked_at() -> None:
     """p = x + e, and with Top-K the lost share is what was not sent."""
     layout = (Layer("a", (30,)), Layer("b", (70,)))
     codec = conf_option("compression", "topk", ratio=0.1)
-    link, x = linked(codec, layout), vector("normal", 100)
+    link, x = wrapped(codec, layout), vector("normal", 100)
     sender, body = link.encode(None, x)
-    found = looked_at(codec, sender, x, body, layout, layers=True)
+    found = measured_loss(codec, sender, x, body, layout, layers=True)
     sent = codec.decode(None, body, 100)[1]
     left = float(((x - sent) ** 2).sum() / (x**2).sum())
     assert found["lost"] == pytest.approx(left)
@@ -57,7 +57,7 @@ def test_what_was_looked_at() -> None:
     assert set(found["layers"]) == {"a", "b"}
     assert sum(found["split"]) == found["nbytes"] == body.nbytes
     assert found["split"] == (20, 0, 40, 9)
-    layered = linked(conf_option("compression", "topk", ratio=0.1, layers=True), layout)
+    layered = wrapped(conf_option("compression", "topk", ratio=0.1, layers=True), layout)
     _, body = layered.encode(None, x)
     assert split(body) == (20 + 8 + 40, 0, 40, 2 + 7)
 
@@ -90,11 +90,11 @@ def test_a_codec_that_enlarges_is_named() -> None:
     ill = {"lost": 1.4, "residual": None, "cosine": 0.1, "nbytes": 20, "split": [20, 0, 0, 0], "unbiased": False}
     layers = {"a.weight": {"lost": 0.3}, "b.weight": {"lost": 1.9}}
     for _ in range(OFTEN - 1):
-        health.look({**ill, "rank": 1, "layers": layers})
-    health.look({**ill, "rank": 1, "lost": 0.9})
+        health.add({**ill, "rank": 1, "layers": layers})
+    health.add({**ill, "rank": 1, "lost": 0.9})
     assert health.warning is None
     for _ in range(OFTEN):
-        health.look({**ill, "rank": 1, "layers": layers})
+        health.add({**ill, "rank": 1, "layers": layers})
     assert health.warning is not None
     assert "worker 1" in health.warning
     assert "layer b.weight" in health.warning
@@ -125,9 +125,9 @@ def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
     """... and takes as long: through sums on their way, and through gathering."""
     mode = ("sync=bsp", GATHER, "stop.steps=32", f"compression={name}", "optimizer.momentum=0")
     warm = ("compression.warmup_epochs=2",) if name in ("random_mask", "subsampling", "topk") else ()
-    real, hollow = simulated(*mode, *warm), simulated(*mode, *warm, "runtime.gradients=false")
-    assert [r["bytes_up"] for r in hollow.of("ledger")] == [r["bytes_up"] for r in real.of("ledger")]
-    assert hollow.time_ns == real.time_ns
+    real, size_only = simulated(*mode, *warm), simulated(*mode, *warm, "runtime.gradients=false")
+    assert [r["bytes_up"] for r in size_only.of("ledger")] == [r["bytes_up"] for r in real.of("ledger")]
+    assert size_only.time_ns == real.time_ns
 
 
 def test_clipping_is_the_same_with_and_without_a_server() -> None:

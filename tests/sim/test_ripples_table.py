@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 
+from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import WorkerPlan
-from ashl.predict import WITHOUT
+from ashl.planning.predict import WITHOUT
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
 from ashl.topology.partial_all_reduce import PartialAllReduce
-from ashl.trainer import HollowTrainer
 from tests.conf_option import conf_option
 from tests.swarm.drawn import BATCH, run
 from tests.swarm.test_swarm import plain
@@ -33,7 +33,7 @@ def rate(method: str, slow: float) -> float:
     _, stage = plain(conf_option("sync", method.removeprefix("ps_")), TOPOLOGIES.get(method, GROUPS))
     worker = WorkerPlan(local_steps=1, batch=BATCH, data_share=1 / N, compression_ratio=1.0, predicted_cycle_s=None)
     plan = replace(stage.plan, workers=(worker,) * N)
-    trainer = HollowTrainer(NUM_PARAMS, 100_000)
+    trainer = SizeOnlyTrainer(NUM_PARAMS, 100_000)
     stage = replace(stage, plan=plan, trainer=trainer, nodes=cluster.node, limits=replace(WITHOUT, steps=1280))
     _, seen = run(cluster, (stage,))
     (end,) = seen.of("stage")

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ashl import run
-from ashl.build import assemble
 from ashl.cli.compose import compose
-from ashl.compression.feedback import Residual
-from ashl.stage import Clock
+from ashl.compression.around.feedback import Residual
+from ashl.planning.build import assemble
+from ashl.run import train as run
+from ashl.stage.stage import Tally
 from ashl.topology.local_work import WorkerState, turn_of
 from ashl.topology.parameter_server import ServerState
 from tests.conf_option import conf_option
@@ -168,12 +168,12 @@ def test_what_a_worker_takes_over():
 
 
 def test_what_a_server_takes_over():
-    state = ServerState(None, ("old",), Clock(1), receivers={0: "state of a codec"}, memory="momentum")
+    state = ServerState(None, ("old",), Tally(1), receivers={0: "state of a codec"}, outer_state="momentum")
     state.enter(entering(1, None, momentum="keep"), 0.0)
-    assert (state.moments, state.memory, state.receivers) == (("old",), "momentum", {})
+    assert (state.moments, state.outer_state, state.receivers) == (("old",), "momentum", {})
     state.entered = None
     state.enter(entering(1, None, momentum="reset"), 0.0)
-    assert (state.moments, state.memory) == (("zero",), None)
+    assert (state.moments, state.outer_state) == (("zero",), None)
 
 
 def test_what_a_buffer_holds_at_a_border_is_merged(monkeypatch):

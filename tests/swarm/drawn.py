@@ -11,12 +11,12 @@ from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
 from ashl.compression.none import Dense
+from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
-from ashl.predict import WITHOUT
-from ashl.program import program
+from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
-from ashl.stage import Stage, extra_ranks
-from ashl.trainer import HollowTrainer
+from ashl.stage.program import program
+from ashl.stage.stage import Stage, extra_ranks
 
 BATCH = 8
 WHAT = ("compute", "link")
@@ -117,7 +117,7 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         aggregate=Mean(scale=rng.choice([1.0, 2.5]), weights=rng.choice(["samples", "data_share"]), **GUARDS),
         codec=Dense(),
         bare_codec=Dense(),
-        trainer=HollowTrainer(rng.choice([1, 1000, 25_000]), 100),
+        trainer=SizeOnlyTrainer(rng.choice([1, 1000, 25_000]), 100),
         limits=limits,
         epoch_samples=100,
     )

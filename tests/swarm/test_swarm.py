@@ -12,12 +12,12 @@ import pytest
 from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError
 from ashl.plan.plan import Limits
-from ashl.predict import WITHOUT
-from ashl.program import program
+from ashl.planning.predict import WITHOUT
 from ashl.runtime.effects import Compute
 from ashl.runtime.node import Node
 from ashl.runtime.sim import Sim
-from ashl.stage import Stage
+from ashl.stage.program import program
+from ashl.stage.stage import Stage
 from ashl.sync.asp import ASP
 from ashl.sync.backup import Backup
 from ashl.sync.bsp import BSP

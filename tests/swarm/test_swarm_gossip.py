@@ -10,8 +10,8 @@ import pytest
 
 from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError
-from ashl.predict import WITHOUT
-from ashl.stage import Stage
+from ashl.planning.predict import WITHOUT
+from ashl.stage.stage import Stage
 from ashl.sync.ad_psgd import ADPSGD
 from ashl.sync.choco import Choco
 from ashl.sync.d_admm import DADMM

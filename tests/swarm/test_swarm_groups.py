@@ -11,9 +11,9 @@ import pytest
 
 from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError
-from ashl.predict import WITHOUT
+from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
-from ashl.stage import Stage
+from ashl.stage.stage import Stage
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from tests.conf_option import conf_option
 from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, run

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Cluster
+from ashl.compression.around.layers import Layer, size_of
+from ashl.compression.around.wrapped import wrapped
 from ashl.compression.gtopk import bits_bytes
-from ashl.compression.layers import Layer, size_of
-from ashl.compression.link import linked
-from ashl.stage import Stage
+from ashl.learn.trainer import SizeOnlyTrainer
+from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
 from ashl.sync.local_sgd import LocalSGD
 from ashl.topology.all_reduce import AllReduce
-from ashl.trainer import HollowTrainer
 from tests.conf_option import conf_option
 from tests.swarm.drawn import bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
 
@@ -37,10 +37,10 @@ def drawn(seed: int) -> tuple[Cluster, Stage, str]:
     cluster, name = drawn_cluster(rng), rng.choice(list(OPTIONS))
     sync: Any = rng.choice([BSP(exchange="gradient"), LocalSGD(local_steps=rng.randint(1, 5))])
     stage = bound(rng, sync, AllReduce(), cluster.num_workers, drawn_limits(rng))
-    codec = linked(conf_option("compression", name, **OPTIONS[name]), LAYOUT)
+    codec = wrapped(conf_option("compression", name, **OPTIONS[name]), LAYOUT)
     workers = tuple(replace(worker, compression_ratio=0.05) for worker in stage.plan.workers)
     plan = replace(stage.plan, workers=workers)
-    return cluster, replace(stage, plan=plan, codec=codec, trainer=HollowTrainer(D, 100)), name
+    return cluster, replace(stage, plan=plan, codec=codec, trainer=SizeOnlyTrainer(D, 100)), name
 
 
 def moved(name: str, n: int) -> int:

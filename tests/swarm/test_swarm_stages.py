@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.link import linked
-from ashl.predict import WITHOUT
+from ashl.compression.around.wrapped import wrapped
+from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
-from ashl.stage import Stage
+from ashl.stage.stage import Stage
 from ashl.sync.adacomm import AdaComm
 from ashl.sync.adsp import ADSP
 from ashl.sync.asp import ASP
@@ -88,7 +88,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 stage,
                 index=index,
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
-                codec=linked(codec, ()) if compressed else stage.codec,
+                codec=wrapped(codec, ()) if compressed else stage.codec,
                 bare_codec=codec if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
             )

@@ -1,0 +1,1 @@
+"""What is kept, clipped or scheduled around any codec, on a link."""

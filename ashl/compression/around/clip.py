@@ -1,0 +1,32 @@
+"""Local gradient clipping: every worker shortens its own update before anything is added to it.
+
+Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, so that the norm of their sum is about bounded by θ. Where x has
+been multiplied with the worker's weight already, as for a sum on its way, so is the bound.
+
+Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.contract import TURN, Turn
+from ashl.size_only import SizeOnly
+
+
+@dataclass(frozen=True)
+class Clipped(Wrapper):
+    """Shortens what goes into a codec."""
+
+    norm: float
+
+    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        if not isinstance(x, SizeOnly):
+            length = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+            bound = abs(turn.weight) * self.norm / turn.workers**0.5
+            x = x if length <= bound else x * (bound / length)
+        return self.codec.encode(sender, x, turn)

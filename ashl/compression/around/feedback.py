@@ -1,0 +1,70 @@
+"""Error feedback: what a codec left out is kept at the sender and added to what is sent next.
+
+Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first. α = β = 1 is plain error feedback, e ← p −
+C(p): what was sent and the residual e add up to the sum of all x, so that nothing is lost, only late. Smaller ones are
+ECQ-SGD, which forgets old errors. A dropped message returns its content to e.
+
+e is kept in units of the model: where x is a gradient, it is rescaled when the learning rate changes, and where a stage
+of differences between models follows one of gradients, or the other way round, it becomes one. C has to be a
+contraction. Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
+Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et al., "Error Compensated Quantized SGD",
+ICML 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.contract import TURN, Flags, Turn
+from ashl.size_only import SizeOnly
+
+
+class Residual(NamedTuple):
+    """The sender's state: e (None = 0), the state of the codec inside, and the learning rate that e goes with."""
+
+    error: Any = None
+    inner: Any = None
+    lr: float = 1.0
+
+
+@dataclass(frozen=True)
+class Feedback(Wrapper):
+    """Keeps e around a codec."""
+
+    gain: float = 1.0
+    decay: float = 1.0
+
+    @property
+    def flags(self) -> Flags:
+        return self.codec.flags._replace(unbiased=False)
+
+    def encode(self, sender: Residual | None, x: Any, turn: Turn = TURN) -> tuple[Residual, Any]:
+        error, inner, lr = sender or Residual()
+        error = rescaled(error, lr, turn.lr)
+        p = x if error is None else x + (error if self.gain == 1 else error * self.gain)
+        inner, body = self.codec.encode(inner, p, turn)
+        if isinstance(x, SizeOnly):
+            return Residual(None, inner, turn.lr), body
+        if error is not None and self.gain != self.decay:
+            p = x + error * self.decay
+        rest = p.clone() if p is x or p is body else p
+        self.codec.add(rest, body, -1.0)
+        return Residual(rest, inner, turn.lr), body
+
+    def undo(self, sender: Residual, body: Any) -> Residual:
+        error, inner, lr = sender
+        inner = self.codec.undo(inner, body)
+        if isinstance(body, SizeOnly):
+            return Residual(None, inner, lr)
+        restored = error.clone()
+        self.codec.add(restored, body)
+        return Residual(restored, inner, lr)
+
+
+def rescaled(vector: Any, before: float, now: float) -> Any:
+    """What is kept in units of a gradient, so that lr · vector stays what it was; unchanged where either rate is 0."""
+    if vector is None or before == now or not before or not now:
+        return vector
+    return vector * (before / now)

@@ -1,0 +1,123 @@
+"""A model's layers, and a codec applied to each of them by itself.
+
+Rule: C(x) = (C(x_1), …, C(x_L)) with x_l the elements of layer l, each with its own scale and its own share: another
+algorithm than C on the whole, since a layer whose gradients are small is heard, too. Body: the bodies one after the
+other, before them the length of each as uint32. Source: Aji and Heafield, EMNLP 2017 (local and global thresholds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
+from ashl.size_only import SizeOnly
+
+
+class Layer(NamedTuple):
+    """One parameter tensor: its name in the model and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+Layout = tuple[Layer, ...]
+
+
+def size_of(layout: Layout) -> int:
+    """d, the elements of the flat vector."""
+    return sum(layer.size for layer in layout)
+
+
+def layer_at(layout: Layout, place: int) -> str:
+    """The name of the layer that an element of the flat vector belongs to."""
+    end = 0
+    for layer in layout:
+        end += layer.size
+        if place < end:
+            return layer.name
+    raise IndexError(place)
+
+
+def with_layout(option: Any, layout: Layout) -> Any:
+    """A copy of an option that knows the model's layers, as its `layout`."""
+    shaped = copy(option)
+    object.__setattr__(shaped, "layout", layout)
+    return shaped
+
+
+def slices(sizes: Sequence[int]) -> list[slice]:
+    """Where each layer lies in the flat vector."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class Layerwise:
+    """A codec without state for each layer."""
+
+    code: ClassVar[int] = 1
+    codec: Any
+    sizes: tuple[int, ...]
+
+    @property
+    def flags(self) -> Flags:
+        return self.codec.flags._replace(linear=False, reduces=False)
+
+    @property
+    def ratio(self) -> float:
+        return self.codec.ratio
+
+    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        if isinstance(x, SizeOnly):
+            return sender, SizeOnly(self.payload(turn.ratio, x.nbytes // 4))
+        bodies = [
+            self.codec.encode(None, x[part], turn._replace(layer=layer))[1].numpy()
+            for layer, part in enumerate(slices(self.sizes))
+        ]
+        lengths = np.array([body.size for body in bodies], "<u4")
+        parts = Parts(x.numel(), np.concatenate(bodies), scales=lengths)
+        return sender, write_body(self.code, x.dtype, x.numel(), parts)
+
+    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+        if isinstance(body, SizeOnly):
+            return receiver, SizeOnly(4 * d)
+        pieces = [self.codec.decode(None, piece, part.stop - part.start)[1] for part, piece in self._pieces(body, d)]
+        return receiver, torch.cat(pieces)
+
+    def undo(self, sender: Any, body: Any) -> Any:
+        return sender
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + sum(4 + self.codec.payload(ratio, size) for size in self.sizes)
+
+    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+        pieces = list(self._pieces(body, out.numel()))
+        for part, piece in pieces:  # all are read before anything is written
+            self.codec.decode(None, piece, part.stop - part.start)
+        for part, piece in pieces:
+            self.codec.add(out[part], piece, scale)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return max(self.codec.bound(ratio, size) for size in self.sizes)
+
+    def _pieces(self, body: Any, d: int) -> Iterator[tuple[slice, Any]]:
+        """Where each layer lies, and its body."""
+        parts, _ = read_body(body, self.code, d)
+        lengths = typed(parts.scales, "<u4", len(self.sizes), "lengths").astype(np.int64)
+        if lengths.sum() != parts.values.size or parts.indices.size:
+            raise BodyError(f"the layers that came are {lengths.sum()} bytes long in {parts.values.size}")
+        bodies = torch.from_numpy(parts.values).split(lengths.tolist())
+        return zip(slices(self.sizes), bodies, strict=True)

@@ -1,0 +1,79 @@
+"""How compression does while it runs: what it loses, what is kept back, and where a body's bytes go.
+
+Measures: with p what was encoded and C(p) what the other end makes of it, `lost` = ‖p − C(p)‖²/‖p‖², above 1 where the
+codec enlarges; `residual` = ‖p − C(p)‖/‖x‖ where it is kept for later; `cosine` of C(p) and the update x itself. The
+same by layer. What the workers' mean becomes under way is compared by the monitor: see `ashl.run.health`.
+
+Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured along training).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ashl.compression.around.layers import Layerwise, Layout, slices
+from ashl.compression.wire.body import HEADER, Split
+
+
+def measured_loss(codec: Any, sender: Any, x: Tensor, body: Tensor, layout: Layout, layers: bool) -> dict[str, Any]:
+    """The measures of one message, as plain values. `codec` is one without state."""
+    _, sent = codec.decode(None, body, x.numel())
+    rest = kept_back(sender)
+    kept = rest is not None
+    rest = x - sent if rest is None else rest
+    found = sizes(body) | measures(x, sent, rest, kept)
+    found["unbiased"] = codec.flags.unbiased  # what it loses evens out, and may well be longer than what is sent
+    if layers:
+        parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
+        found["layers"] = {layer.name: measures(x[part], sent[part], rest[part], kept) for layer, part in parts}
+    return found
+
+
+def sizes(body: Tensor) -> dict[str, Any]:
+    """What can be said of any message."""
+    unknown = dict.fromkeys(("lost", "residual", "cosine"))
+    return {**unknown, "split": split(body), "nbytes": body.nbytes, "unbiased": True}
+
+
+def measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
+    """Lost, residual and cosine; None where they are of nothing."""
+    whole, left, length = norm(sent + rest), norm(rest), norm(x)
+    return {
+        "lost": (left / whole) ** 2 if whole else None,
+        "residual": left / length if kept and length else None,
+        "cosine": cosine(sent, x),
+    }
+
+
+def cosine(a: Tensor, b: Tensor) -> float | None:
+    lengths = norm(a) * norm(b)
+    return float(torch.dot(a.double(), b.double())) / lengths if lengths and math.isfinite(lengths) else None
+
+
+def norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+def kept_back(sender: Any) -> Tensor | None:
+    """What a sender keeps for later, wherever it is among the states around a codec."""
+    while sender is not None and not isinstance(getattr(sender, "error", None), Tensor):
+        sender = getattr(sender, "inner", None)
+    return None if sender is None else sender.error
+
+
+def split(body: Tensor) -> Split:
+    """Where the bytes of an encoded vector go."""
+    if not body.numel():
+        return Split(0, 0, 0, 0)  # nothing was sent
+    memory = body.numpy()
+    _, code, _, _, _, _, scales, values = HEADER.unpack_from(memory.data)
+    if code != Layerwise.code:
+        return Split(HEADER.size, scales, values, memory.size - HEADER.size - scales - values)
+    start = HEADER.size + scales
+    pieces = body[start : start + values].split(memory[HEADER.size : start].view("<u4").tolist())
+    sums = [sum(column) for column in zip(*map(split, pieces), strict=True)]
+    return Split(start + sums[0], *sums[1:])

@@ -1,0 +1,69 @@
+"""Momentum correction: velocities are accumulated at the sender, before selection, not by the optimizer.
+
+Rule: u ← m·u + x, v ← v + u, send C(v), v ← v − C(v); with factor masking u ← 0 where something was sent, so that an
+old velocity does not push a coordinate further that has just been moved. With C(v) = v and no masking this is momentum
+SGD. A dropped message returns its content to v, and u to what it was.
+
+Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ashl.compression.around.feedback import rescaled
+from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.contract import TURN, Flags, Turn
+from ashl.size_only import SizeOnly
+
+
+class Velocity(NamedTuple):
+    """The sender's state: u and v (None = 0), u before it was masked, the state of the codec inside, and the learning
+    rate that v goes with."""
+
+    velocity: Any = None
+    error: Any = None
+    before: Any = None
+    inner: Any = None
+    lr: float = 1.0
+
+
+@dataclass(frozen=True)
+class MomentumCorrection(Wrapper):
+    """Keeps u and v around a codec."""
+
+    decay: float
+    masking: bool
+
+    @property
+    def flags(self) -> Flags:
+        return self.codec.flags._replace(unbiased=False, lossless=False)
+
+    def encode(self, sender: Velocity | None, x: Any, turn: Turn = TURN) -> tuple[Velocity, Any]:
+        state = sender or Velocity()
+        if isinstance(x, SizeOnly):
+            inner, body = self.codec.encode(state.inner, x, turn)
+            return Velocity(inner=inner), body
+        velocity = state.velocity
+        if state.lr * turn.lr < 0:  # a gradient after a difference, or the other way round
+            velocity = rescaled(velocity, state.lr, turn.lr)
+        u = x.clone() if velocity is None else x + velocity * self.decay
+        error = rescaled(state.error, state.lr, turn.lr)
+        v = u.clone() if error is None else u + error
+        inner, body = self.codec.encode(state.inner, v, turn)
+        sent = torch.zeros_like(v)
+        self.codec.add(sent, body)
+        masked = torch.where(sent == 0, u, 0) if self.masking else u
+        return Velocity(masked, v - sent, u if self.masking else None, inner, turn.lr), body
+
+    def undo(self, sender: Velocity, body: Any) -> Velocity:
+        inner = self.codec.undo(sender.inner, body)
+        if isinstance(body, SizeOnly):
+            return sender._replace(inner=inner)
+        restored = sender.error.clone()
+        self.codec.add(restored, body)
+        velocity = sender.velocity if sender.before is None else sender.before
+        return Velocity(velocity, restored, None, inner, sender.lr)

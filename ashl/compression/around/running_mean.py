@@ -1,0 +1,42 @@
+"""Momentum before the codec: what is sent is a running mean of what was to be sent, as Signum has it.
+
+Rule: u ← β·u + (1 − β)·x with u = 0 at first; send C(u). Unlike momentum correction nothing of u is taken away by
+sending it. A dropped message changes nothing of it either: u is what the worker has seen, not what it has sent.
+
+Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.contract import TURN, Turn
+from ashl.size_only import SizeOnly
+
+
+class Average(NamedTuple):
+    """The sender's state: u (None = 0), and the state of the codec inside."""
+
+    mean: Any = None
+    inner: Any = None
+
+
+@dataclass(frozen=True)
+class RunningMean(Wrapper):
+    """Keeps u in front of a codec."""
+
+    decay: float
+
+    def encode(self, sender: Average | None, x: Any, turn: Turn = TURN) -> tuple[Average, Any]:
+        mean, inner = sender or Average()
+        if isinstance(x, SizeOnly):
+            inner, body = self.codec.encode(inner, x, turn)
+            return Average(None, inner), body
+        mean = x * (1 - self.decay) if mean is None else (mean * self.decay).add_(x, alpha=1 - self.decay)
+        inner, body = self.codec.encode(inner, mean, turn)
+        return Average(mean, inner), body
+
+    def undo(self, sender: Average, body: Any) -> Average:
+        return sender._replace(inner=self.codec.undo(sender.inner, body))

@@ -1,0 +1,25 @@
+"""What helps a codec along, as fields that every codec with a use for it has.
+
+Rule, in the order of a message: x is shortened to clip_norm/√n where it is longer (n workers); it is added to the
+velocity (`momentum`) or to what earlier messages left out (`feedback`); the sum is encoded; what was not sent is kept.
+The wrappers that do it are made by `ashl.compression.around.wrapped`.
+
+Source: error feedback, Seide et al., Interspeech 2014; ECQ-SGD, Wu et al., ICML 2018; momentum correction, factor
+masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from ashl.option import Fraction, Positive, option
+
+
+@option
+class Wrappers:
+    """The fields; see `conf/compression/_wrappers.yaml`."""
+
+    feedback: bool
+    feedback_gain: Fraction
+    feedback_decay: Fraction
+    momentum: Fraction | None
+    masking: bool
+    clip_norm: Positive | None

@@ -1,0 +1,1 @@
+"""What a codec is, and what those of a family share."""

@@ -1,0 +1,96 @@
+"""What codecs without state have in common: each is two functions on arrays, and the form of a body.
+
+    pack(x, turn)    -> Parts    x float32 [d], finite or not, never changed
+    unpack(parts, d) -> x        float32 [d]; of a `Sparse` codec (places, values), of which the others are 0
+
+`parts` come from anywhere: `unpack` checks each length and index before it believes them, and raises BodyError. What is
+not finite in x must show in what is decoded, as NaN or infinity somewhere, except where `flags.scale_free`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression.contract import TURN, Flags, Turn
+from ashl.compression.wire.body import Parts, read_body, write_body
+from ashl.size_only import SizeOnly
+
+
+class Code:
+    """A codec without state."""
+
+    code: ClassVar[int]  # its number on the wire, one for each codec
+    flags: ClassVar[Flags]
+
+    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+        raise NotImplementedError
+
+    def unpack(self, parts: Parts, d: int) -> Any:
+        raise NotImplementedError
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        raise NotImplementedError
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return math.inf
+
+    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+        if isinstance(x, SizeOnly):
+            return sender, SizeOnly(self.payload(turn.ratio, x.nbytes // 4))
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # of a run that diverges
+            parts = self.pack(array_of(x), turn)
+        return sender, write_body(self.code, x.dtype, x.numel(), parts)
+
+    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+        if isinstance(body, SizeOnly):
+            return receiver, SizeOnly(4 * d)
+        parts, dtype = read_body(body, self.code, d)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return receiver, torch.from_numpy(self.unpack(parts, d)).to(dtype)
+
+    def undo(self, sender: Any, body: Any) -> Any:
+        return sender
+
+    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+        _, x = self.decode(None, body, out.numel())
+        out.add_(x.to(out.device), alpha=scale)
+
+
+class Sparse(Code):
+    """A codec without state that sends some elements and their places."""
+
+    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+        if isinstance(body, SizeOnly):
+            return receiver, SizeOnly(4 * d)
+        parts, dtype = read_body(body, self.code, d)
+        with np.errstate(over="ignore", invalid="ignore"):
+            places, values = self.unpack(parts, d)
+        x = torch.zeros(d)
+        x.numpy()[places] = values
+        return receiver, x.to(dtype)
+
+    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+        parts, dtype = read_body(body, self.code, out.numel())
+        if out.device.type != "cpu" or out.dtype != torch.float32 or dtype != torch.float32:
+            super().add(out, body, scale)
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            places, values = self.unpack(parts, out.numel())
+            out.numpy()[places] += np.float32(scale) * values
+
+
+def array_of(x: Tensor) -> np.ndarray:
+    """A vector of any device and floating type as a float32 array; one that is such already is not copied."""
+    return np.ascontiguousarray(x.detach().to("cpu", torch.float32).numpy())
+
+
+def kept(share: float, d: int) -> int:
+    """k of a kept share: at least one element. Raises ValueError where it is no share."""
+    if not 0 < share <= 1:
+        raise ValueError(f"a compression ratio of {share}: it is the kept share, above 0 and at most 1")
+    return max(1, round(share * d))

@@ -1,0 +1,84 @@
+"""Places that both ends draw from a seed of 8 bytes, which travels in their stead.
+
+Rule: every set of k of the d places is equally likely: they are drawn without replacement. With replacement some would
+be drawn twice, and of 500 of 1000 elements only about 390 were sent.
+
+Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency", 2016.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ashl.compression.base.sparsifier import SPARSE, Selection, Share
+from ashl.compression.contract import BodyError, Turn
+from ashl.compression.wire.body import HEADER, Parts
+from ashl.option import option
+
+SEED_BYTES = 8
+
+
+@option
+class Seeded(Selection, Share):
+    """A share of the elements, at random places."""
+
+    def place_bytes(self, k: int, d: int) -> int:
+        return SEED_BYTES
+
+    def read_places(self, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
+        return places_of(buffer, k, d)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return self.size(self.kept(ratio, d), d)
+
+    def summed_bytes(self, ratio: float | None, d: int) -> int:
+        """What an all-reduce sums of a body: its values alone."""
+        seed = SEED_BYTES if self.form(self.kept(ratio, d), d) == SPARSE else 0
+        return self.payload(ratio, d) - HEADER.size - seed
+
+    def drawn(self, x: np.ndarray, rng: np.random.Generator, turn: Turn, scale: float = 1.0) -> Parts:
+        """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""
+        k, seed = self.kept(turn.ratio, x.size), new_seed(rng)
+        if self.form(k, x.size) != SPARSE:
+            return self.parts(x, k, None, None, turn)
+        kept = x[places_of(seed, k, x.size)]
+        return self.parts(x, k, kept if scale == 1 else kept * np.float32(scale), seed, turn)
+
+
+def new_seed(rng: np.random.Generator) -> np.ndarray:
+    """uint8 [8]."""
+    return words(rng, 2).astype("<u4").view(np.uint8)
+
+
+def places_of(seed: np.ndarray, k: int, d: int) -> np.ndarray:
+    """The ascending places [k] of d that a seed stands for. Raises BodyError where it is none."""
+    if seed.size != SEED_BYTES:
+        raise BodyError(f"a seed of {seed.size} bytes came where {SEED_BYTES} were expected")
+    sequence = np.random.SeedSequence(np.frombuffer(seed.tobytes(), "<u4").tolist())
+    return distinct(np.random.Generator(np.random.SFC64(sequence)), k, d)
+
+
+def distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
+    """Ascending numbers [k] below d, each set of them equally likely.
+
+    They are drawn with replacement until there are k different ones; what is too many then is dropped at random.
+    """
+    if 2 * k > d:
+        left = np.ones(d, bool)
+        left[distinct(rng, d - k, d)] = False
+        return np.flatnonzero(left)
+    found = np.empty(0, np.uint32)
+    while found.size < k:
+        missing = -d * math.log1p(-(k - found.size) / (d - found.size))  # draws that find as many new ones on average
+        more = rng.integers(0, d, math.ceil(missing + 4 * math.sqrt(missing)), np.uint32)
+        found = np.sort(np.concatenate([found, more]))
+        found = found[np.concatenate([[True], found[1:] != found[:-1]])]
+    surplus = found.size - k
+    return np.delete(found, np.argpartition(words(rng, found.size), surplus)[:surplus]) if surplus else found
+
+
+def words(rng: np.random.Generator, count: int) -> np.ndarray:
+    """uint32 [count]."""
+    return rng.integers(0, 2**32, count, np.uint32)

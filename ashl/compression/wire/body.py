@@ -1,0 +1,92 @@
+"""The flat buffer of an encoded vector: a header of 20 bytes, then scales, values and places, each as bytes.
+
+     0  version
+     1  the codec: its `code`
+     2  form: how the codec is to read the rest, where it has several ways
+     3  the element type of the vector
+     4  d, the elements of the vector
+     8  k, the values that follow
+    12  bytes of scales
+    16  bytes of values; what follows them are the places of the values
+
+All numbers are little-endian. What is float32 is aligned as long as scales are.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression.contract import BodyError
+
+HEADER = struct.Struct("<BBBBIIII")
+VERSION = 0xA2
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+EMPTY = np.empty(0, np.uint8)
+
+
+class Parts(NamedTuple):
+    """What a body holds. When written: arrays of any type; when read: uint8 views of the body. 0 ≤ count ≤ d."""
+
+    count: int
+    values: np.ndarray
+    indices: np.ndarray = EMPTY
+    scales: np.ndarray = EMPTY
+    form: int = 0
+
+
+class Split(NamedTuple):
+    """Where the bytes of a body go."""
+
+    headers: int
+    scales: int
+    values: int
+    indices: int
+
+
+def write_body(code: int, dtype: torch.dtype, d: int, parts: Parts) -> Tensor:
+    """A new body, uint8."""
+    count, values, indices, scales, form = parts
+    body = np.empty(HEADER.size + scales.nbytes + values.nbytes + indices.nbytes, np.uint8)
+    HEADER.pack_into(body.data, 0, VERSION, code, form, DTYPES.index(dtype), d, count, scales.nbytes, values.nbytes)
+    start = HEADER.size
+    for part in (scales, values, indices):
+        if part.nbytes:
+            body[start : start + part.nbytes].view(part.dtype)[:] = part.reshape(-1)
+            start += part.nbytes
+    return torch.from_numpy(body)
+
+
+def read_body(body: Any, code: int, d: int) -> tuple[Parts, torch.dtype]:
+    """What a body holds, and the element type of its vector. Raises BodyError unless it is one of this codec with d
+    elements."""
+    if not isinstance(body, Tensor) or body.dtype != torch.uint8 or body.dim() != 1 or body.numel() < HEADER.size:
+        raise BodyError(f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected")
+    memory = np.ascontiguousarray(body.cpu().numpy())
+    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = HEADER.unpack_from(memory.data)
+    if version != VERSION or dtype >= len(DTYPES):
+        raise BodyError("what came was encoded by another version or program")
+    if codec != code:
+        raise BodyError(f"what came was encoded by codec {codec} where {code} was expected")
+    if elements != d:
+        raise BodyError(f"an encoded vector of {elements} elements came where {d} were expected")
+    values = HEADER.size + scale_bytes
+    indices = values + value_bytes
+    if count > d or indices > memory.size:
+        raise BodyError(
+            f"an encoded vector of {d} elements says that it holds {count} values and {scale_bytes} and {value_bytes} "
+            f"bytes, in {memory.size} bytes"
+        )
+    return Parts(count, memory[values:indices], memory[indices:], memory[HEADER.size : values], form), DTYPES[dtype]
+
+
+def typed(part: np.ndarray, dtype: str, count: int, what: str) -> np.ndarray:
+    """`count` elements of a numpy type, as a view of a body's bytes. Raises BodyError where there are more or fewer."""
+    size = np.dtype(dtype).itemsize
+    if part.size != size * count:
+        raise BodyError(f"an encoded vector holds {part.size} bytes of {what} where {size * count} were expected")
+    return part.view(dtype)

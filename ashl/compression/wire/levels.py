@@ -1,0 +1,142 @@
+"""Stochastic rounding to evenly spaced levels, in blocks that fit the cache: the kernel of the quantizers.
+
+Rule: q = ⌊y + u⌋ with y in [0, top] and u uniform in [0, 1), so that E q = y. u has 16 random bits, which costs half as
+much as a float and makes E q wrong by less than 2⁻¹⁷ of a level. Numbers take ⌈log2(top + 1)⌉ bits, 8 at most, or what
+an entropy code makes of them, for which they are counted from the one in the middle.
+
+Source: stochastic rounding as in Alistarh et al., "QSGD", NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from ashl.compression.contract import BodyError
+from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack_bytes
+from ashl.compression.wire.body import Parts
+from ashl.compression.wire.entropy_code import EntropyCode, bound_bytes, folded, read_levels, unfolded, write_levels
+
+SMALL = np.float32(2.0**-64)  # below it float32 may have no reciprocal
+ENLARGED = np.float32(2.0**64)
+SHORT = 1 - 2.0**-22  # so that what is rounded on the way is not rounded up beyond the top level
+DITHER = np.float32(2.0**-16)
+
+
+def width(top: int) -> int:
+    """Bits of a number from 0 to top."""
+    return top.bit_length()
+
+
+def rows_of(x: np.ndarray, row: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Blocks of x as [n, row], and where their rows lie among all; the last row is filled up with zeros."""
+    step = row_step(row)
+    for start in range(0, -(-x.size // row), step):
+        part = x[start * row : (start + step) * row]
+        if missing := -part.size % row:
+            part = np.concatenate([part, np.zeros(missing, np.float32)])
+        yield slice(start, start + part.size // row), part.reshape(-1, row)
+
+
+def spread(x: np.ndarray, span: np.ndarray, top: int) -> np.ndarray:
+    """x/span·top, for spans [n, 1] or [1, 1] of the rows of x [n, m]; 0 where a span is none."""
+    small = span < SMALL
+    if small.any():
+        factor = np.where(small, ENLARGED, np.float32(1))
+        x, span = x * factor, span * factor
+    y = x * np.where(span > 0, np.float32(SHORT * top) / np.where(span > 0, span, np.float32(1)), np.float32(0))
+    if not (finite := np.isfinite(span)).all():
+        np.copyto(y, 0, where=~finite)  # the span says it
+    return y
+
+
+def rounded(y: np.ndarray, rng: np.random.Generator, zero: int = 0) -> np.ndarray:
+    """uint8: ⌊y + u⌋ + zero, for y in any form, which is changed."""
+    u = rng.bit_generator.random_raw(-(-y.size // 4)).view(np.uint16)[: y.size].astype(np.float32).reshape(y.shape)
+    u *= DITHER
+    u += DITHER / 2 + np.float32(zero)  # one sum for both
+    y += u
+    return y.astype(np.uint8)
+
+
+def level_bytes(count: int, top: int, entropy: EntropyCode) -> int:
+    """The size of a stream of so many numbers, at most."""
+    return bound_bytes(entropy, count, top + 1)
+
+
+def packed(count: int, top: int, blocks: Iterator[np.ndarray], entropy: EntropyCode = "none") -> np.ndarray:
+    """The numbers of blocks, each but the last a multiple of 8 long, as one stream of `count`."""
+    if entropy != "none":
+        from_middle = folded(np.arange(top + 1) - (top + 1) // 2).astype(np.uint8)
+        levels = np.concatenate([from_middle.take(numbers.reshape(-1)) for numbers in blocks])
+        return write_levels(entropy, levels[:count], top + 1)
+    stream, bits, start = np.empty(packed_bytes(count, width(top)), np.uint8), width(top), 0
+    for numbers in blocks:
+        piece = pack(numbers.reshape(-1)[: count - start], bits)
+        stream[start * bits // 8 :][: piece.size] = piece
+        start += numbers.size
+    return stream
+
+
+def unpacked(
+    stream: np.ndarray,
+    count: int,
+    row: int,
+    top: int,
+    meant: Callable[[slice, np.ndarray], object],
+    entropy: EntropyCode = "none",
+) -> np.ndarray:
+    """float32 [count]: `meant` makes of the numbers [n, row] of some rows, in place, what they stand for.
+
+    Raises BodyError where there are more or fewer numbers, or one beyond top.
+    """
+    bits, rows = width(top), -(-count // row)
+    if entropy != "none":
+        to_middle = (unfolded(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
+        stream, bits = to_middle.take(read_levels(entropy, stream, count, top + 1)), 8
+    if stream.size != packed_bytes(count, bits):
+        raise BodyError(f"{count} numbers of {bits} bits came in {stream.size} bytes")
+    x, step = np.empty((rows, row), np.float32), row_step(row)
+    for start in range(0, rows, step):
+        part = x[start : start + step]
+        numbers = unpack_bytes(stream[start * row * bits // 8 :], bits, min(part.size, count - start * row))
+        if numbers.max() > top:
+            raise BodyError(f"a number from 0 to {top} is {numbers.max()}")
+        part.reshape(-1)[: numbers.size] = numbers
+        part.reshape(-1)[numbers.size :] = 0
+        meant(slice(start, start + len(part)), part)
+    return x.reshape(-1)[:count]
+
+
+def whole(parts: Parts, d: int) -> np.ndarray:
+    """The values of a body that says something of all d elements, and of no places. Raises BodyError."""
+    if parts.count != d or parts.form or parts.indices.size:
+        raise BodyError(f"what came is no vector of {d} elements: form {parts.form}, {parts.count} values")
+    return parts.values
+
+
+def row_step(row: int) -> int:
+    """Rows of a block: a multiple of 8, so that their bits end with a byte."""
+    return max(8, BLOCK // row // 8 * 8)
+
+
+def ends_of(x: np.ndarray) -> np.ndarray:
+    """The least and the largest element, float32 [2]; NaN where one is."""
+    return np.array([float(end) for end in torch.aminmax(torch.from_numpy(x))], np.float32)
+
+
+def mean_magnitude(x: np.ndarray) -> np.ndarray:
+    """‖x‖₁/d as float32 [1]; 0 of nothing."""
+    total, buffer = 0.0, np.empty(min(BLOCK, x.size), np.float32)
+    for where in blocks(x.size):
+        part = x[where]
+        total += float(row_sums(np.abs(part, out=buffer[: part.size])[None])[0])
+    return np.array([total / max(1, x.size)], np.float32)
+
+
+def row_sums(rows: np.ndarray) -> np.ndarray:
+    """Of each row, as float64 only where float32 does not suffice."""
+    sums = rows.sum(1)
+    return sums if np.isfinite(sums).all() else rows.sum(1, dtype=np.float64)

@@ -1,0 +1,50 @@
+"""Signs and exponents: every element as one of the two powers of two beside it, drawn so that the mean is kept.
+
+Rule and limits: see `ashl.compression.natural`. E‖C(x) − x‖² ≤ OMEGA·‖x‖².
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
+
+OMEGA = 1 / 8
+MANTISSA = np.uint32(23)  # bits
+INFINITE = np.uint32(0x7F800000)
+TOP = np.uint32(0x7F000000)  # 2¹²⁷
+
+
+def natural_bytes(d: int) -> int:
+    """d exponents of 8 bits, then d signs."""
+    return d + packed_bytes(d, 1)
+
+
+def write_natural(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """uint8 [natural_bytes]."""
+    stream = np.empty(natural_bytes(x.size), np.uint8)
+    for start in range(0, x.size, BLOCK):
+        part = x[start : start + BLOCK]
+        bits = part.view(np.uint32)
+        if not (part.max() < 2.0**127 and part.min() > -(2.0**127)):
+            size = bits & np.uint32(0x7FFFFFFF)
+            bits = np.where(size >= INFINITE, INFINITE, np.minimum(size, TOP))
+        dither = rng.bit_generator.random_raw(-(-part.size // 2)).view(np.uint32)[: part.size]
+        dither >>= np.uint32(32 - 23)
+        dither += bits
+        dither >>= MANTISSA
+        stream[start : start + part.size] = dither.astype(np.uint8)  # of sign and exponent, the exponent
+    stream[x.size :] = pack_signs(x)
+    return stream
+
+
+def read_natural(stream: np.ndarray, d: int) -> np.ndarray:
+    """float32 [d] again."""
+    x = np.empty(d, np.uint32)
+    for start in range(0, d, BLOCK):
+        part = x[start : start + BLOCK]
+        part[:] = np.unpackbits(stream[d + start // 8 :][: BLOCK // 8], count=part.size, bitorder="little")
+        part <<= np.uint32(8)
+        part |= stream[start : start + part.size]
+        part <<= MANTISSA
+    return x.view(np.float32)

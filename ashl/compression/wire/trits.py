@@ -1,0 +1,75 @@
+"""Ternary numbers: rounded at random, and written five to a byte.
+
+Rule: of every block of 81920 numbers 0, 1 and 2, byte j holds those at j, j + s, …, j + 4s as t_0 + 3·t_1 + … + 81·t_4,
+with s = ⌈block/5⌉, so that reading and writing are sums of whole vectors.
+
+Source: the rounding of Wen et al., "TernGrad", NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ashl.compression.contract import BodyError
+from ashl.compression.wire.levels import rounded, spread
+
+TRITS = 5  # in a byte, since 3⁵ ≤ 256
+BLOCK = TRITS << 14
+
+
+def trit_bytes(count: int) -> int:
+    """The size of so many ternary numbers."""
+    return -(-count // TRITS)
+
+
+def ternary(x: np.ndarray, top: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """uint8: 1 + sign(x)·[drawn], with probability |x|/top; beyond ±top for sure. top is float32 [1]."""
+    y = spread(x[None], top[None], 1)[0]
+    np.clip(y, -1, 1, out=y)
+    return rounded(y, rng, 1)
+
+
+def pack_trits(numbers: np.ndarray) -> np.ndarray:
+    """uint8 [trit_bytes] of numbers 0, 1 and 2, uint8, as one block."""
+    if missing := -numbers.size % TRITS:
+        numbers = np.concatenate([numbers, np.zeros(missing, np.uint8)])
+    planes = numbers.reshape(TRITS, -1)
+    packed = planes[-1].copy()
+    for plane in planes[-2::-1]:
+        packed *= np.uint8(3)
+        packed += plane
+    return packed
+
+
+def unpack_trits(packed: np.ndarray, count: int) -> np.ndarray:
+    """The numbers [count] of a block. Raises BodyError where a byte holds something else."""
+    if packed.size and packed.max() >= 3**TRITS:
+        raise BodyError(f"five ternary numbers are {packed.max()}")
+    planes = np.empty((TRITS, packed.size), np.uint8)
+    for plane in planes:
+        rest = packed // np.uint8(3)
+        np.subtract(packed, rest * np.uint8(3), out=plane)
+        packed = rest
+    return planes.reshape(-1)[:count]
+
+
+def write_ternary(x: np.ndarray, top: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """uint8 [trit_bytes]: x as ternary numbers."""
+    stream = np.empty(trit_bytes(x.size), np.uint8)
+    for start in range(0, x.size, BLOCK):
+        packed = pack_trits(ternary(x[start : start + BLOCK], top, rng))
+        stream[start // TRITS :][: packed.size] = packed
+    return stream
+
+
+def read_ternary(stream: np.ndarray, top: np.ndarray, count: int) -> np.ndarray:
+    """float32 [count]: −top, 0 and top. Raises BodyError where the stream is of another length."""
+    if stream.size != trit_bytes(count):
+        raise BodyError(f"{count} ternary numbers came in {stream.size} bytes")
+    x = np.empty(count, np.float32)
+    for start in range(0, count, BLOCK):
+        part = x[start : start + BLOCK]
+        part[:] = unpack_trits(stream[start // TRITS :][: trit_bytes(part.size)], part.size)
+        part -= np.float32(1)
+        part *= top
+    return x

@@ -1,0 +1,158 @@
+"""How the values that a sparse codec keeps are written: k numbers, float32 before and after.
+
+fp32: as they are. fp16: half precision of the values divided by the largest magnitude, so that none over- or underflows
+to nothing. bf16: the nearest of 16 bits with float32's range. natural: a sign and a power of two, 9 bits, at random.
+int8, int4: the nearest of 255 or 15 levels between plus and minus the largest magnitude of each 1024 values. int2: a
+sign, and whether the magnitude is above the mean of 1024 values; what is above and what is not decode to the mean of
+their magnitudes. ternary: 0 below 0.7 of the mean magnitude, else a sign and the mean of such magnitudes, 1.6 bits;
+at random, as TernGrad has it, it were no contraction. mean: a sign, 1 bit; all magnitudes decode to their mean.
+
+Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of kept values as in Sarfi et al., SparseLoCo, 2025;
+ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth et al., 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ashl.compression.contract import Turn
+from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
+from ashl.compression.wire.body import EMPTY, typed
+from ashl.compression.wire.levels import mean_magnitude
+from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
+from ashl.compression.wire.trits import BLOCK, pack_trits, read_ternary, trit_bytes
+from ashl.data.rng import Purpose, quick
+
+ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "ternary", "mean"]
+WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
+CHUNK = 1024  # values that share a scale, where there are several
+LOW = 0.7  # of the mean magnitude: ternary values below it become 0
+VALUES = 1  # the word that tells the random numbers of values from those of places
+
+
+def value_bytes(code: ValueCode, k: int) -> int:
+    """The size of k values and of their scales."""
+    if code in ("natural", "ternary"):
+        return natural_bytes(k) if code == "natural" else trit_bytes(k) + 4 * _scales(code, k)
+    return packed_bytes(k, WIDTHS[code]) + 4 * _scales(code, k)
+
+
+def value_bound(code: ValueCode, k: int) -> float:
+    """E‖C(v) − v‖² ≤ this · ‖v‖² of k values."""
+    if code in ("int8", "int4"):  # the largest is exact, and the others off by half a step, where they are half a step
+        a = (min(k, CHUNK) - 1) / (2 * _top(code)) ** 2
+        return a / (1 + a) + 2.0**-40
+    if code in ("int2", "mean"):  # a mean over k magnitudes keeps at least one k-th of their squares
+        return 1 - 1 / max(1, min(k, CHUNK) if code == "int2" else k)
+    if code == "ternary":  # what is cut off is at most 0.7 of ‖v‖₁
+        return 1 - (1 - LOW) ** 2 / max(1, k)
+    return {"fp32": 0.0, "fp16": 2.0**-20, "bf16": 2.0**-16, "natural": OMEGA}[code]
+
+
+def write_values(code: ValueCode, values: np.ndarray, turn: Turn) -> tuple[np.ndarray, np.ndarray]:
+    """(values, scales) as they go into a body."""
+    if code == "fp32":
+        return values, EMPTY
+    if code == "bf16":
+        return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy(), EMPTY
+    if code == "fp16":
+        scale = np.abs(values).max(keepdims=True, initial=0)
+        return (values / np.where(scale == 0, np.float32(1), scale)).astype("<f2"), scale
+    if code == "natural":
+        rng = quick(turn.seed, Purpose.CODEC, turn.worker, turn.round, turn.layer, VALUES)
+        return write_natural(values, rng), EMPTY
+    if code == "mean":
+        return pack_signs(values), mean_magnitude(values)[: values.size]
+    if code == "ternary":
+        return _write_ternary(values)
+    write = _write_two_levels if code == "int2" else _write_levels
+    numbers, scales = zip(*(write(code, part) for part in _chunks(values)), strict=True) if values.size else ((), ())
+    flat = [part.reshape(-1) for part in numbers]
+    return pack(np.concatenate(flat or [EMPTY]), WIDTHS[code]), np.concatenate(
+        [*map(np.ravel, scales), EMPTY.view("<f4")]
+    )
+
+
+def read_values(code: ValueCode, values: np.ndarray, scales: np.ndarray, k: int) -> np.ndarray:
+    """float32 [k]. Raises BodyError where they are of another size."""
+    scales = typed(scales, "<f4", _scales(code, k), "scales")
+    if code == "fp32":
+        return typed(values, "<f4", k, "values")
+    if code == "bf16":
+        return torch.from_numpy(typed(values, "<i2", k, "values").copy()).view(torch.bfloat16).float().numpy()
+    if code == "fp16":
+        return typed(values, "<f2", k, "values").astype(np.float32) * scales
+    typed(values, "u1", value_bytes(code, k) - scales.nbytes, "values")
+    if not k:
+        return np.empty(0, np.float32)
+    if code == "natural":
+        return read_natural(values, k)
+    if code == "mean":
+        return signed(values, k, scales)
+    if code == "ternary":
+        return read_ternary(values, scales, k)
+    numbers = unpack(values, WIDTHS[code], k)
+    read = _read_two_levels if code == "int2" else _read_levels
+    chunks = -(-k // CHUNK)
+    each = np.repeat(scales.reshape(chunks, -1), np.minimum(CHUNK, k - CHUNK * np.arange(chunks)), axis=0)
+    return read(code, numbers, each)
+
+
+def _scales(code: ValueCode, k: int) -> int:
+    """How many numbers of float32 go before k values."""
+    chunks = -(-k // CHUNK)
+    return {"fp16": 1, "int8": chunks, "int4": chunks, "int2": 2 * chunks, "ternary": min(1, k), "mean": min(1, k)}.get(
+        code, 0
+    )
+
+
+def _top(code: ValueCode) -> int:
+    return 2 ** (WIDTHS[code] - 1) - 1
+
+
+def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
+    """The values as [n, CHUNK], and what remains as [1, rest]."""
+    whole = values.size - values.size % CHUNK
+    if whole:
+        yield values[:whole].reshape(-1, CHUNK)
+    if whole < values.size:
+        yield values[None, whole:]
+
+
+def _write_ternary(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    magnitude = np.abs(v)
+    low = magnitude < LOW * mean_magnitude(v)
+    numbers = np.where(low, 1, np.where(np.signbit(v), 0, 2)).astype(np.uint8)
+    stream = np.concatenate(
+        [pack_trits(numbers[start : start + BLOCK]) for start in range(0, v.size, BLOCK)] or [EMPTY]
+    )
+    return stream, mean_magnitude(magnitude[~low])[: v.size]
+
+
+def _write_levels(code: ValueCode, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = np.abs(v).max(1, keepdims=True)
+    level = np.rint(v.astype(np.float64) / np.where(scale == 0, 1.0, scale) * _top(code))
+    return np.where(np.isnan(level), 0, level).astype(np.int64) + _top(code), scale  # the scale says what is not finite
+
+
+def _read_levels(code: ValueCode, numbers: np.ndarray, each: np.ndarray) -> np.ndarray:
+    level = numbers.astype(np.int32) - _top(code)
+    return (level / _top(code) * each[:, 0]).astype(np.float32)
+
+
+def _write_two_levels(code: ValueCode, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    magnitude = np.abs(v)
+    above = magnitude > magnitude.mean(1, keepdims=True, dtype=np.float64)
+    count = above.sum(1)
+    high = np.where(above, magnitude, 0).sum(1, dtype=np.float64) / np.maximum(1, count)
+    low = np.where(above, 0, magnitude).sum(1, dtype=np.float64) / np.maximum(1, v.shape[1] - count)
+    return np.signbit(v) + 2 * above, np.stack([low, high], 1).astype(np.float32)
+
+
+def _read_two_levels(code: ValueCode, numbers: np.ndarray, each: np.ndarray) -> np.ndarray:
+    magnitude = np.where(numbers & 2, each[:, 1], each[:, 0])
+    return np.where(numbers & 1, -magnitude, magnitude)

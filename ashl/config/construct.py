@@ -1,0 +1,156 @@
+"""From a `_target_` to an object, and from what goes wrong on the way to one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import re
+import sys
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from ashl.errors import AshlError, UsageError
+
+KINDS = {  # by which a class is known to be of a group
+    "model": ("build",),
+    "dataset": ("load", "batch_size"),
+    "optimizer": ("init", "step"),
+    "cluster": ("num_workers",),
+    "topology": ("begin", "role"),
+    "sync": ("topologies", "exchange"),
+    "aggregate": ("weigh", "fold"),
+    "compression": ("encode", "decode"),
+    "planner": ("assign",),
+    "schedule": ("names_sync", "stages"),
+    "runtime": ("name", "gradients"),
+    "tracking": ("sink", "events"),
+}
+PHRASES = (  # what pydantic says, and what a person says
+    (r"^Value error, ", ""),
+    (r"^\w+ should have at (least|most) (\d+) items? after validation, not", r"should have at \1 \2 values, not"),
+    (r"^(Input|String|List|Tuple) should", "should"),
+    (r"should have at least 1 character", "should not be empty"),
+    (r"should be a valid (tuple|list)", "should be a list"),
+    (r"should be a valid string", "should be text; a number that is meant as text is written \"'3'\""),
+    (r"should be a valid integer", "should be a whole number"),
+    (r"should be a valid number", "should be a number"),
+    (r"should be a valid boolean", "should be true or false"),
+    (r"should be a (valid )?dictionary.*", "should be keys and values, as in {key: value}"),
+    (r", (unable to|got a number with).*", ""),
+)
+
+
+def construct(spec: Mapping[str, Any], where: str, allow: Sequence[str] = ()) -> Any:
+    """The object that `_target_` names, made of the spec's other keys.
+
+    Only classes may be named, in the module that defines them, inside `ashl` or a package in `allow`, so that a
+    configuration cannot run arbitrary code. Raises UsageError, also for a class of the user's own that has a fault.
+    """
+    target = spec.get("_target_")
+    if not isinstance(target, str) or "." not in target:
+        raise UsageError(f"{where} has no `_target_`; take one of the options that `ashl list {where}` shows")
+    cls = found(target, where, allow)
+    lacking = [name for name in KINDS.get(where, ()) if not has(cls, name)]
+    if lacking:
+        raise UsageError(
+            f"{where} names {target!r}, which is no {where}: it has no {lacking[0]!r}; take one of the options that "
+            f"`ashl list {where}` shows, or give the class what they have"
+        )
+    try:
+        return cls(**{key: value for key, value in spec.items() if key != "_target_"})
+    except ValidationError as error:
+        raise UsageError(explain(error, where, cls)) from error
+    except AshlError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where} names {target!r}, which cannot be made: {fault(error, allow)}") from error
+
+
+def found(target: str, where: str, allow: Sequence[str]) -> type:
+    """The class of that name. Raises UsageError."""
+    module_name, _, class_name = target.rpartition(".")
+    package = module_name.split(".")[0]
+    if package not in ("ashl", *allow):
+        raise UsageError(f"{where} names {target!r}, outside of ashl; allow it with allow_targets=[{package}]")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name, None)
+    except ModuleNotFoundError as error:
+        if f"{module_name}.".startswith(f"{error.name}.") and package != "ashl":
+            reason = f"there is no module {error.name!r}; start with PYTHONPATH=. where it lies here, or install it"
+        else:
+            reason = fault(error, allow)
+        raise UsageError(f"{where} names {target!r}, which cannot be imported: {reason}") from error
+    except Exception as error:
+        raise UsageError(f"{where} names {target!r}, which cannot be imported: {fault(error, allow)}") from error
+    if not isinstance(cls, type) or cls.__module__ != module_name:
+        raise UsageError(f"{where} names {target!r}, which is not a class defined in {module_name}")
+    return cls
+
+
+@contextmanager
+def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Generator[None]:
+    """What a class of the user's own raises in here is told as that, with its file and line; it is no bug of ours."""
+    try:
+        yield
+    except AshlError:
+        raise
+    except Exception as error:
+        if not place_of(error, allow):
+            raise
+        raise kind(f"an option of your own failed, not ashl: {fault(error, allow)}") from error
+
+
+def has(cls: type, name: str) -> bool:
+    """Whether its objects have it, as a field or as anything else that a class can say beforehand."""
+    return hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ())
+
+
+def fault(error: Exception, allow: Sequence[str]) -> str:
+    """What went wrong and, where it was in a package that the user has allowed, in which file and line."""
+    place = place_of(error, allow)
+    text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
+
+
+def place_of(error: Exception, allow: Sequence[str]) -> str:
+    """File and line of the user's own where it came from; "" where nothing of the user's own took part."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    owner = sys.modules.get(type(getattr(error, "obj", None)).__module__)  # what lacks an attribute, if that is it
+    if owner is not None and owner.__name__.split(".")[0] in allow:
+        return str(owner.__file__)
+    steps = traceback.walk_tb(error.__traceback__)
+    own = [(f.f_code.co_filename, n) for f, n in steps if f.f_globals.get("__name__", "").split(".")[0] in allow]
+    return f"{own[-1][0]}, line {own[-1][1]}" if own else ""
+
+
+def explain(error: ValidationError, where: str, cls: type) -> str:
+    """The first thing that is wrong, in one sentence."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-"))]
+    key = ".".join([*([where] if where else []), *path])
+    known = list(getattr(cls, "__dataclass_fields__", {}))
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        near = difflib.get_close_matches(path[-1], known, n=1)
+        there = f"there are: {', '.join(known)}" if known else f"{cls.__name__} takes none"
+        return f"{key} is not a key; " + (f"did you mean {near[0]!r}?" if near else there)
+    if first["type"] in ("missing_argument", "missing_keyword_only_argument", "missing"):
+        return f"{key} is missing; give it a value"
+    message = first["msg"]
+    for said, meant in PHRASES:
+        message = re.sub(said, meant, message)
+    if message == "should be a list" and isinstance(first["input"], str | int | float):
+        message += f", as in {key}=[{as_typed(first['input'])}]"
+    return f"{key}={as_typed(first['input'])} is not possible: {message}"
+
+
+def as_typed(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, str | float):
+        return str(value) or "''"
+    return json.dumps(value, default=str)

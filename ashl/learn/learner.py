@@ -1,0 +1,204 @@
+"""Learning on one flat vector: the only file that differentiates.
+
+A model is one flat float32 vector here: the module's trainable parameters in their order, each flattened. One resident
+module serves every worker of a process: its parameters are pointed at views of the vector at hand, so nothing is copied
+in, and N workers cost N vectors instead of N models.
+
+Buffers do not travel between workers: only parameters and gradients ever do. Training normalises with the statistics of
+the batch at hand (BatchNorm: Ioffe and Szegedy, 2015), and evaluation first estimates the statistics that belong to the
+vector it is given, from a fixed set of training samples, alike for every method. Running averages gathered on the way
+are never read.
+"""
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ashl.data.augment import crop_flip
+from ashl.data.dataset import Data, Split
+from ashl.data.rng import Purpose, permutation, stream, torch_seed
+from ashl.errors import UsageError
+from ashl.learn.allocator import keep_pages
+
+EVALUATED = 2000  # training samples that train_loss is taken over, at most
+CALIBRATION = (8, 128)  # batches, and samples in each, that BatchNorm's statistics are estimated from
+CHUNK = 2**21  # input elements that one evaluation batch holds, at most; bounds the memory
+
+
+class ModelOption(Protocol):
+    """What `conf/model/*.yaml` makes."""
+
+    def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module: ...
+
+
+class Learner:
+    """One resident module and a data set; every answer is a pure function of the arguments and of the seed.
+
+    Not to be entered by two threads at once. Raises UsageError when the model does not fit the data.
+    """
+
+    def __init__(self, model_option: ModelOption, data: Data, *, seed: int, device: str = "cpu") -> None:
+        keep_pages()
+        self._option, self._data, self._seed, self._device = model_option, data, seed, device
+        self._module = self._build().to(device)
+        self._parameters = [p for p in self._module.parameters() if p.requires_grad]
+        self._norms = [module for module in self._module.modules() if isinstance(module, _BatchNorm)]
+        # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
+        self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._module.modules())
+        self._draws = self._try_out()
+        self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
+        self.epoch_samples = len(data.train)
+        self.num_params = sum(p.numel() for p in self._parameters)
+        self.layers = tuple((name, tuple(p.shape)) for name, p in self._module.named_parameters() if p.requires_grad)
+
+    def init(self) -> Tensor:
+        """The first parameters, float32 [d] on the CPU: a pure function of the seed."""
+        return _flatten_dense_tensors([p.detach() for p in self._build().parameters() if p.requires_grad])
+
+    def gradient(self, params: Tensor, indices: np.ndarray, worker: int, step: int) -> tuple[float, Tensor]:
+        """Mean loss over the samples and its gradient at `params`, a fresh float32 [d] on the CPU.
+
+        Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
+        Raises UsageError when BatchNorm gets too small a batch to normalise over.
+        """
+        inputs, targets = self._data.train.batch(indices, self._device)
+        if self._data.augment == "crop_flip":
+            inputs = crop_flip(inputs, stream(self._seed, Purpose.AUGMENT, worker, step))
+        self._point_at(params)
+        if not self._module.training:
+            self._module.train()
+        drawn = torch_seed(self._seed, Purpose.MODEL, worker, step) if self._draws else None
+        with nullcontext() if drawn is None else _seeded(drawn, self._device):
+            try:
+                loss = self._loss(self._forward(inputs), targets)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise UsageError(
+                    f"Model {type(self._option).__name__} normalises over the batch, and worker {worker}'s batch of "
+                    f"{len(indices)} is too small for that; take dataset.batch_size=2 or more."
+                ) from error
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
+        return loss.item(), _flatten_dense_tensors(gradients).cpu()
+
+    def samples(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs [features, samples] and targets [values, samples] on the CPU, float32; classes as 0 and 1."""
+        inputs, targets = self._data.train.batch(indices)
+        if self._data.loss == "cross_entropy":
+            targets = functional.one_hot(targets, self._data.num_classes)
+        return inputs.flatten(1).T.float(), targets.flatten(1).T.float()
+
+    @torch.no_grad()
+    def evaluate(self, params: Tensor) -> dict[str, float | None]:
+        """`train_loss` over a fixed subset of the training set, `test_loss` and `test_accuracy` over the test set.
+
+        The accuracy is a share from 0 to 1, and None where the targets are values instead of classes.
+        """
+        self._point_at(params)
+        self._calibrate()
+        self._module.eval()
+        train_loss, _ = self._score(self._data.train, self._subset)
+        test_loss, accuracy = self._score(self._data.test, np.arange(len(self._data.test)))
+        return {
+            "train_loss": train_loss,
+            "test_loss": test_loss,
+            "test_accuracy": accuracy if self._data.loss == "cross_entropy" else None,
+        }
+
+    def _build(self) -> nn.Module:
+        with _seeded(torch_seed(self._seed, Purpose.INIT), "cpu"):
+            return self._option.build(self._data.sample_shape, self._data.num_classes)
+
+    def _try_out(self) -> bool:
+        """Runs the module once to see that it fits the data; returns whether it draws random numbers in training."""
+        name, shape = type(self._option).__name__, "x".join(map(str, self._data.sample_shape))
+        if not self._parameters or any(p.dtype != torch.float32 for p in self._parameters):
+            raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
+        with torch.no_grad(), _seeded(0, self._device) as generator:
+            before = generator.get_state()
+            try:
+                output = self._forward(torch.zeros(2, *self._data.sample_shape, device=self._device))
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                reason = str(error).split("\n")[0]
+                raise UsageError(
+                    f"Model {name} cannot take samples of shape {shape} ({reason}); take another."
+                ) from error
+            expected = (2, self._data.num_classes)
+            if not isinstance(output, Tensor) or output.shape != expected:
+                got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise UsageError(
+                    f"Model {name} returns {got} for two samples of shape {shape}, and should return {expected}."
+                )
+            return not torch.equal(before, generator.get_state())
+
+    def _point_at(self, params: Tensor) -> None:
+        if params.shape != (self.num_params,):
+            raise ValueError(f"expected a vector of {self.num_params} parameters, got shape {tuple(params.shape)}")
+        views = _unflatten_dense_tensors(params.detach().to(self._device), self._parameters)
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.data = view
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        if self._channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return self._module(inputs)
+
+    def _loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        if self._data.loss == "squared":
+            return 0.5 * functional.mse_loss(outputs, targets, reduction=reduction)
+        return functional.cross_entropy(outputs, targets, reduction=reduction)
+
+    def _calibrate(self) -> None:
+        """Estimates BatchNorm's statistics at these parameters, as plain averages over equal batches."""
+        if not self._norms:
+            return
+        self._module.eval()
+        momenta = [norm.momentum for norm in self._norms]
+        for norm in self._norms:
+            norm.train()
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain average, in torch's terms
+        batches, size = CALIBRATION
+        size = min(size, self._chunk(), len(self._subset))
+        for part in np.split(self._subset[: len(self._subset) // size * size], len(self._subset) // size)[:batches]:
+            self._forward(self._data.train.batch(part, self._device)[0])
+        for norm, momentum in zip(self._norms, momenta, strict=True):
+            norm.momentum = momentum
+
+    def _chunk(self) -> int:
+        return max(2, min(500, CHUNK // math.prod(self._data.sample_shape)))
+
+    def _score(self, split: Split, indices: np.ndarray) -> tuple[float, float]:
+        """Mean loss and share of right answers over the samples named."""
+        losses, hits = 0.0, 0
+        for start in range(0, len(indices), self._chunk()):
+            inputs, targets = split.batch(indices[start : start + self._chunk()], self._device)
+            outputs = self._forward(inputs)
+            losses += self._loss(outputs, targets).item() * len(targets)
+            hits += int((outputs.argmax(dim=1) == targets).sum()) if self._data.loss == "cross_entropy" else 0
+        return losses / len(indices), hits / len(indices)
+
+
+@contextmanager
+def _seeded(seed: int, device: str) -> Generator[torch.Generator]:
+    """Torch's own generator of the device, set to `seed` inside and put back after: layers draw from no other."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.init()
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if place.index is None else place.index]
+    else:
+        generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield generator
+    finally:
+        generator.set_state(state)

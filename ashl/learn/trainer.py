@@ -1,0 +1,178 @@
+"""What a `Compute` of a worker runs: the learner on the worker's next batch, then the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.data.batches import Batches
+from ashl.learn.learner import Learner
+from ashl.size_only import SizeOnly
+
+Moments = tuple[Any, ...]
+
+
+class Trainer:
+    """Pure functions over flat vectors [d]; arguments are never changed. Batches are counted per worker from 0."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        optimizer: Any,
+        deal: Callable[[Sequence[float]], list[Batches]],
+        shares: Sequence[float],
+    ) -> None:
+        """`deal` gives each worker its batches, from everybody's share of the data."""
+        self.learner, self.optimizer, self.deal = learner, optimizer, deal
+        self.batches = deal(shares)
+        self.epoch_samples = learner.epoch_samples
+        self.num_params = learner.num_params
+        self.dense_bytes = 4 * learner.num_params
+
+    def reshard(self, shares: Sequence[float]) -> Trainer:
+        """The same with other shares of the data."""
+        return Trainer(self.learner, self.optimizer, self.deal, shares)
+
+    def blank(self, size: float) -> Tensor:
+        """A body of this share of the model's size, to measure with."""
+        return torch.zeros(max(1, round(size * self.learner.num_params)))
+
+    def init(self) -> tuple[Tensor, Moments]:
+        """The initial model, the same on every rank, and empty optimizer moments."""
+        return self.learner.init(), self.moments()
+
+    def moments(self) -> Moments:
+        return self.optimizer.shaped(self.learner.layers) if self.statistics else self.optimizer.init(self.num_params)
+
+    @property
+    def statistics(self) -> int:
+        """How many elements workers exchange for an optimizer that needs something else than gradients; else 0."""
+        return self.optimizer.size(self.learner.layers) if hasattr(self.optimizer, "sweep") else 0
+
+    def sweep(self, params: Tensor, moments: Moments, blocks: Any, worker: int) -> tuple[float, Any, Tensor]:
+        """(loss, blocks, statistics) of all samples of a worker, for such an optimizer."""
+        inputs, targets = self.learner.samples(self.batches[worker].shard)
+        return self.optimizer.sweep(params, moments, blocks, inputs, targets)
+
+    def gradient(self, params: Tensor, worker: int, step: int, span: range | None = None) -> tuple[float, Tensor]:
+        """Loss and gradient on batch `step` of a worker, or on what lies at `span` in its stream of samples."""
+        batches = self.batches[worker]
+        indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
+        return self.learner.gradient(params, indices, worker, step)
+
+    def shard_size(self, worker: int) -> int:
+        """The samples that a worker has."""
+        return len(self.batches[worker].shard)
+
+    def full_gradient(self, params: Tensor, worker: int, batch: int) -> tuple[float, Tensor]:
+        """Loss and gradient over all of a worker's samples, added up over parts of at most about `batch`, always the
+        same parts in the same order and with the same augmentation: a fixed function of `params`."""
+        shard = self.batches[worker].shard
+        loss, total = 0.0, torch.zeros(self.num_params)
+        for step, part in enumerate(np.array_split(shard, -(-len(shard) // batch))):
+            part_loss, grad = self.learner.gradient(params, part, worker, step)
+            loss += part_loss * len(part) / len(shard)
+            total.add_(grad, alpha=len(part) / len(shard))
+        return loss, total
+
+    def reduced_gradient(
+        self, params: Tensor, anchor: Tensor, worker: int, step: int, span: range
+    ) -> tuple[float, Tensor]:
+        """g(params) − g(anchor) on the same minibatch: what the gradient over all samples at `anchor` lacks."""
+        loss, grad = self.gradient(params, worker, step, span)
+        return loss, grad - self.gradient(anchor, worker, step, span)[1]
+
+    def spread_gradient(
+        self, params: Tensor, worker: int, step: int, span: range, parts: int
+    ) -> tuple[float, Tensor, Tensor]:
+        """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the minibatch."""
+        indices = self.batches[worker].span(span.start, len(span))
+        loss, total, squares = 0.0, torch.zeros(self.num_params), torch.zeros(self.num_params)
+        for part in np.array_split(indices, min(parts, len(indices))):
+            share = len(part) / len(indices)
+            part_loss, grad = self.learner.gradient(params, part, worker, step)
+            loss += part_loss * share
+            grad = grad * share
+            total += grad
+            squares.addcmul_(grad, grad)
+        return loss, total, squares
+
+    def local_step(
+        self, params: Tensor, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
+    ) -> tuple[float, Moments, Tensor]:
+        """One optimizer step on one minibatch, or on the shard where that is what the optimizer needs: (loss, moments,
+        params)."""
+        if self.statistics:
+            loss, _, statistics = self.sweep(params, moments, None, worker)
+            return (loss, *self.optimizer.step(moments, params, statistics, lr))
+        loss, grad = self.gradient(params, worker, step, span)
+        return (loss, *self.optimizer.step(moments, params, grad, lr))
+
+    def apply(self, params: Tensor, moments: Moments, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+        """The optimizer's step on an averaged gradient."""
+        return self.optimizer.step(moments, params, grad, lr)
+
+    def rate(self, samples: int) -> float:
+        """The learning rate after `samples` applied samples."""
+        return self.optimizer.rate(samples, self.epoch_samples)
+
+
+class SizeOnlyTrainer:
+    """Nothing inside: for timing thousands of workers without gradients. Vectors are sizes."""
+
+    def __init__(self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0) -> None:
+        self.statistics = statistics
+        self.epoch_samples = epoch_samples
+        self.num_workers = num_workers
+        self.num_params = num_params
+        self.dense_bytes = 4 * num_params
+        self._size_only = SizeOnly(self.dense_bytes)
+
+    def reshard(self, shares: Sequence[float]) -> SizeOnlyTrainer:
+        return self
+
+    def blank(self, size: float) -> SizeOnly:
+        return SizeOnly(max(4, round(size * self.dense_bytes / 4) * 4))
+
+    def init(self) -> tuple[SizeOnly, Moments]:
+        return self._size_only, ()
+
+    def moments(self) -> Moments:
+        return ()
+
+    def sweep(self, params: SizeOnly, moments: Moments, blocks: Any, worker: int) -> tuple[float, Any, SizeOnly]:
+        return 0.0, None, SizeOnly(4 * self.statistics)
+
+    def gradient(self, params: SizeOnly, worker: int, step: int, span: range | None = None) -> tuple[float, SizeOnly]:
+        return 0.0, params
+
+    def shard_size(self, worker: int) -> int:
+        return max(1, (self.epoch_samples + self.num_workers - 1 - worker) // self.num_workers)
+
+    def full_gradient(self, params: SizeOnly, worker: int, batch: int) -> tuple[float, SizeOnly]:
+        return 0.0, params
+
+    def reduced_gradient(
+        self, params: SizeOnly, anchor: SizeOnly, worker: int, step: int, span: range
+    ) -> tuple[float, SizeOnly]:
+        return 0.0, params
+
+    def spread_gradient(
+        self, params: SizeOnly, worker: int, step: int, span: range, parts: int
+    ) -> tuple[float, SizeOnly, SizeOnly]:
+        return 0.0, params, params
+
+    def local_step(
+        self, params: SizeOnly, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
+    ) -> tuple[float, Moments, SizeOnly]:
+        return 0.0, (), params
+
+    def apply(self, params: SizeOnly, moments: Moments, grad: SizeOnly, lr: float) -> tuple[Moments, SizeOnly]:
+        return (), params
+
+    def rate(self, samples: int) -> float:
+        return 0.0

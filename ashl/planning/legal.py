@@ -1,0 +1,212 @@
+"""Combinations that make no sense, refused in words that say why and what to take instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ashl.cluster.spec import RealCluster
+from ashl.config.construct import construct
+from ashl.config.override import key_of
+from ashl.errors import UnusedKeyError, UsageError
+from ashl.plan.plan import Limits, StagePlan, WorkerPlan
+from ashl.stage.stage import extra_ranks
+
+INSTEAD = {"gossip": "sync=d_psgd", "partial_all_reduce": "sync=ripples_smart"}  # a mode that knows the topology
+NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "plateau"}  # rules by which a stage ends
+
+
+def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
+    """A schedule that says which sync mode each stage has leaves nothing for `sync=` to say."""
+    given = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
+    if given:
+        raise UnusedKeyError(
+            f"schedule={schedule} names the sync mode of each of its stages, so {given[0]} has no say; drop it, or "
+            "take schedule=single",
+            key_of(given[0]),
+        )
+
+
+def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None:
+    """Refuse what makes no sense, saying why and what to take instead. `choices` has the options' names."""
+    sync, topology, runtime, cluster = (parts[key] for key in ("sync", "topology", "runtime", "cluster"))
+    topology_name, sync_name = choices["topology"], choices["sync"]
+    if sync is not None and mechanism(topology) not in sync.topologies:
+        why = {
+            "all_reduce": "a sum over all workers cannot start before the last one has come, so nobody can be ahead",
+            "gossip": "its workers share no model that they could wait for",
+        }.get(mechanism(topology), f"{sync_name} has no rule for it")
+        other = INSTEAD.get(mechanism(topology), "sync=bsp or sync=local_sgd")
+        raise UsageError(
+            f"sync={sync_name} makes no sense with topology={topology_name}: {why}; take "
+            f"topology={' or '.join(sync.topologies)}, or {other}"
+        )
+    if getattr(sync, "resizes", False) and not follows_samples(parts["aggregate"]):
+        raise UsageError(
+            f"aggregate={choices['aggregate']} makes no sense with sync={sync_name}: its workers' batches differ, and "
+            "only weights by samples make one mean gradient of them; take aggregate=samples"
+        )
+    if hasattr(parts["optimizer"], "sweep"):
+        check_sweeping(parts, choices)
+    if hasattr(sync, "absorb"):
+        check_absorbing(parts, choices)
+    lossless = parts["compression"].flags.lossless
+    if getattr(topology, "replicas", False) and sync is not None:
+        check_replicas(parts, choices, lossless)
+    if topology.has_server and topology.pull_ratio is not None and lossless:
+        raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
+    if runtime.name == "sim":
+        if isinstance(cluster, RealCluster):
+            raise UsageError(
+                "cluster=real is what is there, and virtual time needs declared costs; take another cluster, or "
+                "runtime=local"
+            )
+        if missing := cluster.missing():
+            raise UsageError(
+                f"runtime=sim needs cluster.{missing[0]}, which is not declared (a missing cost is never zero); give "
+                "it a value, or measure with runtime=local"
+            )
+    elif runtime.backend == "nccl":
+        raise UsageError(
+            "runtime.backend=nccl is not built yet; take runtime.backend=gloo, which carries the vectors of CUDA "
+            "workers through the host's memory"
+        )
+
+
+def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """An optimizer that solves for the weights needs sums over all workers, and a model that it can solve."""
+    name, sync, aggregate = f"optimizer={choices['optimizer']}", parts["sync"], parts["aggregate"]
+    if mechanism(parts["model"]) != "mlp":
+        raise UsageError(f"{name} solves for the layers of a multi-layer perceptron; take model=mlp")
+    bsp = sync is not None and mechanism(sync) == "bsp" and sync.exchange == "gradient"
+    if not bsp or mechanism(parts["topology"]) != "all_reduce":
+        raise UsageError(f"{name} needs sums over all workers at once; take sync=bsp topology=all_reduce")
+    if not parts["compression"].flags.lossless:
+        raise UsageError(f"{name} exchanges no updates that a codec would know; take compression=none")
+    if choices["aggregate"] != "mean" or aggregate.weights != "samples" or aggregate.clip_norm or aggregate.scale != 1:
+        raise UsageError(f"{name} needs means over all samples as they are; leave aggregate as it is")
+
+
+def check_absorbing(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """A sync mode that makes the model itself leaves nothing to weigh, and has pulls of its own."""
+    sync, codec = f"sync={choices['sync']}", parts["compression"]
+    if what := changed(parts["aggregate"], choices["aggregate"]):
+        raise UsageError(f"{sync} makes of each push what its rule says, which {what} has no say in; drop it")
+    if parts["topology"].pull_ratio is not None:
+        raise UsageError(f"{sync} has pulls of its own; drop topology.pull_ratio")
+    if getattr(parts["sync"], "sparse", False) and not codec.flags.lossless:
+        raise UsageError(f"{sync} sends few elements as it is; take compression=none")
+    if getattr(parts["sync"], "unbiased", False) and not codec.flags.unbiased:
+        raise UsageError(
+            f"{sync} needs a codec that keeps the mean, and compression={choices['compression']} does not; take "
+            "compression=grid, or none"
+        )
+    plain = choices["optimizer"] == "sgd" and not parts["optimizer"].momentum and not parts["optimizer"].weight_decay
+    if getattr(parts["sync"], "plain", False) and not plain:
+        raise UsageError(
+            f"{sync} takes plain steps of its own; take optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0"
+        )
+
+
+def changed(aggregate: Any, name: str) -> str | None:
+    """What of the aggregation rule is not as it is when nothing is said."""
+    if name != "mean":
+        return f"aggregate={name}"
+    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key, None) is not None]
+    return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
+
+
+def check_replicas(parts: Mapping[str, Any], choices: Mapping[str, str], lossless: bool) -> None:
+    """Where every worker has a model of its own, models travel, and their weights are those of the meeting."""
+    if not lossless and not getattr(parts["sync"], "compresses", False):
+        raise UsageError(
+            f"compression={choices['compression']} makes no sense with sync={choices['sync']}: whole models travel, "
+            "and most of a compressed model would be zero; take compression=none, or sync=choco: it sends differences"
+        )
+    if what := changed(parts["aggregate"], choices["aggregate"]):
+        raise UsageError(
+            f"topology={choices['topology']} has no place for {what}: workers average their models, and "
+            "nobody adds up updates; leave aggregate as it is"
+        )
+
+
+def check_checkpoints(every_s: float | None, runtime: Any, stages: Sequence[StagePlan], allow: Sequence[str]) -> None:
+    """Refuse to promise checkpoints where none can be made."""
+    if every_s is None:
+        return
+    if runtime.name != "sim":
+        raise UsageError("run.checkpoint_s is for virtual time; real processes leave no checkpoints yet: drop it")
+    for stage in stages:
+        if not getattr(construct(stage.sync, "sync", allow), "resumable", True):
+            raise UsageError(
+                f"run.checkpoint_s: no checkpoint can hold stage {stage.name}, whose workers do several things at "
+                "once; drop it, or take a mode that goes in rounds, as sync=d_psgd"
+            )
+
+
+def check_stages(stages: Sequence[StagePlan], topology: Any, gradients: bool, allow: Sequence[str]) -> None:
+    """Refuse a schedule whose stages the topology cannot run, or that needs a loss where nothing is learned."""
+    name = mechanism(topology)
+    for stage in stages:
+        sync = construct(stage.sync, "sync", allow)
+        if not gradients and set(stage.until) & NEED_LOSS:
+            raise UsageError(
+                f"runtime.gradients=false learns nothing, and stage {stage.name} ends by {', '.join(stage.until)}; "
+                "take one sync mode for the whole run, as in sync=asp"
+            )
+        if name not in sync.topologies:
+            raise UsageError(
+                f"stage {stage.name} of the schedule has no rule for topology={name}; take "
+                f"topology={' or '.join(sync.topologies)}, or one sync mode for the whole run, as in "
+                f"{INSTEAD.get(name, 'sync=bsp')}"
+            )
+
+
+def follows_samples(aggregate: Any) -> bool:
+    """Whether a worker with three times the samples has three times the weight."""
+    one = WorkerPlan(local_steps=1, batch=1, data_share=0.5, compression_ratio=1.0, predicted_cycle_s=None)
+    few, many = aggregate.weigh([one, replace(one, batch=3)])
+    return many == 3 * few
+
+
+def mechanism(topology: Any) -> str:
+    """The name by which sync modes know a topology, whatever the option is called that chose it."""
+    return type(topology).__module__.rsplit(".", 1)[-1]
+
+
+def check_workers(sync: Any, topology: Any, num_workers: int, seed: int) -> None:
+    """Refuse rules that so many workers cannot keep."""
+    if hasattr(sync, "quorum"):
+        sync.quorum(num_workers)
+    if hasattr(topology, "check"):
+        topology.check(sync, num_workers, seed)
+
+
+def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
+    """How many workers there are. Raises UsageError where the job's size says otherwise."""
+    cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
+    given, extra = cluster.num_workers, extra_ranks(topology, parts["sync"])
+    if runtime.name != "torchrun":
+        if given is None:
+            raise UsageError("cluster=real needs the number of processes: give cluster.num_workers=2, say")
+        return given
+    if world_size is None:
+        raise UsageError("runtime=torchrun needs a job to join: start it as `torchrun … -m ashl.cli train …`")
+    if given is None and world_size - extra >= 1:
+        return world_size - extra
+    if given is None or given + extra != world_size:
+        beside = " and a server" if topology.has_server else " and a coordinator"
+        raise UsageError(
+            f"the job has {world_size} processes, but {given or 1} workers{beside if extra else ''} need "
+            f"{(given or 1) + extra}; change --nproc-per-node or the cluster"
+        )
+    return given
+
+
+def check_targets(limits: Limits, gradients: bool, loss: str) -> None:
+    """Where nothing is learned, nothing can be reached, and a regression has no accuracy."""
+    if limits.target_accuracy is not None and loss == "squared":
+        raise UsageError("stop.target_accuracy: this data set's targets are values, not classes; take stop.target_loss")
+    if not gradients and (limits.target_accuracy is not None or limits.target_loss is not None):
+        raise UsageError("runtime.gradients=false learns nothing, so a target cannot be reached; drop stop.target_…")

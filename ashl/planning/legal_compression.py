@@ -1,0 +1,250 @@
+"""Which combinations of compression make sense: the others are refused, or noted, in words.
+
+Source: what is refused are the traps that Xu et al., "GRACE", ICDCS 2021, and the papers of the methods name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ashl.compression.around.layers import Layout, size_of
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.base.code import Code
+from ashl.compression.base.count_sketch import CountSketch
+from ashl.compression.wire.entropy_code import check_code
+from ashl.config.override import key_of
+from ashl.errors import UsageError
+
+MUCH, MOST = 0.8, 0.7  # momentum, and a lost share of an update, that together overshoot
+
+
+def check_compression(
+    parts: Mapping[str, Any],
+    choices: Mapping[str, str],
+    layout: Layout,
+    num_workers: int,
+    overrides: Sequence[str] = (),
+) -> list[str]:
+    """What is legal and worth knowing, a sentence each; `overrides` is what the user wrote. Raises UsageError for what
+    makes no sense."""
+    option, topology, sync = parts["compression"], parts["topology"], parts["sync"]
+    name = f"compression={choices['compression']}"
+    check_signs(name, option, parts["optimizer"])
+    codec = wrapped(option, layout)
+    if codec.flags.lossless:
+        return []
+    check_aids(name, option, parts["optimizer"], layout)
+    check_code(getattr(option, "entropy", "none"))
+    if sync is not None:
+        check_exchange(name, codec, sync, choices["sync"], parts["optimizer"])
+    elif getattr(codec, "estimator", "minibatch") != "minibatch" or codec.flags.full_gradient:
+        raise UsageError(
+            f"{name} is about gradients at one model, and the stages of schedule={choices['schedule']} exchange "
+            "differences between models; take schedule=single sync=bsp"
+        )
+    if codec.flags.reduces:
+        check_aggregate(name, parts["aggregate"], choices["aggregate"])
+    if isinstance(option, CountSketch):
+        check_sketch(name, option, topology, parts["optimizer"])
+    if getattr(option, "shared_scale", False) and choices["topology"] != "all_reduce":
+        raise UsageError(
+            f"{name} with compression.shared_scale=true is an agreement of all workers before each sum; take "
+            "topology=all_reduce, or compression.shared_scale=false"
+        )
+    pulled = option.pulled() if hasattr(option, "pulled") else option
+    if (
+        topology.has_server
+        and topology.pull_ratio is not None
+        and not (isinstance(pulled, Code) and pulled.flags.contraction and not pulled.flags.reduces)
+    ):
+        raise UsageError(
+            f"topology.pull_ratio makes no sense with {name}: a pull needs a codec without memory that never enlarges "
+            "what it is given, as compression=topk; drop topology.pull_ratio, or take another compression"
+        )
+    d = size_of(layout)
+    if topology.has_server and topology.pull_ratio is not None:
+        check_share("topology.pull_ratio", topology.pull_ratio, d)
+    if getattr(topology, "replicas", False) and not (isinstance(option, Code) and tends_to_nothing(option, d)):
+        raise UsageError(
+            f"{name} makes no sense with topology={choices['topology']}: replicas of neighbours need a codec without "
+            "memory that never enlarges what it is given; take one, as compression=topk"
+        )
+    alone = getattr(option, "critical_ratio", None) is not None  # each worker decides how much it sends
+    if alone and codec.flags.linear and choices["topology"] == "all_reduce":
+        raise UsageError(
+            f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
+            "worker decides for itself; drop it, or take topology=parameter_server"
+        )
+    return [*unused(option, parts, choices, overrides), *notes(name, option, codec, parts, d, num_workers)]
+
+
+def tends_to_nothing(option: Any, d: int) -> bool:
+    """Whether differences that are sent again and again shrink."""
+    flags = option.flags
+    return not flags.scale_free and (flags.contraction or flags.drains or option.bound(None, d) < 1)
+
+
+def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
+    """Momentum in two places, and shares of less than one element."""
+    if getattr(option, "momentum", None) is not None:
+        if getattr(optimizer, "momentum", 0):
+            raise UsageError(
+                f"compression.momentum={option.momentum:g} is momentum correction, and optimizer.momentum="
+                f"{optimizer.momentum:g} would count every velocity twice; set optimizer.momentum=0"
+            )
+        if option.feedback and not (option.flags.contraction or option.flags.drains):
+            raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
+    d = size_of(layout)
+    for key in ("ratio", "critical_ratio"):
+        if (share := getattr(option, key, None)) is not None:
+            check_share(f"compression.{key}", share, d)
+    critical = getattr(option, "critical_ratio", None)
+    if critical is not None and critical < option.ratio:
+        raise UsageError(
+            f"compression.critical_ratio={critical:g} is what is kept while gradients change fast, and must be no less "
+            f"than compression.ratio={option.ratio:g}, which is kept while they do not; take the one for the other"
+        )
+
+
+def check_share(key: str, share: float, d: int) -> None:
+    if share * d < 1:
+        raise UsageError(f"{key}={share:g} keeps less than one of the model's {d} elements; take at least 1/{d}")
+
+
+def plain(optimizer: Any) -> bool:
+    """Whether a step is lr · gradient, but for weight decay."""
+    return getattr(optimizer, "momentum", None) == 0
+
+
+def check_exchange(name: str, codec: Any, sync: Any, sync_name: str, optimizer: Any) -> None:
+    """Whether what this sync mode exchanges is what the codec is for."""
+    gradients = "sync=bsp" + (", or compression.scale=mean" if hasattr(codec, "scale") else "")
+    if codec.flags.scale_free and sync.exchange != "gradient":
+        raise UsageError(
+            f"{name} forgets how long an update is, so that it is for gradients, and sync={sync_name} exchanges "
+            f"differences between models; take {gradients}"
+        )
+    estimator = getattr(codec, "estimator", "minibatch")
+    curved = codec.flags.full_gradient and not plain(optimizer)
+    if (codec.flags.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
+        raise UsageError(
+            f"{name} is about gradients at one model, and sync={sync_name} exchanges differences between models; take "
+            f"sync=bsp{' optimizer=sgd optimizer.momentum=0' if curved else ''}"
+        )
+    if curved:
+        raise UsageError(
+            f"{name} compares what has changed with how far plain gradient descent has moved the model; take "
+            "optimizer=sgd optimizer.momentum=0"
+        )
+    if estimator == "full" and getattr(sync, "resizes", False):
+        raise UsageError(
+            f"{name} with compression.estimator=full takes all samples of a worker at once, which leaves sync="
+            f"{sync_name} no batches to size; take sync=bsp, or compression.estimator=minibatch"
+        )
+
+
+def check_signs(name: str, option: Any, optimizer: Any) -> None:
+    """Signs without a scale have none to keep apart, and a vote has no use for one."""
+    if getattr(option, "vote", "mean") == "majority" and option.scale != "none":
+        fix = "compression.scale=none" + (" compression.feedback=false" if option.feedback else "")
+        raise UsageError(f"{name} with compression.vote=majority applies a sign; set {fix}")
+    if getattr(option, "scale", None) == "none" and getattr(option, "layers", False):
+        raise UsageError(
+            f"{name} with compression.scale=none is the same for each layer and for all; drop compression.layers"
+        )
+    if getattr(option, "beta", None) is not None:
+        for key, part in (("compression", option), ("optimizer", optimizer)):
+            if getattr(part, "momentum", None):
+                raise UsageError(
+                    f"{name} with compression.beta={option.beta:g} sends a momentum, and {key}.momentum="
+                    f"{part.momentum:g} would count every velocity twice; take one of them"
+                )
+
+
+def check_sketch(name: str, option: CountSketch, topology: Any, optimizer: Any) -> None:
+    """What is recovered of a sum of sketches, only those know who have the sum."""
+    if topology.has_server and (getattr(option, "feedback", False) or getattr(option, "momentum", None) is not None):
+        raise UsageError(
+            f"{name} keeps at a worker what was not recovered, and a parameter server does not tell what that was; "
+            "take topology=all_reduce, compression=fetch_sgd, or compression.feedback=false and no compression.momentum"
+        )
+    if getattr(topology, "replicas", False):
+        raise UsageError(
+            f"{name} makes no sense with replicas of neighbours: what it recovers of one vector may be larger than the "
+            "vector; take compression=topk, or topology=all_reduce"
+        )
+    decay = getattr(option, "decay", 0.0)
+    if decay and getattr(optimizer, "momentum", 0):
+        raise UsageError(
+            f"{name} keeps the momentum in the sketch (compression.decay={decay:g}), and optimizer.momentum="
+            f"{optimizer.momentum:g} would count every velocity twice; set optimizer.momentum=0"
+        )
+
+
+def check_aggregate(name: str, aggregate: Any, aggregate_name: str) -> None:
+    """Bodies that are merged together leave nothing to do to each of them."""
+    for key in ("discount", "clip_norm"):
+        if getattr(aggregate, key, None) is not None:
+            raise UsageError(f"{name} merges all bodies at once, so aggregate.{key} has none to act on; drop it")
+    if not hasattr(aggregate, "outer") or aggregate_name == "fednova":
+        raise UsageError(
+            f"{name} merges all bodies at once, and aggregate={aggregate_name} weighs each by itself; take "
+            "aggregate=mean"
+        )
+
+
+def unused(option: Any, parts: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+    """What was asked for and has no say in this run."""
+    asked = {key.removeprefix("compression.") for key in map(key_of, overrides) if key.startswith("compression.")}
+    found = []
+    preset = getattr(parts.get("schedule"), "r_preset", None)
+    if "ratio" in asked and preset and parts["schedule"].names_sync:
+        found.append(
+            f"compression.ratio={option.ratio:g} is not used: the stages of schedule={choices['schedule']} keep what "
+            f"schedule.r_preset=[{', '.join(f'{share:g}' for share in preset)}] says; set that, or it to null"
+        )
+    moves, keeps = getattr(option, "momentum", None) is not None, getattr(option, "feedback", False)
+    if "masking" in asked and hasattr(option, "momentum") and not moves:
+        found.append("compression.masking is not used: it is for compression.momentum, which is not set")
+    if asked & {"feedback_gain", "feedback_decay"} and (moves or not keeps):
+        instead = "compression.momentum is there instead" if moves else "compression.feedback=false"
+        found.append(f"compression.feedback_gain and .feedback_decay are not used: {instead}")
+    return found
+
+
+def notes(name: str, option: Any, codec: Any, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:
+    """What is legal and worth knowing."""
+    found = []
+    topology, momentum = parts["topology"], getattr(parts["optimizer"], "momentum", None) or 0
+    keeps = getattr(option, "feedback", True) or getattr(option, "momentum", None) is not None
+    if isinstance(option, Code) and not option.flags.unbiased and not keeps and not option.flags.reduces:
+        found.append(
+            f"{name} without compression.feedback=true is biased: what it leaves out is lost, and training may stand "
+            "still"
+        )
+    if codec.flags.full_gradient and getattr(codec, "estimator", None) == "minibatch":
+        found.append(
+            f"{name} with compression.estimator=minibatch takes the noise of gradients for change: hardly anything is "
+            "ever left out"
+        )
+    ratio, after = getattr(option, "ratio", None), getattr(parts["sync"], "exchange", None) == "gradient"
+    if after and getattr(option, "feedback", False) and momentum >= MUCH and codec.bound(ratio, d) > MOST:
+        found.append(
+            f"{name} keeps most of an update for later, which optimizer.momentum={momentum:g} carries on once more: "
+            "training may overshoot; optimizer.momentum=0 with a larger optimizer.lr, or compression.momentum, may help"
+        )
+    if topology.has_server and not codec.flags.variable and codec.payload(ratio, d) >= 4 * d:
+        found.append(
+            f"{name} shortens nothing here: {codec.payload(ratio, d) / 1e6:.3g} MB a push, as without compression"
+        )
+    if not topology.has_server and not codec.flags.linear and not hasattr(codec, "collective"):
+        each = codec.payload(ratio, d) * (num_workers - 1)
+        ring = 2 * (num_workers - 1) / num_workers * 4 * d
+        if each >= ring:
+            most = "up to " if codec.flags.variable else ""
+            found.append(
+                f"{name} does not add up on its way, so its bodies are gathered: {most}{each / 1e6:.3g} MB a round, "
+                f"where summing without compression moves {ring / 1e6:.3g} MB"
+            )
+    return found

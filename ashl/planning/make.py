@@ -1,0 +1,213 @@
+"""From a composed configuration to a checked plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ashl.cluster.spec import Cluster
+from ashl.compression.around.layers import Layout, size_of
+from ashl.compression.around.wrapped import wrapped
+from ashl.config.construct import construct, own_faults
+from ashl.data.dataset import Data
+from ashl.data.partition import shards
+from ashl.errors import UsageError
+from ashl.learn.learner import Learner
+from ashl.optimizer.schedule import with_horizon
+from ashl.plan.files import read_plan, read_profile
+from ashl.plan.plan import SCHEMA, Plan, StagePlan
+from ashl.plan.profile import Profile
+from ashl.planning.build import declared_profile, layout_of, payload_of, rules, size_only_trainer
+from ashl.planning.device import device_of
+from ashl.planning.legal import (
+    check_checkpoints,
+    check_combination,
+    check_stages,
+    check_targets,
+    check_workers,
+    count_workers,
+    refuse_sync,
+)
+from ashl.planning.legal_compression import check_compression
+from ashl.planning.predict import predict
+from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
+from ashl.schedule.choices import Choices
+from ashl.stage.stage import extra_ranks
+
+
+def make_plan(
+    config: Mapping[str, Any],
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+    profile: Profile | None = None,
+) -> Plan:
+    """The plan alone, see `plan_and_data`."""
+    return plan_and_data(config, world_size, overrides, profile)[0]
+
+
+def plan_and_data(
+    config: Mapping[str, Any],
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+    profile: Profile | None = None,
+) -> tuple[Plan, Data]:
+    """Check every choice and every combination, and resolve them into a plan; with it comes the data set, which a check
+    has loaded.
+
+    `world_size` is the number of processes of the job that this one is part of, where there is one; `overrides` is what
+    the user wrote; `profile` what was just measured. Precedence: plan=FILE, what was measured, profile=FILE, cluster.*.
+    Raises UsageError and DataMissingError; afterwards nothing is left to refuse.
+    """
+    settings = settings_of(config)
+    with own_faults(settings.allow_targets):
+        return _plan_and_data(config, settings, world_size, overrides, profile)
+
+
+def _plan_and_data(
+    config: Mapping[str, Any],
+    settings: Settings,
+    world_size: int | None,
+    overrides: Sequence[str],
+    profile: Profile | None,
+) -> tuple[Plan, Data]:
+    parts = {group: construct(config[group], group, settings.allow_targets) for group in GROUPS}
+    if parts["schedule"].names_sync:
+        refuse_sync(config["choices"]["schedule"], overrides)
+        parts["sync"] = None
+    check_combination(parts, config["choices"])
+    num_workers = count_workers(parts, world_size)
+    check_workers(parts["sync"], parts["topology"], num_workers, settings.seed)
+    data = parts["dataset"].load()
+    limits = limits_of(settings, parts["dataset"])
+    with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
+    check_targets(limits, parts["runtime"].gradients, data.loss)
+    device_of(parts["runtime"])
+    learner = Learner(parts["model"], data, seed=settings.seed)
+    num_params, layout = learner.num_params, layout_of(learner.layers)
+    found = check_compression(parts, config["choices"], layout, num_workers, overrides)
+    batch = parts["dataset"].batch_size
+    given = given_profile(profile, settings, config, num_workers, num_params, batch)
+    stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, given))
+    check_checkpoints(settings.run.checkpoint_s, parts["runtime"], stages, settings.allow_targets)
+    check_stages(stages, parts["topology"], parts["runtime"].gradients, settings.allow_targets)
+    plan = Plan(
+        schema=SCHEMA,
+        name=settings.name or name_of(config["choices"], parts),
+        seed=settings.seed,
+        num_workers=num_workers,
+        num_ranks=num_workers + extra_ranks(parts["topology"], parts["sync"]),
+        num_params=num_params,
+        layers=learner.layers,
+        choices={g: option for g, option in config["choices"].items() if parts.get(g, option) is not None},
+        model=dict(config["model"]),
+        dataset=dict(config["dataset"]),
+        cluster=dict(config["cluster"]),
+        runtime=dict(config["runtime"]),
+        planner=dict(config["planner"]),
+        limits=limits,
+        stages=tuple(stages),
+        notes=tuple(found),
+        health_every=settings.run.health_every,
+        health_layers=settings.run.health_layers,
+        health_mean=settings.run.health_mean,
+        allow_targets=settings.allow_targets,
+    )
+    if settings.plan is not None:
+        plan = given_plan(settings.plan, plan)
+    plan = replace(plan, stages=tuple(sized(stage, layout, settings.allow_targets) for stage in plan.stages))
+    if parts["runtime"].gradients:
+        check_shards(plan, parts["dataset"], data)
+    return predicted(plan, parts["cluster"], len(data.train), batch), data
+
+
+def sized(stage: StagePlan, layout: Layout, allow: Sequence[str]) -> StagePlan:
+    """The stage with the bytes of each worker's messages."""
+    codec, d = wrapped(construct(stage.compression, "compression", allow), layout), size_of(layout)
+    sizes = [codec.payload(worker.compression_ratio, d) for worker in stage.workers]
+    workers = zip(stage.workers, sizes, strict=True)
+    return replace(stage, workers=tuple(replace(worker, message_bytes=size) for worker, size in workers))
+
+
+def choices_of(
+    config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, layout: Layout, given: Profile | None
+) -> Choices:
+    """What the schedule is given to make stages of."""
+    batch, num_params = parts["dataset"].batch_size, size_of(layout)
+    return Choices(
+        names=config["choices"],
+        specs={group: dict(config[group]) for group in STAGE_GROUPS},
+        local_steps=parts["sync"].local_steps if parts["sync"] is not None else 1,
+        batch=batch,
+        num_workers=num_workers,
+        planner=parts["planner"],
+        profile=given or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
+        payload=payload_of(parts["compression"], layout),
+        ratio=getattr(parts["compression"], "ratio", None),
+        given=given is not None,
+    )
+
+
+def name_of(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
+    """What was chosen, in short."""
+    what = "sync" if parts["sync"] is not None else "schedule"
+    return "-".join(choices[group] for group in (what, "model", "dataset"))
+
+
+def check_shards(plan: Plan, dataset: Any, data: Data) -> None:
+    """A batch larger than its shard is refused here, before any worker starts."""
+    for stage in plan.stages:
+        batches, shares = [w.batch for w in stage.workers], [w.data_share for w in stage.workers]
+        shards(data, dataset.partition, plan.num_workers, shares, dataset.alpha, plan.seed, batches)
+
+
+def predicted(plan: Plan, cluster: Any, epoch_samples: int, batch: int) -> Plan:
+    """The plan with what each stage should reach, where the cluster declares its costs."""
+    if not isinstance(cluster, Cluster) or cluster.missing():
+        return plan
+    size_only = size_only_trainer(plan, epoch_samples)
+    stages = rules(plan, [size_only] * len(plan.stages))
+    plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
+    return replace(plan, predicted_s=duration_s(plan, epoch_samples))
+
+
+def duration_s(plan: Plan, epoch_samples: int) -> float | None:
+    """What the run should take by its limits. Of stages that follow one another nobody knows beforehand when they
+    change, so it is as long as the slowest of them would take for all."""
+    rates = [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s is not None]
+    steps = plan.num_steps(epoch_samples)
+    bounds = [plan.limits.seconds, None if steps is None or not rates else steps / min(rates)]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def given_profile(
+    measured: Profile | None,
+    settings: Settings,
+    config: Mapping[str, Any],
+    num_workers: int,
+    num_params: int,
+    batch: int,
+) -> Profile | None:
+    """The profile that was just measured, or that the user gave. Raises UsageError where it is of something else."""
+    profile = measured or (read_profile(settings.profile) if settings.profile else None)
+    if profile is not None:
+        model, before = config["choices"]["model"], config["model"]["_target_"].rpartition(".")[2]
+        profile.check(num_workers, before if profile.model == before else model, num_params, batch)  # its class once
+    return profile
+
+
+def given_plan(path: str, own: Plan) -> Plan:
+    """The stages of a plan that the user gave, run where and for as long as this configuration says."""
+    plan = read_plan(path)
+    clashes = (
+        ("workers", plan.num_workers, own.num_workers),
+        ("model", plan.choices.get("model", own.choices["model"]), own.choices["model"]),
+        ("parameters", plan.num_params, own.num_params),
+    )
+    for what, theirs, ours in clashes:
+        if theirs != ours:
+            raise UsageError(
+                f"plan={path} is for another run: {what} {theirs} there, {ours} here; give this run the same, or plan "
+                "anew"
+            )
+    return replace(own, stages=plan.stages, planner=plan.planner, seed=plan.seed, num_ranks=plan.num_ranks)

@@ -1,0 +1,96 @@
+"""The values of a configuration that belong to no group, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from ashl.config.construct import construct, explain
+from ashl.errors import UsageError
+from ashl.option import Count, Duration, Natural, NonNegative, Positive, option
+from ashl.plan.plan import Limits
+
+STAGE_GROUPS = ("sync", "topology", "aggregate", "compression", "optimizer")
+GROUPS = ("model", "dataset", "cluster", "schedule", "planner", "runtime", *STAGE_GROUPS)
+
+
+@option
+class Stop:
+    """When a run ends; the first that is reached."""
+
+    epochs: Positive | None
+    steps: Count | None
+    seconds: Annotated[Duration, Field(gt=0)] | None
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None
+    target_loss: NonNegative | None
+    target_hold: Count
+
+
+@option
+class Evaluation:
+    """When a snapshot is evaluated; both null = once per epoch of the training set."""
+
+    every_s: Annotated[Duration, Field(gt=0)] | None
+    every_commits: Count | None
+
+
+@option
+class Run:
+    """Where a run writes, and how often it leaves a checkpoint."""
+
+    dir: str | None
+    health_every: Count | None
+    health_layers: bool
+    health_mean: bool
+    checkpoint_s: Positive | None
+
+
+@option
+class Settings:
+    """The values that belong to no group."""
+
+    seed: Natural
+    name: str | None
+    plan: str | None
+    profile: str | None
+    allow_targets: tuple[str, ...]
+    run: Run
+    stop: Stop
+    eval: Evaluation
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The checked values outside of the groups. Raises UsageError, also on keys that nothing reads."""
+    parts: dict[str, Any] = {}
+    extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - {"choices", "sweep", "tracking"}  # type: ignore[attr-defined]
+    if extra:
+        raise UsageError(f"nothing reads {sorted(extra)[0]!r}; `ashl train --cfg` shows all keys")
+    if isinstance(config["name"], str) and set(config["name"]) & {"/", "\\", "\0"}:
+        raise UsageError(
+            f"name={config['name']} is part of a folder's name, so it cannot hold / or \\; say with run.dir where the "
+            "run folder goes"
+        )
+    for key, cls in (("run", Run), ("stop", Stop), ("eval", Evaluation)):
+        parts[key] = construct({"_target_": f"ashl.planning.settings.{cls.__name__}", **config[key]}, key)
+    try:
+        return Settings(**parts, **{key: config[key] for key in ("seed", "name", "plan", "profile", "allow_targets")})
+    except ValidationError as error:
+        raise UsageError(explain(error, "", Settings)) from error
+
+
+def limits_of(settings: Settings, dataset: Any) -> Limits:
+    """The stop rule. Without a limit, and also where only a target is given, the data set's own epochs hold."""
+    stop = settings.stop
+    unbounded = stop.epochs is None and stop.steps is None and stop.seconds is None
+    return Limits(
+        epochs=dataset.epochs if unbounded else stop.epochs,
+        steps=stop.steps,
+        seconds=stop.seconds,
+        target_accuracy=stop.target_accuracy,
+        target_loss=stop.target_loss,
+        target_hold=stop.target_hold,
+        eval_every_s=settings.eval.every_s,
+        eval_every_commits=settings.eval.every_commits,
+    )

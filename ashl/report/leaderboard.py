@@ -1,0 +1,310 @@
+"""The leaderboard as data: settings in order, each against the baseline, and what must be said beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from statistics import fmean, stdev
+from typing import Any
+
+from ashl.errors import UsageError
+from ashl.report.measure import (
+    Measure,
+    Target,
+    at_equal_time,
+    describe,
+    kinds_of_time,
+    measurable,
+    own_target,
+    reached_at,
+    target_of,
+    time_to,
+)
+from ashl.report.records import LeftOut, Run, Study
+from ashl.report.replicates import Replicates, label, settings_of
+from ashl.report.stats import Effect, Key, Spread, spread
+
+ENVIRONMENT = ("cluster", "dataset", "model")  # these, and `cluster.*`, are given; the rest is chosen
+MAX_NAMED = 8  # settings that an error message lists
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One setting of the leaderboard. Means are over its seeds; `against` is the effect against the baseline.
+
+    `environment`: the cluster, data set and model, where the study varies them; the `label` is of all else, since that
+    is what competes.
+    """
+
+    label: str
+    environment: str
+    setting: Replicates
+    order: int  # in the grid, as written
+    values: Mapping[Key, float]  # the measure's value by seed
+    spread: Spread
+    is_baseline: bool
+    against: Effect | None
+    accuracy: tuple[float, float] | None  # final: mean and standard deviation
+    best: float | None
+    loss: float | None
+    steps_per_s: float | None
+    wait_share: float | None
+    mb_up: float | None
+    mb_down: float | None
+    consensus: float | None  # distance of the models from their mean, where each worker has its own
+
+    @property
+    def reached(self) -> int:
+        return sum(map(math.isfinite, self.values.values()))
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(self.setting.by_seed().values())
+
+
+@dataclass(frozen=True)
+class Leaderboard:
+    """Rows by environment, and in each from the best to the worst. `ended_badly`: runs that failed, diverged or were
+    interrupted."""
+
+    measure: Measure
+    target: Target | None
+    axes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    ended_badly: tuple[LeftOut, ...]
+    dropped: tuple[LeftOut, ...]  # by racing
+
+    def rank(self, row: Row) -> int:
+        """Within its environment, from 1."""
+        return [other for other in self.rows if other.environment == row.environment].index(row) + 1
+
+    @property
+    def environments(self) -> tuple[Leaderboard, ...]:
+        """A board for each."""
+        names = dict.fromkeys(row.environment for row in self.rows)
+        return tuple(replace(self, rows=tuple(r for r in self.rows if r.environment == name)) for name in names)
+
+    @property
+    def baseline(self) -> Row | None:
+        return next((row for row in self.rows if row.is_baseline), None)
+
+    @property
+    def second(self) -> Effect | None:
+        """The first against the second; None without one, or without a common seed."""
+        if len(self.rows) < 2:
+            return None
+        return self.measure.effect(self.rows[0].values, self.rows[1].values)
+
+    @property
+    def resolution_s(self) -> float | None:
+        """How finely the evaluations tell the winner's time to target: on average over its seeds, from the last one
+        below the target to the first at it."""
+        if self.target is None:
+            return None
+        found = [reached_at(run, self.target) for run in measurable(self.rows[0].runs)[0]]
+        gaps = [at_s - before_s for at_s, before_s in found if math.isfinite(at_s)]
+        return fmean(gaps) if gaps else None
+
+
+SORTS: dict[str, Callable[[Row], float | None]] = {  # smallest first
+    "setting": lambda row: 0.0,
+    "accuracy": lambda row: -row.accuracy[0] if row.accuracy else None,
+    "best": lambda row: None if row.best is None else -row.best,
+    "loss": lambda row: row.loss,
+    "steps": lambda row: None if row.steps_per_s is None else -row.steps_per_s,
+    "wait": lambda row: row.wait_share,
+    "up": lambda row: row.mb_up,
+    "down": lambda row: row.mb_down,
+}
+
+
+def rank(
+    study: Study, *, target: float | None = None, hold: int | None = None, baseline: str | None = None
+) -> Leaderboard:
+    """Order the settings by time to target, or by what they had at an equal time.
+
+    Raises UsageError for runs of different targets and for a baseline that is not there.
+    """
+    axes, settings = settings_of(study)
+    counted = [run for setting in settings for run in setting.by_seed().values()]
+    badly = tuple(_ended(run) for setting in settings for run in setting.runs if run.summary["status"] != "finished")
+    if not counted:
+        raise UsageError(f"No run came to an end; the first: {badly[0].name}: {badly[0].reason}.")
+    asked = target_of(counted, target, hold)
+    recomputed = target is not None or hold is not None
+    left_out = study.left_out
+    if asked is None or recomputed:
+        counted, unreadable = measurable(counted)
+        left_out += tuple(unreadable)
+        if not counted:
+            where = unreadable[0]
+            raise UsageError(f"There are no evaluations to compare; the first: {where.name}: {where.reason}.")
+    measure = time_to(asked, recomputed) if asked else at_equal_time(counted)
+    usable = set(counted)
+    values = {s: {k: measure.value(run) for k, run in s.by_seed().items() if run in usable} for s in settings}
+    settings = tuple(setting for setting in settings if values[setting])
+    rows = _rows(axes, settings, values, measure, baseline)
+    notes = (*_race_note(study), *_clock_note(counted), *_stopped_note(counted, target))
+    return Leaderboard(measure, asked, axes, rows, notes, left_out, badly, study.dropped)
+
+
+def _rows(
+    axes: Sequence[str],
+    settings: Sequence[Replicates],
+    values: Mapping[Replicates, Mapping[Key, float]],
+    measure: Measure,
+    baseline: str | None,
+) -> tuple[Row, ...]:
+    """Every setting beside the baseline of its own environment."""
+    around = [axis for axis in axes if axis in ENVIRONMENT or axis.startswith("cluster.")]
+    if len(around) == len(axes):
+        around = []  # nothing else was varied: then these are what is compared
+    parts = {setting: _parts(setting, around) for setting in settings}
+    if len({environment for environment, _ in parts.values()}) > 1:  # lines of a grid that say nothing of it
+        parts = {setting: (environment or "elsewhere", name) for setting, (environment, name) in parts.items()}
+    ranked = sorted(settings, key=lambda s: _order(measure, s, values[s]))
+    chosen = _baseline([s for s in ranked if parts[s][0] == parts[settings[0]][0]], settings, parts, values, baseline)
+    bases = {parts[s][0]: s for s in settings if parts[s][1] == chosen}
+    places = list(dict.fromkeys(parts[s][0] for s in settings))
+    rows = []
+    for setting in sorted(ranked, key=lambda s: places.index(parts[s][0])):
+        environment, name = parts[setting]
+        base = bases.get(environment)
+        against = None if base in (None, setting) else measure.effect(values[setting], values[base])
+        head = {"label": name, "environment": environment, "setting": setting, "order": settings.index(setting)}
+        alone = len(settings) == 1
+        rows.append(_row(head, values[setting], setting is base and not alone, against))
+    return tuple(rows)
+
+
+def _parts(setting: Replicates, around: Sequence[str]) -> tuple[str, str]:
+    """The names of a setting's environment and of what competes in it."""
+    there = {key: value for key, value in setting.axes.items() if key in around}
+    rest = {key: value for key, value in setting.axes.items() if key not in around}
+    return label(there), (label(rest) or setting.label) if around else setting.label
+
+
+def ordering(key: str | None) -> Callable[[Leaderboard], tuple[Row, ...]]:
+    """The rows of a board in another order; None is the board's own. Raises UsageError for a key that is not there."""
+    if key is not None and key not in SORTS:
+        near = get_close_matches(key, SORTS, n=1)
+        raise UsageError(f"--sort {key}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(SORTS)}."))
+    if key is None:
+        return lambda board: board.rows
+    if key == "setting":
+        return lambda board: tuple(sorted(board.rows, key=lambda row: row.label))
+    by = SORTS[key]
+    return lambda board: tuple(sorted(board.rows, key=lambda row: math.inf if (found := by(row)) is None else found))
+
+
+def _order(measure: Measure, setting: Replicates, values: Mapping[Key, float]) -> tuple[float, float, float]:
+    """Median first; where that is infinite, the share that got there, and then how far the others came."""
+    finite = [value for value in values.values() if math.isfinite(value)]
+    best = [(run.summary.get("best") or {}).get("test_accuracy") or 0.0 for run in setting.runs]
+    return measure.order(spread(list(values.values())).middle), -len(finite) / len(values), -fmean(best)
+
+
+def _baseline(
+    ranked: Sequence[Replicates],
+    grid: Sequence[Replicates],
+    parts: Mapping[Replicates, tuple[str, str]],
+    values: Mapping[Replicates, Mapping[Key, float]],
+    name: str | None,
+) -> str:
+    """What was asked for; else the grid's first BSP; else the slowest of the first environment that got there."""
+    if name is not None:
+        return _named({parts[setting][1]: setting.axes for setting in grid}, name)
+    whole = [s for s in grid if s.runs[0].config.get("sync") == "bsp"]
+    bsp = next((s for s in whole if s.runs[0].config.get("schedule", "single") == "single"), None)
+    there = [s for s in ranked if any(map(math.isfinite, values[s].values()))]
+    return parts[bsp or (there or ranked)[-1]][1]
+
+
+def _named(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
+    """The label that a name stands for: the label itself, or some of its parts, if no other has them."""
+    if name in settings:
+        return name
+    wanted = set(name.replace(",", " ").split())
+    found = []
+    for known, axes in settings.items():
+        if wanted <= {*known.split(), *axes.values(), *(f"{key}={value}" for key, value in axes.items())}:
+            found.append(known)
+    if len(found) == 1:
+        return found[0]
+    labels = found or list(settings)
+    listed = "; ".join(labels[:MAX_NAMED]) + ("; ..." if len(labels) > MAX_NAMED else "")
+    problem = f"is the name of {len(found)} settings" if found else "is no setting"
+    raise UsageError(f'--baseline "{name}" {problem}; name one of: {listed}.')
+
+
+def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool, against: Effect | None) -> Row:
+    runs = head["setting"].by_seed().values()
+    final = _known((run.summary.get("final") or {}).get("test_accuracy") for run in runs)
+
+    def mean(key: str, part: str | None = None) -> float | None:
+        found = _known((run.summary if part is None else run.summary.get(part) or {}).get(key) for run in runs)
+        return fmean(found) if found else None
+
+    up, down = mean("bytes_up"), mean("bytes_down")
+    return Row(
+        **head,
+        values=values,
+        spread=spread(list(values.values())),
+        is_baseline=is_baseline,
+        against=against,
+        accuracy=(fmean(final), stdev(final) if len(final) > 1 else 0.0) if final else None,
+        best=mean("test_accuracy", "best"),
+        loss=mean("train_loss", "final"),
+        steps_per_s=mean("steps_per_s"),
+        wait_share=mean("wait_share"),
+        mb_up=None if up is None else up / 1e6,
+        mb_down=None if down is None else down / 1e6,
+        consensus=mean("consensus_distance", "final"),
+    )
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _ended(run: Run) -> LeftOut:
+    reason = " ".join(str(run.summary.get("exit_reason") or "").split())
+    return LeftOut(str(run.folder), f"{run.summary['status']}" + (f": {reason}" if reason else ""))
+
+
+def _race_note(study: Study) -> list[str]:
+    if not study.dropped:
+        return []
+    last = study.dropped[-1]
+    return [f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last.name}: {last.reason}."]
+
+
+def _clock_note(runs: Sequence[Run]) -> list[str]:
+    kinds = kinds_of_time(runs)
+    if len(kinds) == 1:
+        return []
+    counts = " and ".join(f"{count} of {kind} time" for kind, count in kinds.items())
+    return [
+        f"The times are of different kinds: {counts} runs. They compare only as far as the real ones kept their pace."
+    ]
+
+
+def _stopped_note(runs: Sequence[Run], target: float | None) -> list[str]:
+    """A run that ended at its own, lower target never had a chance to reach this one."""
+    if target is None:
+        return []
+    early = [
+        run for run in runs if run.summary.get("time_to_target_s") is not None and (own_target(run)[0] or 1.0) < target
+    ]
+    early = [run for run in early if math.isinf(reached_at(run, (target, None, 1))[0])]
+    if not early:
+        return []
+    own = describe(own_target(early[0]))
+    return [
+        f"{len(early)} of {len(runs)} runs had ended at a target of their own ({own}, as in {early[0].name}), below "
+        f"{target:g}: they count as not reached, which says nothing against their settings."
+    ]

@@ -1,0 +1,91 @@
+"""What was varied, and the runs that differ in their seed only: one setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ashl.report.records import Run, Study
+
+NOT_AXES = ("seed", "name", "run", "tracking", "eval", "allow_targets")  # what changes no outcome, and the seed
+
+
+@dataclass(frozen=True, eq=False)
+class Replicates:
+    """Runs that are equal in all but their seed. `axes`: the value of each axis, where the setting has it."""
+
+    label: str
+    axes: Mapping[str, str]
+    runs: tuple[Run, ...]
+
+    def by_seed(self) -> dict[tuple[int, int], Run]:
+        """Its runs whose outcome is known, by seed; the second run of a seed has 1 as its other number, and so on."""
+        found: dict[tuple[int, int], Run] = {}
+        for run in self.runs:
+            if run.counts:
+                found[run.seed, sum(seed == run.seed for seed, _ in found)] = run
+        return found
+
+
+def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Replicates, ...]]:
+    """The axes, in the order of writing, and the settings, in the order of the grid.
+
+    A sweep knows its own axes; for other runs they are what differs between their configurations.
+    """
+    if study.sweep is not None:
+        planned = [setting.get("axes") or {} for setting in study.sweep["settings"]]  # those that were dropped too
+        keys = [str(key) for key in study.sweep.get("axes") or () if str(key) not in NOT_AXES]
+        axes = tuple(key for key in keys if len({str(values.get(key)) for values in planned}) > 1)
+        chosen = {run: {key: run.axes[key] for key in axes if key in run.axes} for run in study.runs}
+    else:
+        keys = differing([run.config for run in study.runs])
+        chosen = {
+            run: {key: str(run.config[key]) for key in keys if varied(key, run, study.runs)} for run in study.runs
+        }
+        axes = tuple(key for key in keys if len({values.get(key) for values in chosen.values()}) > 1)
+    alike: dict[tuple[str | None, ...], list[Run]] = {}
+    for run, values in chosen.items():
+        alike.setdefault(tuple(values.get(key) for key in axes), []).append(run)
+    names = [{key: value for key, value in zip(axes, values, strict=True) if value is not None} for values in alike]
+    labels = [
+        label(values) or runs[0].summary.get("name") or "run"
+        for values, runs in zip(names, alike.values(), strict=True)
+    ]
+    return axes, tuple(Replicates(*parts) for parts in zip(labels, names, map(tuple, alike.values()), strict=True))
+
+
+def varied(key: str, run: Run, runs: Sequence[Run]) -> bool:
+    """Whether a run has this key, and another run of the same option has another value for it."""
+    group = key.split(".")[0]
+    alike = [other.config for other in runs if group == key or other.config.get(group) == run.config.get(group)]
+    return key in run.config and len({str(config.get(key)) for config in alike}) > 1
+
+
+def label(axes: Mapping[str, str]) -> str:
+    """A setting's name: options by themselves, other values behind the last part of their key."""
+    last = [key.rpartition(".")[2] for key in axes]
+    short = {key: key if last.count(end) > 1 else end for key, end in zip(axes, last, strict=True)}
+    return " ".join(value if "." not in key else f"{short[key]}={value}" for key, value in axes.items())
+
+
+def differing(configs: Sequence[Mapping[str, object]]) -> list[str]:
+    """The keys in which configurations differ, groups first.
+
+    A parameter of a group counts where it differs between runs of the same option. Of keys that differ in the same
+    way (an option brings another one along), the first is enough.
+    """
+    every = list(dict.fromkeys(key for config in configs for key in config))
+    every = [key for key in every if key.split(".")[0] not in NOT_AXES]
+    kept: list[str] = []
+    partitions: set[tuple[int, ...]] = set()
+    for key in sorted(every, key=lambda key: "." in key):
+        group = key.split(".")[0]
+        pairs = {(config.get(group) if group != key else None, str(config.get(key))) for config in configs}
+        if len(pairs) == len({option for option, _ in pairs}):
+            continue
+        values = [str(config.get(key)) for config in configs]
+        partition = tuple(values.index(value) for value in values)
+        if partition not in partitions:
+            partitions.add(partition)
+            kept.append(key)
+    return kept

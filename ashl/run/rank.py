@@ -1,0 +1,154 @@
+"""One rank of a real run, from the start of its process to its end."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ashl.config.construct import construct
+from ashl.errors import AshlError
+from ashl.plan.plan import Plan
+from ashl.planning.build import assemble
+from ashl.planning.device import device_of
+from ashl.run.reporter import Reporter
+from ashl.runtime.effects import PeerLostError
+from ashl.runtime.pace import Pace
+from ashl.runtime.plane import NEVER, first_line
+from ashl.runtime.process import TorchKernel
+from ashl.stage.program import program
+from ashl.stage.stage import Stage
+
+GOODBYE_S = 30.0
+ORPHANED = 75  # exit code of a rank whose parent has died
+
+
+class Place(NamedTuple):
+    """Where a rank finds its job."""
+
+    rank: int
+    host: str
+    port: int
+    prefix: str
+    run_dir: str
+    rounds: bool
+    log: bool  # whether output goes to rank<r>.log in the run folder
+
+
+def play_in_child(place: Place, plan_json: str) -> None:
+    """The whole of a rank's process: it logs to its own file, leaves Ctrl-C to its parent and dies with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
+    if place.log:
+        redirect(Path(place.run_dir) / f"rank{place.rank}.log")
+    code = play(place, plan_json)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no destructors: gloo's may hang when a peer is already gone
+
+
+def die_with_parent() -> None:
+    """A forkserver's children do not die with the process that asked for them, so each watches it."""
+    parent = mp.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def guard() -> None:
+        wait([sentinel])
+        os._exit(ORPHANED)
+
+    threading.Thread(target=guard, daemon=True, name="guard").start()
+
+
+def redirect(path: Path) -> None:
+    """Everything that this process and its libraries print goes to a file."""
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target in (sys.stdout, sys.stderr):
+        target.flush()
+        os.dup2(out, target.fileno())
+    os.close(out)
+
+
+def play(place: Place, plan_json: str) -> int:
+    """Join the job, play this rank's part, leave; returns the exit code. What goes wrong is told to the monitor."""
+    plan = Plan.from_json(plan_json)
+    base: Any = dist.TCPStore(place.host, place.port, is_master=False, timeout=NEVER)
+    store = dist.PrefixStore(place.prefix, base)
+    reporter = Reporter(dist.PrefixStore(place.prefix, base.clone()), place.rank, Path(place.run_dir), place.rounds)
+    try:
+        part(place, plan, store, reporter)
+        reporter.emit({"kind": "left", "rank": place.rank})
+        reporter.close()
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        lost = isinstance(error, PeerLostError) or "closed by peer" in str(error) or "reset by peer" in str(error)
+        sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
+        reporter.emit({"kind": "error", "rank": place.rank, "error": sentence, "consequence": lost})
+        reporter.close()
+        return 1
+
+
+def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> None:
+    """Set up, run, leave in two phases: when all are done, all say goodbye."""
+    runtime = construct(plan.runtime, "runtime", plan.allow_targets)
+    torch.set_num_threads(runtime.threads)
+    job = assemble(plan, device_of(runtime))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=place.rank,
+        world_size=plan.num_ranks,
+        timeout=NEVER,
+    )
+    stage = job.stages[0]
+    cluster = construct(plan.cluster, "cluster", plan.allow_targets)
+    batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
+    kernel = TorchKernel(
+        place.rank,
+        reporter,
+        lambda clock: Pace(cluster, place.rank, batch, plan.seed, dense, clock),
+        peers=tuple(sorted({peer for stage in job.stages for peer in stage.topology.links(stage, place.rank)})),
+        max_bytes=2 * dense + 1_000_000,
+        exact=runtime.sums == "exact",
+        groups=process_groups(job.stages),
+    )
+    if place.rank < plan.num_workers:
+        warm_up(stage, place.rank)
+    reporter.beat = kernel.beat
+    kernel.run(partial(program, stages=job.stages))
+    reporter.emit({"kind": "pace", "rank": place.rank, **kernel.pace.report()})
+    store.set(f"done/{place.rank}", "1")
+    everyone = [f"done/{rank}" for rank in range(plan.num_ranks)]
+    while not store.check(everyone):
+        time.sleep(0.01)
+    kernel.goodbye(GOODBYE_S)
+
+
+def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], Any]:
+    """One for each group that the plan lists. All ranks make all of them, in the same order."""
+    topologies = [(stage, stage.topology) for stage in stages if hasattr(stage.topology, "listed")]
+    listed = {group for stage, topology in topologies for group in topology.listed(stage)}
+    return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}
+
+
+def warm_up(stage: Stage, rank: int) -> None:
+    """The first step of a process allocates and plans; that is not what a step costs."""
+    trainer = stage.trainer
+    params, moments = trainer.init()
+    for step in range(3):
+        trainer.local_step(params, moments, rank, step, 0.0)

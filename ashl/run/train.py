@@ -1,0 +1,278 @@
+"""A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from ashl.config.construct import construct, own_faults
+from ashl.config.identity import config_hash
+from ashl.errors import AshlError, UsageError
+from ashl.plan.files import read_profile
+from ashl.plan.plan import Plan
+from ashl.planning.build import assemble, declared_profile
+from ashl.planning.device import device_of
+from ashl.planning.make import make_plan, plan_and_data
+from ashl.run import launch
+from ashl.run.monitor import Monitor
+from ashl.run.summary import summarise
+from ashl.run.virtual import PausedError, simulate
+from ashl.runtime import checkpoint
+from ashl.tracking import mlflow
+from ashl.tracking.console import Progress, outcome
+from ashl.tracking.forecast import forecast, notes, show_profile
+from ashl.tracking.option import Tracking
+from ashl.tracking.recorder import Recorder
+
+RUNS = Path("runs")
+PAUSED = "paused"  # why a run ended that stands still at a checkpoint
+MLFLOW_S = 30.0  # how long the end of a run waits for its copy in MLflow
+
+
+def train(
+    config: dict[str, Any],
+    overrides: list[str],
+    *,
+    quiet: bool = False,
+    resume: Path | None = None,
+    pause_s: float | None = None,
+) -> int:
+    """Plan, run, record; returns the exit code of a run that ended as it should. `resume` is the folder of a run to go
+    on with from its checkpoint; with `pause_s` the run ends at one, without a summary (see `ashl.run.virtual`).
+
+    Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
+    KeyboardInterrupt when it was interrupted; the records are complete by then.
+    """
+    tracking = construct(config["tracking"], "tracking", config["allow_targets"])
+    config, job = joined(config)
+    plan, data = plan_and_data(config, job.world_size if job else None, overrides)
+    if job and job.rank != plan.home:
+        return launch.take_part(plan, job)
+    saved = None if resume is None else taken_up(resume, config)
+    run_dir = resume or folder(config, plan)
+    recorder = Recorder(run_dir, tracking.events, saved and saved["sizes"])
+    write_inputs(recorder, config, overrides, None if saved else plan)
+    console = Console(highlight=False)
+    if not quiet:
+        notes(console, plan)
+    runtime = construct(plan.runtime, "runtime")
+    torch.set_num_threads(runtime.threads)
+    progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
+    whole = assemble(plan, device_of(runtime), data)
+    monitor = Monitor(plan, whole, recorder, progress, rounds=tracking.events != "none")
+    writer = start_mlflow(tracking, run_dir, plan, config, overrides)
+    failure: Exception | None = None
+    with interrupts(monitor):
+        try:
+            with own_faults(plan.allow_targets, AshlError):
+                pace = drive(plan, run_dir, monitor, job, saved=saved, **checkpoints(config, pause_s))
+        except PausedError as paused:
+            pace, monitor.stopping = None, PAUSED
+            monitor.evaluate_paused(paused.models, paused.time_s)
+        except Exception as error:  # whatever it was, the records are finished first
+            failure, pace = error, None
+        finally:
+            progress.close()
+        status, reason = how_it_ended(monitor, failure)
+        summary = summarise(monitor, runtime.name, status, reason, pace)
+        finish(monitor, summary, failure)
+        link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
+    if not quiet:
+        outcome(console, summary, run_dir, link)
+    for text in filter(None, (monitor.health.warning, warning)):
+        Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
+    if failure:
+        raise failure
+    if status == "diverged":
+        raise AshlError(f"the run diverged: {reason}; lower optimizer.lr, say. Its records are in {run_dir}")
+    if status == "interrupted" and reason != PAUSED:
+        raise KeyboardInterrupt
+    return 0
+
+
+def joined(config: dict[str, Any]) -> tuple[dict[str, Any], launch.Membership | None]:
+    """The job that the environment names, if real processes are wanted: `ashl train` under torchrun joins it."""
+    kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
+    job = launch.membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
+    if job and kind == "LocalRuntime":
+        config = {
+            **config,
+            "choices": {**config["choices"], "runtime": "torchrun"},
+            "runtime": {**config["runtime"], "_target_": "ashl.runtime.runtimes.TorchrunRuntime"},
+        }
+    return config, job
+
+
+def drive(plan: Plan, run_dir: Path, monitor: Monitor, job: launch.Membership | None, **saving: Any) -> dict | None:
+    """Run the plan where it wants to be run; returns how a paced run kept its pace."""
+    if plan.runtime["_target_"].endswith("SimRuntime"):
+        simulate(plan, monitor.job, monitor, **saving)
+        return None
+    if job:
+        return launch.join(plan, run_dir, monitor, job)
+    return launch.launch(plan, run_dir, monitor)
+
+
+def checkpoints(config: dict[str, Any], pause_s: float | None) -> dict[str, Any]:
+    """What `simulate` is told of checkpoints."""
+    return {"identity": identity(config), "every_s": config["run"]["checkpoint_s"], "pause_s": pause_s}
+
+
+def identity(config: dict[str, Any]) -> str:
+    """What a run is, apart from when it stops."""
+    return config_hash({**config, "stop": None})
+
+
+def taken_up(run_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of this run. Raises UsageError where there is none, or where it is of another run."""
+    saved = checkpoint.read(run_dir)
+    if saved["run"] != identity(config):
+        raise UsageError(f"the checkpoint in {run_dir} is of another run; only stop.* may change when a run goes on")
+    return saved
+
+
+def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
+    """Close the records. When the run has failed already (a full disk, say), that is what the user hears of."""
+    try:
+        try:
+            monitor.conclude(summary)
+        finally:
+            monitor.recorder.close(summary)
+    except AshlError:
+        if failure is None:
+            raise
+
+
+def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
+    """(status, reason)."""
+    if failure is not None:
+        return "failed", str(failure)
+    if monitor.stopping == PAUSED:
+        return "interrupted", PAUSED
+    if monitor.final is None:  # the ranks did not leave in order: nobody waited for them any longer
+        return "interrupted", monitor.stopping or "interrupted"
+    reason = monitor.stages[-1]["reason"]
+    if monitor.final["diverged"]:
+        return "diverged", monitor.not_finite or monitor.final["diverged"]
+    return ("interrupted" if reason == "interrupted" else "finished"), reason
+
+
+def dry_run(config: dict[str, Any], overrides: list[str]) -> None:
+    """Compose, check, plan and estimate; run nothing."""
+    config, job = joined(config)
+    plan, data = plan_and_data(config, job.world_size if job else None, overrides)
+    construct(config["tracking"], "tracking", config["allow_targets"])
+    forecast(Console(highlight=False), plan, len(data.train))
+
+
+def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) -> int:
+    """Measure the cluster (in virtual time: take what it declares), plan from it, print both; returns the exit code.
+
+    Writes `profile.json` and the `plan.json` that follows from it into the run folder.
+    """
+    config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
+    if config["runtime"]["_target_"].endswith("SimRuntime"):
+        plan = make_plan(config, None, overrides)
+        cluster = construct(plan.cluster, "cluster", plan.allow_targets)
+        found = declared_profile(cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
+        assert found is not None
+        run_dir = folder({**config, "name": "profile"}, plan)
+        recorder = Recorder(run_dir, "none")
+        recorder.document("profile.json", found.to_json())
+        recorder.leave()
+    else:
+        measuring = {**config, "schedule": {"_target_": "ashl.schedule.profile_only.ProfileOnly", "profile_steps": 20}}
+        run_dir = folder({**measuring, "name": "profile"}, make_plan(measuring, world_size(config)))
+        measuring = {**measuring, "run": {**config["run"], "dir": str(run_dir)}, "name": "profile"}
+        code = train(measuring, [], quiet=True)
+        if not run_dir.joinpath("profile.json").exists():  # another rank of the job is the one that writes
+            return code
+        found = read_profile(str(run_dir / "profile.json"))
+    plan, data = plan_and_data(config, world_size(config), overrides, found)
+    run_dir.joinpath("plan.json").write_text(plan.to_json())
+    if not quiet:
+        console = Console(highlight=False)
+        show_profile(console, found)
+        forecast(console, plan, len(data.train), found)
+        console.print(f"run folder  {run_dir}", soft_wrap=True)
+        console.print(
+            f"use it with `ashl train profile={run_dir / 'profile.json'}` or plan={run_dir / 'plan.json'}",
+            soft_wrap=True,
+        )
+    return 0
+
+
+def world_size(config: dict[str, Any]) -> int | None:
+    job = joined(config)[1]
+    return job.world_size if job else None
+
+
+def folder(config: Mapping[str, Any], plan: Plan) -> Path:
+    """Where this run writes: `run.dir`, or a new folder under runs/."""
+    if config["run"]["dir"]:
+        return Path(config["run"]["dir"]).expanduser()
+    day, moment = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
+    base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"
+    for path in (base, *(base.with_name(f"{base.name}-{k}") for k in range(2, 1000))):
+        try:
+            path.mkdir(parents=True)  # made at once, so that two runs of the same second never share it
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise AshlError(f"cannot make the run folder {path} ({error.strerror}); choose another run.dir") from error
+        return path
+    raise AshlError(f"{base} and a thousand more like it exist; choose another run.dir")
+
+
+def write_inputs(recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan | None) -> None:
+    recorder.document("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    recorder.document("overrides.yaml", yaml.safe_dump(overrides))
+    if plan is not None:  # else it is there already, perhaps planned anew during the run
+        recorder.document("plan.json", plan.to_json())
+
+
+def start_mlflow(
+    tracking: Tracking, run_dir: Path, plan: Plan, config: dict[str, Any], overrides: list[str]
+) -> mlflow.Writer | None:
+    if tracking.sink == "none":
+        return None
+    command = " ".join(["ashl train", *overrides])
+    params = {key: value for key, value in config.items() if key != "sync" or "sync" in plan.choices}
+    tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config), "mlflow.note.content": f"`{command}`"}
+    return mlflow.start(
+        run_dir,
+        store=RUNS,
+        experiment=tracking.experiment,
+        run_name=f"{plan.name}-s{plan.seed}",
+        params={**params, "choices": plan.choices},
+        tags=tags,
+    )
+
+
+@contextmanager
+def interrupts(monitor: Monitor) -> Generator[None]:
+    """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second one ends it now."""
+
+    def handle(number: int, frame: object) -> None:
+        if monitor.stopping == "interrupted":
+            raise KeyboardInterrupt
+        monitor.stopping = "interrupted"
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

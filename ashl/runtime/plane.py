@@ -1,0 +1,114 @@
+"""Point-to-point links of one rank over torch.distributed: a sender and a listener thread for each peer.
+
+Headers and bodies are separate planes (a tag each on gloo), so that another backend can carry the bodies. Threads, and
+not polling: on gloo an `irecv` never reports completion until it is waited for. Groups get a timeout that never
+strikes, because a receive that times out closes every pair of its group; who is late is found by the monitor instead.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ashl.runtime import wire
+from ashl.runtime.effects import Message, PeerLostError, Tag
+
+NEVER = timedelta(days=30)
+HEADER, BODY = 1, 2  # tags of the two planes
+
+
+class Parcel(NamedTuple):
+    """A message on its way out. The header leaves at `header_ns` and the body at `body_ns` of the rank's clock."""
+
+    header: torch.Tensor
+    body: Any
+    header_ns: int
+    body_ns: int
+    sent: Callable[[int], None]
+
+
+class Links:
+    """The peers of this rank. What comes is put into `inbox` as a Message, or as a PeerLostError."""
+
+    def __init__(
+        self,
+        peers: tuple[int, ...],
+        inbox: queue.SimpleQueue,
+        clock_ns: Callable[[], int],
+        due_ns: Callable[[int, int, int, int], int],
+        max_bytes: int,
+    ) -> None:
+        """`due_ns(src, nbytes, header, now)` says when a paced message counts as delivered."""
+        self._inbox, self._clock, self._due, self._max_bytes = inbox, clock_ns, due_ns, max_bytes
+        self._out: dict[int, queue.SimpleQueue[Parcel | None]] = {peer: queue.SimpleQueue() for peer in peers}
+        self._threads = [
+            threading.Thread(target=loop, args=(peer,), daemon=True, name=f"{loop.__name__}-{peer}")
+            for peer in peers
+            for loop in (self._send_loop, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def post(
+        self, dst: int, tag: Tag, body: Any, meta: tuple[float, ...], times: tuple[int, int], sent: Callable
+    ) -> None:
+        if body is not None:
+            body = body.contiguous()
+        self._out[dst].put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
+
+    def goodbye(self, timeout_s: float) -> None:
+        """Send what is still queued, then tell each peer that nothing more will come, and wait to be told the same."""
+        for out in self._out.values():
+            out.put(None)
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _send_loop(self, peer: int) -> None:
+        try:
+            while (parcel := self._out[peer].get()) is not None:
+                self._wait_until(parcel.header_ns)
+                dist.send(parcel.header, peer, tag=HEADER)
+                if parcel.body is not None and parcel.body.numel():
+                    self._wait_until(parcel.body_ns)
+                    dist.send(parcel.body.view(torch.uint8), peer, tag=BODY)
+                parcel.sent(self._clock())
+            dist.send(wire.encode(wire.BYE, ("bye", 0, 0)), peer, tag=HEADER)
+        except RuntimeError as error:
+            self._inbox.put(PeerLostError(peer, first_line(error)))
+
+    def _listen(self, peer: int) -> None:
+        try:
+            while True:
+                raw = torch.empty(wire.HEADER_WORDS, dtype=torch.int64)
+                dist.recv(raw, peer, tag=HEADER)
+                start = self._clock()
+                header = wire.decode(raw, self._max_bytes)
+                if header.kind == wire.BYE:
+                    return
+                body = None
+                if header.dtype is not None:
+                    flat = torch.empty(header.nbytes, dtype=torch.uint8)
+                    body = flat.view(header.dtype)
+                if header.nbytes:
+                    dist.recv(flat, peer, tag=BODY)
+                    self._wait_until(self._due(peer, header.nbytes, start, self._clock()))
+                self._inbox.put(Message(peer, header.tag, body, header.meta, start))
+        except (RuntimeError, wire.WireError) as error:
+            self._inbox.put(PeerLostError(peer, first_line(error)))
+
+    def _wait_until(self, due_ns: int) -> None:
+        if (left := due_ns - self._clock()) > 0:
+            time.sleep(left / 1e9)
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -1,0 +1,22 @@
+"""A tensor that is only a size: what travels where a run is timed without gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SizeOnly(NamedTuple):
+    """A tensor that is only a size: what travels when a run is timed without gradients."""
+
+    nbytes: int
+    word: int = 0  # what rides on an all-reduce is there all the same
+
+    def __add__(self, other: object) -> SizeOnly:  # type: ignore[override]
+        word = getattr(other, "word", 0)
+        return SizeOnly(self.nbytes, self.word + word) if word else self
+
+    def __sub__(self, other: object) -> SizeOnly:
+        return self
+
+    __radd__ = __add__  # type: ignore[assignment]
+    __mul__ = __rmul__ = __sub__  # type: ignore[assignment]

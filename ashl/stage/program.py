@@ -1,0 +1,44 @@
+"""One rank's way through a plan: the stages in order, its state carried across. The same on both kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ashl.planner.assignment import assignment_of
+from ashl.runtime.node import Node
+from ashl.stage.stage import STOP, Stage
+
+
+async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None) -> None:
+    """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there."""
+    first = stages[0]
+    begin, state = saved or (0, first.topology.begin(first, node.rank))
+    if node.rank == first.home:
+        node.counter = state.tally
+    if state.assigned is not None:
+        stages = reassigned(stages, *state.assigned)
+    for index in range(begin, len(stages)):
+        stage = stages[index]
+        if await role(stage, node.rank)(node, stage, state) == STOP:
+            break
+        if state.assigned is not None and state.assigned[0] == index + 1:
+            stages = reassigned(stages, *state.assigned)
+    counts = {"time_ns": state.tally.end_ns, **state.tally.report()} if node.rank == first.home else {}
+    if counts or first.replicas:
+        node.snapshot(state.params, final=True, **counts)
+
+
+def role(stage: Stage, rank: int) -> Callable[..., Coroutine]:
+    """The loop of this rank: the topology's, unless the sync mode has one of its own."""
+    owner = stage.sync if hasattr(stage.sync, "role") else stage.topology
+    return owner.role(stage, rank)
+
+
+def reassigned(stages: Sequence[Stage], first: int, assigned: Tensor) -> list[Stage]:
+    """The stages from `first` on with what a profiling stage has planned for their workers."""
+    rows = assigned.view(len(stages) - first, stages[0].num_workers, 4).tolist()
+    after = [stage.assigned([assignment_of(row) for row in r]) for stage, r in zip(stages[first:], rows, strict=True)]
+    return [*stages[:first], *after]

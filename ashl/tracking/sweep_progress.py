@@ -1,0 +1,79 @@
+"""What a person sees of a sweep while it runs: how far it is and what runs now; in a pipe, a line for each end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from ashl.tracking.console import percent, seconds
+
+MAX_LINES = 12
+
+
+class SweepProgress:
+    """Draws on a terminal, prints lines in a pipe, and nothing at all when quiet."""
+
+    def __init__(self, console: Console, total: int, *, quiet: bool) -> None:
+        self.console, self.total, self.quiet = console, total, quiet
+        self.done = self.failed = 0
+        self._began = time.monotonic()
+        self._seen: dict[str, float] = {}
+        self._recent: list[str] = []
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=True) if not quiet and console.is_terminal else None
+        )
+        if self._live:
+            self._live.start()
+
+    def ended(self, label: str, summary: dict[str, Any]) -> None:
+        """A run has ended."""
+        self.done += 1
+        self.failed += summary["status"] == "failed"
+        self.say(f"[{self.done}/{self.total}] {label}  {told(summary)}")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, running: Sequence[str]) -> None:
+        """These run now."""
+        now = time.monotonic()
+        self._seen = {label: self._seen.get(label, now) for label in running}
+        if self._live:
+            self._live.update(self._table(now))
+
+    def _table(self, now: float) -> Table:
+        spent = now - self._began
+        left = spent / self.done * (self.total - self.done) if self.done else None
+        head = f"{self.done} of {self.total} runs, {len(self._seen)} running, {seconds(spent)}"
+        table = Table(title=head + (f", about {seconds(left)} left" if left else ""), box=None, title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right")
+        for label, since in list(self._seen.items())[:MAX_LINES]:
+            table.add_row(label, seconds(now - since))
+        return table
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def told(summary: dict[str, Any]) -> str:
+    """How a run ended, in a few words."""
+    if summary["status"] in ("failed", "diverged"):
+        return f"{summary['status']}: {summary['exit_reason']}"
+    final, reached = summary.get("final") or {}, summary.get("time_to_target_s")
+    words = [f"{summary['status']} after {seconds(summary['time_s'])}"]
+    if final.get("test_accuracy") is not None:
+        words.append(percent(final["test_accuracy"]))
+    elif final.get("train_loss") is not None:
+        words.append(f"loss {final['train_loss']:.4g}")
+    if reached is not None:
+        words.append(f"target at {seconds(reached)}")
+    return ", ".join(words)
