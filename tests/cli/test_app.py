@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import ashl
+import ashl.run
 from ashl.cli import catalog, complete
 from ashl.cli.app import COMMANDS, main
 from ashl.errors import AshlError, DataMissingError, UsageError
@@ -28,7 +29,7 @@ def run(monkeypatch):
         dry_run=lambda config, overrides: calls.append(config),
     )
     monkeypatch.setitem(sys.modules, "ashl.run.train", stand_in)
-    monkeypatch.setattr(ashl, "run", stand_in, raising=False)
+    monkeypatch.setattr(ashl.run, "train", stand_in, raising=False)
     return stand_in
 
 

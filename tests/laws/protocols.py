@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ashl.cluster.spec import Cluster
 from ashl.compression.around.layers import Layer
+from ashl.compression.around.stand_in import before
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.base.select import largest
 from ashl.compression.contract import Turn
@@ -84,8 +85,8 @@ async def worker(
 ) -> None:
     state, rank = SimpleNamespace(sender=None, reduced=None, receivers={}, round=0), node.rank
     for number, vectors in enumerate(rounds):
-        x, before, turn = vectors[rank], state.sender, Turn(seed=3, worker=rank, round=number)
-        given = None if isinstance(x, SizeOnly) else before(stage.codec, before, x, turn).x
+        x, sender, turn = vectors[rank], state.sender, Turn(seed=3, worker=rank, round=number)
+        given = None if isinstance(x, SizeOnly) else before(stage.codec, sender, x, turn).x
         riders = (rank + 1.0, 5 if rank == 0 else 0)
         if hasattr(stage.codec, "collective"):
             found = await stage.codec.collective(node, stage, state, x, turn, weights[rank], riders)
