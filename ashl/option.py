@@ -1,15 +1,79 @@
 """The form of a configuration option: a frozen, keyword-only dataclass whose fields are checked when it is made.
 
-Defaults live in the option's YAML file and nowhere else, so that a class never disagrees with its file.
+Defaults live in the option's YAML file and nowhere else, so that a class never disagrees with its file: a field that
+stands in for a class variable of a base is required, whatever the base says.
 """
 
-from typing import Annotated, Any
+import difflib
+from inspect import get_annotations
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from ashl.errors import UsageError
+
+T = TypeVar("T", bound=type)
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-option = dataclass(frozen=True, kw_only=True, config=STRICT)
+NEAR = 0.8  # how alike two names are of which one may be the other, misspelt
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def option(cls: T) -> T:
+    """The class as an option."""
+    for name, annotation in get_annotations(cls).items():
+        inherited = name not in cls.__dict__ and name in dir(cls) and name not in known_fields(cls)
+        if inherited and "ClassVar" not in str(annotation):
+            setattr(cls, name, Field(...))
+    return dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
+
+
+def known_fields(cls: type) -> frozenset[str]:
+    """The names of an option's fields."""
+    return frozenset(name for base in cls.__mro__ for name in base.__dict__.get("__dataclass_fields__", ()))
+
+
+class Contract:
+    """A typed base with a default for every question, which the options of one group extend.
+
+    `group` names the group, `contract` marks a base below it that asks more, and with `strict` nothing may be said that
+    nobody asks for: what is for a class's own use begins with an underscore.
+    """
+
+    _group: ClassVar[str] = ""
+    _strict: ClassVar[bool] = False
+    _contract: ClassVar[bool] = True
+
+    def __init_subclass__(cls, *, group: str | None = None, contract: bool = False, strict: bool | None = None) -> None:
+        super().__init_subclass__()
+        cls._contract = contract or group is not None
+        cls._group = cls._group if group is None else group
+        cls._strict = cls._strict if strict is None else strict
+
+
+def refuse_unasked(cls: type[Contract], where: str) -> None:
+    """Refuse a class that says what nobody asks for, or does not say what it has to: a misspelt hook would be ignored,
+    and the default would hold instead.
+
+    Raises UsageError, with the nearest right name.
+    """
+    bases = [part for part in cls.__mro__ if issubclass(part, Contract) and part.__dict__.get("_contract", True)]
+    named = [set(part.__dict__) | set(get_annotations(part)) for part in bases]
+    asked = {name for names in named for name in names if not name.startswith("_")} | known_fields(cls)
+    who = f"{where} names '{cls.__module__}.{cls.__name__}'"
+    for part in cls.__mro__:
+        if not issubclass(part, Contract) or part in bases:
+            continue
+        for name in dict.fromkeys((*part.__dict__, *get_annotations(part))):
+            if name.startswith("_") or name in asked:
+                continue
+            near = difflib.get_close_matches(name, asked, n=1, cutoff=NEAR)
+            if near or cls._strict:
+                hint = f"did you mean {near[0]!r}?" if near else "what is for its own use begins with an underscore"
+                raise UsageError(f"{who}, whose {name!r} nothing asks for; {hint}")
+    for name in sorted(name for part in bases for name in get_annotations(part)):
+        if name not in dir(cls) and name not in known_fields(cls):
+            raise UsageError(f"{who}, which does not say {name!r}; it has no default, so give the class one")
 
 
 def _no_truth_value(value: Any) -> Any:

@@ -13,6 +13,17 @@ for name in ("ASHL_DATA", "MLFLOW_TRACKING_URI", "GLOO_SOCKET_IFNAME", "RANK", "
 hypothesis.settings.register_profile("ashl", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ashl")
 
+REWRITES = ("test_rewrite_golden", "test_rewrite_curves")  # what --rewrite-golden runs, and nothing else does
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rewrite-golden", action="store_true", help="record anew what tests/golden compares with")
+
+
+def pytest_collection_modifyitems(config, items):
+    rewrite = config.getoption("--rewrite-golden")
+    items[:] = [item for item in items if (item.name in REWRITES) == rewrite]
+
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def mixed(sync: Any, topology: Any, n: int, rounds: int, seed: int = 0, **fields
     stage = stage_of(sync, topology, n, replace(WITHOUT, steps=rounds * n), seed=seed, **fields)
 
     async def main(node: Node) -> None:
-        state = topology.begin(stage, node.rank)
+        state = topology.begin(node, stage)
         if node.rank < n:
             state.params = start_of(node.rank)
         assert await role(stage, node.rank)(node, stage, state) == STOP

@@ -11,6 +11,7 @@ from ashl.cli.compose import compose
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
 from ashl.config.construct import construct
+from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import make_plan
@@ -32,6 +33,7 @@ class Ran:
     models: dict[int, Any] = field(default_factory=dict)  # each worker's at the end, where it has its own
     events: int = 0
     parts: ModelSet | None = None  # where every worker has a model of its own
+    learner: Learner | None = None
 
     def emit(self, record: dict) -> None:
         self.records.append(record)
@@ -87,7 +89,7 @@ def simulated(*overrides: str) -> Ran:
     job = assemble(plan, "cpu")
     cluster = construct(plan.cluster, "cluster")
     stage = job.stages[0]
-    ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None)
+    ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None, learner=job.learner)
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
     sim.run(partial(program, stages=job.stages), tick=lambda: None)

@@ -11,19 +11,32 @@ al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ashl.option import Count, Positive, option
+from ashl.option import Contract, Count, Positive, option
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import Push, Stage
+
+
+class Push(NamedTuple):
+    """What a worker pushed, decoded."""
+
+    worker: int
+    body: Any
+    steps: int
+    samples: int
+    staleness: int
+    loss: float
+    step_s: float  # what a local step took
+    push_s: float
+    pull_s: float  # of the pull before
 
 
 @option
-class Weighted:
+class Weighted(Contract, group="aggregate"):
     """The fields and the fold that every weighted rule has; each says how it weighs."""
 
     normalised: ClassVar[bool] = True  # whether Σ w_i = 1
@@ -38,10 +51,8 @@ class Weighted:
     def weigh(self, workers: Sequence[WorkerPlan]) -> list[float]:
         raise NotImplementedError
 
-    def fold(self, stage: Stage, memory: Any, members: tuple[Push, ...]) -> tuple[Any, Any]:
-        """Order of arrival plays no part at a barrier, so the result is bitwise repeatable."""
-        members = tuple(sorted(members, key=lambda p: p.worker))
-        weights = stage.weights_of(members)
+    def fold(self, memory: Any, members: Sequence[Push], weights: Sequence[float]) -> tuple[Any, Any]:
+        """(memory, update) of the members of a merge, in rank order, so that the order of arrival plays no part."""
         terms = [self.clip(p.body) * (w * self._fresh(p.staleness)) for p, w in zip(members, weights, strict=True)]
         return self.outer(memory, sum_in_rank_order(terms))
 

@@ -102,4 +102,5 @@ class RealCluster:
     """The processes that are there, as fast as they are: nothing is paced and nothing is emulated."""
 
     paced: ClassVar[bool] = False
+    node: ClassVar[tuple[int, ...] | None] = None  # nothing is known of machines
     num_workers: Count | None

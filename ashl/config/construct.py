@@ -15,20 +15,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from ashl.errors import AshlError, UsageError
+from ashl.option import Contract, refuse_unasked
 
 KINDS = {  # by which a class is known to be of a group
     "model": ("build",),
     "dataset": ("load", "batch_size"),
-    "optimizer": ("init", "step"),
     "cluster": ("num_workers",),
-    "topology": ("begin", "role"),
-    "sync": ("topologies", "exchange"),
-    "aggregate": ("weigh", "fold"),
     "compression": ("encode", "decode"),
-    "planner": ("assign",),
-    "schedule": ("names_sync", "stages"),
     "runtime": ("name", "gradients"),
     "tracking": ("sink", "events"),
+}
+BASES = {  # which a class has to extend to be of a group
+    "optimizer": "ashl.optimizer.contract.Optimizer",
+    "topology": "ashl.stage.rule.Topology",
+    "sync": "the rule that its topology asks, as ashl.topology.parameter_server.ServerRule",
+    "aggregate": "ashl.aggregate.weighted.Weighted",
+    "planner": "ashl.planner.assignment.Planner",
+    "schedule": "ashl.schedule.choices.Schedule",
 }
 PHRASES = (  # what pydantic says, and what a person says
     (r"^Value error, ", ""),
@@ -55,6 +58,13 @@ def construct(spec: Mapping[str, Any], where: str, allow: Sequence[str] = ()) ->
     if not isinstance(target, str) or "." not in target:
         raise UsageError(f"{where} has no `_target_`; take one of the options that `ashl list {where}` shows")
     cls = found(target, where, allow)
+    if where in BASES:
+        if not (issubclass(cls, Contract) and cls._group == where):
+            raise UsageError(
+                f"{where} names {target!r}, which is no {where}: it has to extend {BASES[where]}; take one of the "
+                f"options that `ashl list {where}` shows, or give the class that base"
+            )
+        refuse_unasked(cls, where)
     lacking = [name for name in KINDS.get(where, ()) if not has(cls, name)]
     if lacking:
         raise UsageError(

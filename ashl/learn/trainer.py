@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ashl.data.batches import Batches
 from ashl.learn.learner import Learner
+from ashl.optimizer.contract import Optimizer
 from ashl.size_only import SizeOnly
 
 Moments = tuple[Any, ...]
@@ -22,7 +23,7 @@ class Trainer:
     def __init__(
         self,
         learner: Learner,
-        optimizer: Any,
+        optimizer: Optimizer,
         deal: Callable[[Sequence[float]], list[Batches]],
         shares: Sequence[float],
     ) -> None:
@@ -51,7 +52,7 @@ class Trainer:
     @property
     def statistics(self) -> int:
         """How many elements workers exchange for an optimizer that needs something else than gradients; else 0."""
-        return self.optimizer.size(self.learner.layers) if hasattr(self.optimizer, "sweep") else 0
+        return self.optimizer.statistics(self.learner.layers)
 
     def sweep(self, params: Tensor, moments: Moments, blocks: Any, worker: int) -> tuple[float, Any, Tensor]:
         """(loss, blocks, statistics) of all samples of a worker, for such an optimizer."""
@@ -176,3 +177,6 @@ class SizeOnlyTrainer:
 
     def rate(self, samples: int) -> float:
         return 0.0
+
+
+AnyTrainer = Trainer | SizeOnlyTrainer

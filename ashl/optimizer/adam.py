@@ -5,10 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from ashl.optimizer.contract import Moments
 from ashl.optimizer.schedule import Decay, Scheduled
 from ashl.option import Positive, option
-
-Moments = tuple[Tensor, ...]
 
 
 @option

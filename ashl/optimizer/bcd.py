@@ -23,16 +23,13 @@ Proximal Block Coordinate Descent Algorithm for Deep Neural Network Training", I
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ashl.optimizer.contract import Layers, Moments, Optimizer
 from ashl.option import Positive, option
-
-Moments = tuple[Tensor, ...]
-Layers = Iterable[tuple[str, tuple[int, ...]]]  # names and shapes: weight [out, in] and bias [out], layer by layer
 
 
 class Blocks(NamedTuple):
@@ -43,36 +40,30 @@ class Blocks(NamedTuple):
 
 
 @option
-class BCD:
+class BCD(Optimizer):
     """Solves for the weights instead of stepping."""
 
-    schedule: ClassVar[str] = "constant"
-    horizon_epochs: ClassVar[float | None] = None
     gamma: Positive
     rho: Positive
     ridge: Positive
-
-    def init(self, num_params: int) -> Moments:
-        """Nothing is kept, but see `shaped`."""
-        return ()
 
     def shaped(self, layers: Layers) -> Moments:
         """(in, out) of each layer as the optimizer's state, int64 [N, 2]."""
         return (torch.tensor([shape[::-1] for _, shape in layers if len(shape) == 2]),)
 
-    def size(self, layers: Layers) -> int:
+    def statistics(self, layers: Layers) -> int:
         """How many elements the two means of all layers have."""
         return sum((i + 1) * (i + 1 + o) for i, o in self.shaped(layers)[0].tolist())
 
     def rate(self, samples: int, epoch_samples: int) -> float:
         return 1.0
 
-    def step(self, moments: Moments, params: Tensor, total: Tensor, lr: float) -> tuple[Moments, Tensor]:
+    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
         """The weights that go with everybody's means, flat [d]; the arguments stay as they are."""
         solved, start = [], 0
         for weight in weights_of(moments, params):
             out, wide = weight.shape
-            gram, cross = total[start : start + wide * (wide + out)].double().split([wide * wide, out * wide])
+            gram, cross = grad[start : start + wide * (wide + out)].double().split([wide * wide, out * wide])
             start += wide * (wide + out)
             right = cross.view(out, wide) + self.ridge * weight
             solved.append(torch.linalg.solve(gram.view(wide, wide) + self.ridge * torch.eye(wide), right, left=False))

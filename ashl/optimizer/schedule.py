@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from ashl.errors import UsageError
+from ashl.optimizer.contract import Optimizer
 from ashl.option import NonNegative, Positive, option
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # what a running mean keeps of itself at each step
@@ -16,7 +17,7 @@ MILESTONES, DROP = (0.5, 0.75), 0.1  # step: shares of the horizon at which the 
 
 
 @option
-class Scheduled:
+class Scheduled(Optimizer, contract=True):
     """The fields that every optimizer has, and the rate that follows from them.
 
     `constant` stays; `linear` and `cosine` fall to zero at the horizon (cosine: Loshchilov and Hutter, SGDR, 2017);
@@ -56,7 +57,7 @@ class Scheduled:
         return 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
-S = TypeVar("S", bound=Scheduled)
+S = TypeVar("S", bound=Optimizer)
 
 
 def with_horizon(optimizer: S, run_epochs: float | None) -> S:
@@ -68,6 +69,7 @@ def with_horizon(optimizer: S, run_epochs: float | None) -> S:
         return optimizer
     if run_epochs is None:
         raise _no_horizon(optimizer.schedule)
+    assert isinstance(optimizer, Scheduled)
     return replace(optimizer, horizon_epochs=run_epochs)
 
 

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from ashl.errors import UsageError
+from ashl.optimizer.contract import Moments
 from ashl.optimizer.schedule import Decay, Scheduled
 from ashl.option import option
-
-Moments = tuple[Tensor, ...]
 
 
 @option

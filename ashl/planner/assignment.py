@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+from ashl.option import Contract
 from ashl.plan.profile import Profile
 
 NS = 1e9
+Payload = Callable[[float], float]  # bytes on the wire at a kept share / those of the dense vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,40 @@ def assignment_of(row: Sequence[float]) -> Assignment:
     """From the four numbers, in order, as they travel."""
     steps, share, ratio, cycle_s = row
     return Assignment(local_steps=int(steps), data_share=share, compression_ratio=ratio, predicted_cycle_s=cycle_s)
+
+
+class Assigned(Protocol):
+    """What a worker does now, as far as a planner judges it."""
+
+    @property
+    def local_steps(self) -> int: ...
+
+    @property
+    def compression_ratio(self) -> float: ...
+
+
+class Planner(Contract, group="planner"):
+    """How H, shares and ratios follow from a profile."""
+
+    follows: ClassVar[bool] = False  # whether it plans anew during a run, from what it observes
+
+    def assign(
+        self, profile: Profile, h_preset: int, r_preset: float | None, payload: Payload
+    ) -> tuple[Assignment, ...]:
+        """What each worker does in a stage with these presets."""
+        raise NotImplementedError
+
+    def observe(
+        self, state: Any, worker: int, step_s: float, push_s: float, pull_s: float, payload: float = 1.0
+    ) -> Any:
+        """One commit, see `online`."""
+        raise NotImplementedError
+
+    def replan(
+        self, state: Any, current: Sequence[Assigned], h_preset: int, r_preset: float | None, payload: Payload
+    ) -> tuple[Any, tuple[Assignment, ...] | None]:
+        """(state, a new assignment where that is worth it)."""
+        raise NotImplementedError
 
 
 class Costs(NamedTuple):

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ashl.option import Count, option
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import Assignment, assignments, costs_of, sent
+from ashl.planner.assignment import Assignment, Planner, assignments, costs_of, sent
 
 HALVINGS = 16  # a ratio is found to within 2e-5
 
@@ -51,7 +51,7 @@ class Load(NamedTuple):
 
 
 @option
-class Balanced:
+class Balanced(Planner):
     """The least spread of cycles."""
 
     h_max: Count | None

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from ashl.option import option
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import Assignment, assignments, costs_of
+from ashl.planner.assignment import Assignment, Planner, assignments, costs_of
 
 
 @option
-class DyLU:
+class DyLU(Planner):
     """Anchored on the fastest."""
 
     def assign(

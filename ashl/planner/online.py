@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from ashl.option import Count, NonNegative, option
 from ashl.plan.profile import Profile, WorkerProfile
-from ashl.planner.assignment import Assignment, assignments, costs_of
+from ashl.planner.assignment import Assigned, Assignment, Planner, assignments, costs_of
 from ashl.planner.balanced import Balanced
 
 
@@ -36,9 +36,10 @@ class Averages:
 
 
 @option
-class Online:
+class Online(Planner):
     """Balanced, on moving averages, with hysteresis."""
 
+    follows: ClassVar[bool] = True
     h_max: Count | None
     alpha: Annotated[float, Field(gt=0, le=1)]
     threshold: NonNegative
@@ -78,7 +79,7 @@ class Online:
     def replan(
         self,
         state: Averages,
-        current: Sequence[Assignment],
+        current: Sequence[Assigned],
         h_preset: int,
         r_preset: float | None,
         payload: Callable[[float], float],

@@ -18,11 +18,11 @@ from fractions import Fraction
 
 from ashl.option import option
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import Assignment, Costs, assignments, costs_of
+from ashl.planner.assignment import Assignment, Costs, Planner, assignments, costs_of
 
 
 @option
-class Paper:
+class Paper(Planner):
     """Round to the slowest worker's cycle."""
 
     def assign(

@@ -83,7 +83,7 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
                 health_layers=plan.health_layers,
                 health_mean=plan.health_mean,
                 seed=plan.seed,
-                nodes=getattr(cluster, "node", None),
+                nodes=cluster.node,
                 payload=payload_of(parts["compression"], layout),
                 replan=partial(replanned, plan, index + 1, planner, parts["compression"]),
             )
@@ -112,7 +112,7 @@ def replanned(
 def size_only_trainer(plan: Plan, epoch_samples: int) -> SizeOnlyTrainer:
     """For a plan that is only timed."""
     optimizer = construct(plan.stages[0].optimizer, "optimizer", plan.allow_targets)
-    statistics = optimizer.size(plan.layers) if hasattr(optimizer, "sweep") else 0
+    statistics = optimizer.statistics(plan.layers)
     return SizeOnlyTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
 
 

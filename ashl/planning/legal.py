@@ -6,14 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import RealCluster
 from ashl.config.construct import construct
 from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
+from ashl.model.mlp import MLP
+from ashl.optimizer.contract import Optimizer
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
-from ashl.stage.stage import extra_ranks
+from ashl.stage.rule import CODEC, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
+from ashl.topology.all_reduce import AllReduce, StepRule
+from ashl.topology.gossip import Gossip
+from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule, Updates
+from ashl.topology.partial_all_reduce import PartialAllReduce
 
-INSTEAD = {"gossip": "sync=d_psgd", "partial_all_reduce": "sync=ripples_smart"}  # a mode that knows the topology
+TOPOLOGIES = {  # by the name of the option
+    "parameter_server": ParameterServer,
+    "all_reduce": AllReduce,
+    "gossip": Gossip,
+    "partial_all_reduce": PartialAllReduce,
+}
+INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}  # a mode that knows the topology
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "plateau"}  # rules by which a stage ends
 
 
@@ -32,29 +45,27 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
     """Refuse what makes no sense, saying why and what to take instead. `choices` has the options' names."""
     sync, topology, runtime, cluster = (parts[key] for key in ("sync", "topology", "runtime", "cluster"))
     topology_name, sync_name = choices["topology"], choices["sync"]
-    if sync is not None and mechanism(topology) not in sync.topologies:
+    if sync is not None and not isinstance(sync, topology.asks):
         why = {
-            "all_reduce": "a sum over all workers cannot start before the last one has come, so nobody can be ahead",
-            "gossip": "its workers share no model that they could wait for",
-        }.get(mechanism(topology), f"{sync_name} has no rule for it")
-        other = INSTEAD.get(mechanism(topology), "sync=bsp or sync=local_sgd")
+            AllReduce: "a sum over all workers cannot start before the last one has come, so nobody can be ahead",
+            Gossip: "its workers share no model that they could wait for",
+        }.get(type(topology), f"{sync_name} has no rule for it")
+        other = INSTEAD.get(type(topology), "sync=bsp or sync=local_sgd")
         raise UsageError(
             f"sync={sync_name} makes no sense with topology={topology_name}: {why}; take "
-            f"topology={' or '.join(sync.topologies)}, or {other}"
+            f"topology={' or '.join(topologies_of(sync))}, or {other}"
         )
-    if getattr(sync, "resizes", False) and not follows_samples(parts["aggregate"]):
+    if sync is not None and sync.resizes and not follows_samples(parts["aggregate"]):
         raise UsageError(
             f"aggregate={choices['aggregate']} makes no sense with sync={sync_name}: its workers' batches differ, and "
             "only weights by samples make one mean gradient of them; take aggregate=samples"
         )
-    if hasattr(parts["optimizer"], "sweep"):
+    if type(parts["optimizer"]).statistics is not Optimizer.statistics:
         check_sweeping(parts, choices)
-    if hasattr(sync, "absorb"):
-        check_absorbing(parts, choices)
-    lossless = parts["compression"].flags.lossless
-    if getattr(topology, "replicas", False) and sync is not None:
-        check_replicas(parts, choices, lossless)
-    if topology.has_server and topology.pull_ratio is not None and lossless:
+    if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
+        check_messages(sync, sync.messages(), parts, choices)
+    check_carried(sync, parts, choices)
+    if topology.pull_ratio is not None and parts["compression"].flags.lossless:
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
     if runtime.name == "sim":
         if isinstance(cluster, RealCluster):
@@ -74,13 +85,39 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
         )
 
 
+def topologies_of(sync: Rule) -> list[str]:
+    """The topologies that ask such a rule."""
+    return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.asks)]
+
+
+def check_carried(sync: Rule | None, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """What travels beside plain updates has to be carried by the topology, or by the sync mode where it says so."""
+    topology: Topology = parts["topology"]
+    where = f"topology={choices['topology']}"
+    carried = topology.carries if sync is None or sync.carries is None else sync.carries
+    if CODEC not in carried and not parts["compression"].flags.lossless:
+        who = where if sync is None else f"sync={choices['sync']}"
+        why = "its messages are no updates that a codec would know"
+        if topology.replicas:
+            why = "whole models travel, and most of a compressed model would be zero"
+        instead = ", or sync=choco: it sends differences" if isinstance(topology, Gossip) else ""
+        raise UsageError(
+            f"compression={choices['compression']} makes no sense with {who}: {why}; take compression=none{instead}"
+        )
+    if WEIGHTS not in carried and sync is not None and (what := changed(parts["aggregate"], choices["aggregate"])):
+        if topology.replicas:
+            why = "workers average their models, and nobody adds up updates"
+        else:
+            where, why = f"sync={choices['sync']}", "it makes of each push what its rule says"
+        raise UsageError(f"{where} has no place for {what}: {why}; leave aggregate as it is")
+
+
 def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """An optimizer that solves for the weights needs sums over all workers, and a model that it can solve."""
     name, sync, aggregate = f"optimizer={choices['optimizer']}", parts["sync"], parts["aggregate"]
-    if mechanism(parts["model"]) != "mlp":
+    if not isinstance(parts["model"], MLP):
         raise UsageError(f"{name} solves for the layers of a multi-layer perceptron; take model=mlp")
-    bsp = sync is not None and mechanism(sync) == "bsp" and sync.exchange == "gradient"
-    if not bsp or mechanism(parts["topology"]) != "all_reduce":
+    if not isinstance(sync, StepRule) or sync.exchange != "gradient" or STATISTICS not in parts["topology"].carries:
         raise UsageError(f"{name} needs sums over all workers at once; take sync=bsp topology=all_reduce")
     if not parts["compression"].flags.lossless:
         raise UsageError(f"{name} exchanges no updates that a codec would know; take compression=none")
@@ -88,47 +125,29 @@ def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None
         raise UsageError(f"{name} needs means over all samples as they are; leave aggregate as it is")
 
 
-def check_absorbing(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """A sync mode that makes the model itself leaves nothing to weigh, and has pulls of its own."""
-    sync, codec = f"sync={choices['sync']}", parts["compression"]
-    if what := changed(parts["aggregate"], choices["aggregate"]):
-        raise UsageError(f"{sync} makes of each push what its rule says, which {what} has no say in; drop it")
+def check_messages(rule: ServerRule, messages: Updates, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """A sync mode with messages of its own leaves nothing to weigh, and has pulls of its own."""
+    sync, optimizer = f"sync={choices['sync']}", parts["optimizer"]
     if parts["topology"].pull_ratio is not None:
         raise UsageError(f"{sync} has pulls of its own; drop topology.pull_ratio")
-    if getattr(parts["sync"], "sparse", False) and not codec.flags.lossless:
-        raise UsageError(f"{sync} sends few elements as it is; take compression=none")
-    if getattr(parts["sync"], "unbiased", False) and not codec.flags.unbiased:
+    if messages.unbiased and not parts["compression"].flags.unbiased:
         raise UsageError(
             f"{sync} needs a codec that keeps the mean, and compression={choices['compression']} does not; take "
             "compression=grid, or none"
         )
-    plain = choices["optimizer"] == "sgd" and not parts["optimizer"].momentum and not parts["optimizer"].weight_decay
-    if getattr(parts["sync"], "plain", False) and not plain:
+    plain = choices["optimizer"] == "sgd" and not optimizer.momentum and not optimizer.weight_decay
+    if messages.plain and not plain:
         raise UsageError(
             f"{sync} takes plain steps of its own; take optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0"
         )
 
 
-def changed(aggregate: Any, name: str) -> str | None:
+def changed(aggregate: Weighted, name: str) -> str | None:
     """What of the aggregation rule is not as it is when nothing is said."""
     if name != "mean":
         return f"aggregate={name}"
-    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key, None) is not None]
+    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key) is not None]
     return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
-
-
-def check_replicas(parts: Mapping[str, Any], choices: Mapping[str, str], lossless: bool) -> None:
-    """Where every worker has a model of its own, models travel, and their weights are those of the meeting."""
-    if not lossless and not getattr(parts["sync"], "compresses", False):
-        raise UsageError(
-            f"compression={choices['compression']} makes no sense with sync={choices['sync']}: whole models travel, "
-            "and most of a compressed model would be zero; take compression=none, or sync=choco: it sends differences"
-        )
-    if what := changed(parts["aggregate"], choices["aggregate"]):
-        raise UsageError(
-            f"topology={choices['topology']} has no place for {what}: workers average their models, and "
-            "nobody adds up updates; leave aggregate as it is"
-        )
 
 
 def check_checkpoints(every_s: float | None, runtime: Any, stages: Sequence[StagePlan], allow: Sequence[str]) -> None:
@@ -138,16 +157,15 @@ def check_checkpoints(every_s: float | None, runtime: Any, stages: Sequence[Stag
     if runtime.name != "sim":
         raise UsageError("run.checkpoint_s is for virtual time; real processes leave no checkpoints yet: drop it")
     for stage in stages:
-        if not getattr(construct(stage.sync, "sync", allow), "resumable", True):
+        if not construct(stage.sync, "sync", allow).resumable:
             raise UsageError(
                 f"run.checkpoint_s: no checkpoint can hold stage {stage.name}, whose workers do several things at "
                 "once; drop it, or take a mode that goes in rounds, as sync=d_psgd"
             )
 
 
-def check_stages(stages: Sequence[StagePlan], topology: Any, gradients: bool, allow: Sequence[str]) -> None:
+def check_stages(stages: Sequence[StagePlan], topology: Topology, gradients: bool, allow: Sequence[str]) -> None:
     """Refuse a schedule whose stages the topology cannot run, or that needs a loss where nothing is learned."""
-    name = mechanism(topology)
     for stage in stages:
         sync = construct(stage.sync, "sync", allow)
         if not gradients and set(stage.until) & NEED_LOSS:
@@ -155,31 +173,26 @@ def check_stages(stages: Sequence[StagePlan], topology: Any, gradients: bool, al
                 f"runtime.gradients=false learns nothing, and stage {stage.name} ends by {', '.join(stage.until)}; "
                 "take one sync mode for the whole run, as in sync=asp"
             )
-        if name not in sync.topologies:
+        if not isinstance(sync, topology.asks):
+            name = next((name for name, kind in TOPOLOGIES.items() if isinstance(topology, kind)), "…")
             raise UsageError(
                 f"stage {stage.name} of the schedule has no rule for topology={name}; take "
-                f"topology={' or '.join(sync.topologies)}, or one sync mode for the whole run, as in "
-                f"{INSTEAD.get(name, 'sync=bsp')}"
+                f"topology={' or '.join(topologies_of(sync))}, or one sync mode for the whole run, as in "
+                f"{INSTEAD.get(type(topology), 'sync=bsp')}"
             )
 
 
-def follows_samples(aggregate: Any) -> bool:
+def follows_samples(aggregate: Weighted) -> bool:
     """Whether a worker with three times the samples has three times the weight."""
     one = WorkerPlan(local_steps=1, batch=1, data_share=0.5, compression_ratio=1.0, predicted_cycle_s=None)
     few, many = aggregate.weigh([one, replace(one, batch=3)])
     return many == 3 * few
 
 
-def mechanism(topology: Any) -> str:
-    """The name by which sync modes know a topology, whatever the option is called that chose it."""
-    return type(topology).__module__.rsplit(".", 1)[-1]
-
-
-def check_workers(sync: Any, topology: Any, num_workers: int, seed: int) -> None:
+def check_workers(sync: Rule | None, topology: Topology, num_workers: int, seed: int) -> None:
     """Refuse rules that so many workers cannot keep."""
-    if hasattr(sync, "quorum"):
+    if sync is not None:
         sync.quorum(num_workers)
-    if hasattr(topology, "check"):
         topology.check(sync, num_workers, seed)
 
 

@@ -33,7 +33,7 @@ from ashl.planning.legal_compression import check_compression
 from ashl.planning.predict import predict
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.schedule.choices import Choices
-from ashl.stage.stage import extra_ranks
+from ashl.stage.rule import extra_ranks
 
 
 def make_plan(

@@ -13,7 +13,8 @@ from ashl.cluster.speed import NS, Speed
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
-from ashl.stage.stage import Stage, extra_ranks
+from ashl.stage.rule import extra_ranks
+from ashl.stage.stage import Stage
 
 CYCLES = 64  # of every worker: enough for the slack of a bounded lead to be used up
 ROUNDS = 20_000  # of all workers together: enough for thousands of them, and quick
@@ -64,7 +65,7 @@ def timed(stage: Stage, cluster: Cluster, steps: int, batch: int, num_ranks: int
 def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
     """Steps between two merges: one where gradients are exchanged, as many as fill the interval where the sync mode has
     one, else the plan's H."""
-    interval_ns = getattr(stage.sync, "interval_s", 0.0) * NS
+    interval_ns = stage.sync.interval_s * NS
     if stage.sync.exchange == "gradient":
         return 1
     return math.ceil(interval_ns / step_ns) if interval_ns else worker.local_steps
@@ -73,7 +74,7 @@ def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     """The stage's plan with each worker's cycle, and steps/s and wait share in the long run, filled in."""
     plan, n = stage.plan, stage.num_workers
-    if hasattr(stage.sync, "role"):  # a stage that only measures takes no steps
+    if stage.sync.loop(stage, 0) is not None:  # a stage that only measures takes no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=())
     num_ranks = n + extra_ranks(stage.topology, stage.sync)

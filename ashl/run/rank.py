@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ashl.config.construct import construct
 from ashl.errors import AshlError
+from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.device import device_of
@@ -128,7 +129,8 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
         groups=process_groups(job.stages),
     )
     if place.rank < plan.num_workers:
-        warm_up(stage, place.rank)
+        assert isinstance(stage.trainer, Trainer)
+        warm_up(stage.trainer, place.rank)
     reporter.beat = kernel.beat
     kernel.run(partial(program, stages=job.stages))
     reporter.emit({"kind": "pace", "rank": place.rank, **kernel.pace.report()})
@@ -141,14 +143,12 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
 
 def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], Any]:
     """One for each group that the plan lists. All ranks make all of them, in the same order."""
-    topologies = [(stage, stage.topology) for stage in stages if hasattr(stage.topology, "listed")]
-    listed = {group for stage, topology in topologies for group in topology.listed(stage)}
+    listed = {group for stage in stages for group in stage.topology.groups(stage)}
     return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}
 
 
-def warm_up(stage: Stage, rank: int) -> None:
+def warm_up(trainer: Trainer, rank: int) -> None:
     """The first step of a process allocates and plans; that is not what a step costs."""
-    trainer = stage.trainer
     params, moments = trainer.init()
     for step in range(3):
         trainer.local_step(params, moments, rank, step, 0.0)

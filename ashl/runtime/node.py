@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Protocol, TypeVar
 
 from ashl.runtime.effects import (
     ANY,
@@ -21,6 +21,8 @@ from ashl.runtime.effects import (
 )
 from ashl.runtime.ledger import Ledger
 
+T = TypeVar("T")
+
 
 class Observer(Protocol):
     """Where records and snapshots go: the evaluator and the writer, off the experiment's clock."""
@@ -34,10 +36,17 @@ class Observer(Protocol):
     def snapshot(self, record: dict, params: Any) -> None: ...
 
 
+class Counts(Protocol):
+    """A run's progress."""
+
+    def report(self) -> dict[str, Any]: ...
+
+
 class Counter(Protocol):
     """What counts a run's progress."""
 
-    def report(self) -> dict[str, Any]: ...
+    @property
+    def tally(self) -> Counts: ...
 
 
 class Kernel(Protocol):
@@ -50,6 +59,8 @@ class Kernel(Protocol):
     def spawn(self, node: Node, coro: Coroutine) -> Any: ...
 
     def mark(self, node: Node, stage: int, state: Any) -> None: ...
+
+    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], Any]) -> Any: ...
 
 
 class Node:
@@ -100,6 +111,10 @@ class Node:
         """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage."""
         self.kernel.mark(self, stage, state)
 
+    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+        """What all members of a team compute alike: `fn()`, in virtual time once for all of them."""
+        return self.kernel.alike(team, key, fn)
+
     @property
     def now_ns(self) -> int:
         return self.kernel.clock_ns()
@@ -144,7 +159,7 @@ class Node:
             "totals_ns": self.ledger.live(),
             "bytes_up": bytes_up,
             "bytes_down": bytes_down,
-            "counts": self.counter.report() if self.counter else None,
+            "counts": self.counter.tally.report() if self.counter else None,
         }
 
     def account(self) -> None:

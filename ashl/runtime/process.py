@@ -14,7 +14,7 @@ import queue
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,6 +71,10 @@ class TorchKernel:
 
     def mark(self, node: Node, stage: int, state: Any) -> None:
         """Checkpoints of real processes are not built yet."""
+
+    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], Any]) -> Any:
+        """Each process computes it for itself."""
+        return fn()
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:
         task = Task(node, coro, main)

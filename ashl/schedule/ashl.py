@@ -15,11 +15,11 @@ from pydantic import Field
 
 from ashl.option import Count, Natural, Positive, Ratio, option
 from ashl.plan.plan import Spec, StagePlan
-from ashl.schedule.choices import Choices
+from ashl.schedule.choices import Choices, Schedule
 
 
 @option
-class ASHL:
+class ASHL(Schedule):
     """Coarse and asynchronous first, fine and bounded later."""
 
     names_sync: ClassVar[bool] = True

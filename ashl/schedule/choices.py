@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 from ashl.errors import UsageError
+from ashl.option import Contract
 from ashl.plan.plan import Spec, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import Profile
+from ashl.planner.assignment import Planner
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Choices:
     local_steps: int | str  # of the chosen sync mode; "plan" = as the planner says
     batch: int
     num_workers: int
-    planner: Any
+    planner: Planner
     profile: Profile | None  # None = not known before the run
     payload: Callable[[float | None], float]  # bytes on the wire of a compressed update / of a dense one
     ratio: float | None  # the codec's own; None = it sends everything
@@ -72,8 +74,20 @@ class Choices:
         return stage
 
 
+class Schedule(Contract, group="schedule"):
+    """Which stages a run has."""
+
+    names_sync: ClassVar[bool]  # whether it says which sync mode each stage has
+    h_preset: ClassVar[tuple[int, ...] | None] = None  # by stage: the slowest worker's H
+    r_preset: ClassVar[tuple[float | None, ...] | None] = None  # ... and the preset compression ratio
+
+    def stages(self, choices: Choices) -> list[StagePlan]:
+        """The stages in order."""
+        raise NotImplementedError
+
+
 def with_assignments(
-    stage: StagePlan, planner: Any, profile: Profile, payload: Callable[[float | None], float]
+    stage: StagePlan, planner: Planner, profile: Profile, payload: Callable[[float | None], float]
 ) -> StagePlan:
     """The stage with its workers' H, shares and ratios as the planner says."""
     assert stage.h_preset is not None

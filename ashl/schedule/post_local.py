@@ -14,13 +14,13 @@ from typing import ClassVar
 
 from ashl.option import Count, Positive, option
 from ashl.plan.plan import Spec, StagePlan
-from ashl.schedule.choices import Choices
+from ashl.schedule.choices import Choices, Schedule
 from ashl.schedule.handover import Handover
 from ashl.schedule.sync_first import bsp
 
 
 @option
-class PostLocal(Handover):
+class PostLocal(Schedule, Handover):
     """In step first, local later."""
 
     names_sync: ClassVar[bool] = True

@@ -10,11 +10,11 @@ from typing import ClassVar
 from ashl.option import Count, option
 from ashl.plan.plan import StagePlan
 from ashl.schedule.ashl import profiling
-from ashl.schedule.choices import Choices
+from ashl.schedule.choices import Choices, Schedule
 
 
 @option
-class ProfileOnly:
+class ProfileOnly(Schedule):
     """One stage that measures."""
 
     names_sync: ClassVar[bool] = True

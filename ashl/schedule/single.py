@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from ashl.option import Count, Ratio, option
 from ashl.plan.plan import StagePlan
-from ashl.schedule.choices import Choices
+from ashl.schedule.choices import Choices, Schedule
 
 
 @option
-class Single:
+class Single(Schedule):
     """No switch: the run is one stage."""
 
     names_sync: ClassVar[bool] = False

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ashl.planner.assignment import assignment_of
 from ashl.runtime.node import Node
+from ashl.stage.rule import Loop
 from ashl.stage.stage import STOP, Stage
 
 
 async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None) -> None:
     """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there."""
     first = stages[0]
-    begin, state = saved or (0, first.topology.begin(first, node.rank))
+    begin, state = saved or (0, first.topology.begin(node, first))
     if node.rank == first.home:
-        node.counter = state.tally
+        node.counter = state
     if state.assigned is not None:
         stages = reassigned(stages, *state.assigned)
     for index in range(begin, len(stages)):
@@ -31,10 +32,9 @@ async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | 
         node.snapshot(state.params, final=True, **counts)
 
 
-def role(stage: Stage, rank: int) -> Callable[..., Coroutine]:
+def role(stage: Stage, rank: int) -> Loop:
     """The loop of this rank: the topology's, unless the sync mode has one of its own."""
-    owner = stage.sync if hasattr(stage.sync, "role") else stage.topology
-    return owner.role(stage, rank)
+    return stage.sync.loop(stage, rank) or stage.topology.role(stage, rank)
 
 
 def reassigned(stages: Sequence[Stage], first: int, assigned: Tensor) -> list[Stage]:

@@ -15,32 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from ashl.option import Count, option
-from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.topology import pairs
+from ashl.topology.gossip import graph_of
 from ashl.topology.graph import Edge, depths, sources_of
+from ashl.topology.pairs import PairRule
 
 
 @option
-class ADPSGD:
+class ADPSGD(PairRule):
     """Asynchronous averaging in pairs of an active and a passive worker."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    resumable: ClassVar[bool] = False  # no checkpoint holds it
-    coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     overlap: bool
 
-    def worker(self, node: Node, stage: Stage, state: Any) -> Any:
-        return pairs.worker(node, stage, state)
-
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom this worker may ask: an active one its passive neighbours, a passive one nobody."""
-        return asked(stage.topology.edges(stage), stage.num_workers)[rank]
+        return asked(graph_of(stage).edges(stage), stage.num_workers)[rank]
 
 
 @lru_cache(maxsize=64)

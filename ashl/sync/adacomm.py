@@ -12,10 +12,12 @@ Achieve the Best Error-Runtime Trade-off in Local-Update SGD", MLSys 2019, arXiv
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
+from ashl.aggregate.weighted import Push
 from ashl.option import Count, Positive, option
-from ashl.stage.stage import Push, Stage, Tally
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import BarrierRule, Orders
 
 
 @dataclass
@@ -30,46 +32,31 @@ class Period:
 
 
 @option
-class AdaComm:
+class AdaComm(BarrierRule):
     """A barrier at every τ steps, τ adapted to the loss."""
 
-    averages: ClassVar[bool] = True
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: Count
     every_s: Positive
 
-    def quorum(self, num_workers: int) -> int:
-        return num_workers
+    def begin(self, stage: Stage, tally: Tally) -> Period:
+        return Period(self.local_steps, self.local_steps, tally.now_s)
 
-    def accepts(self, staleness: int) -> bool:
-        return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return tally.behind()
-
-    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
+    def observe(self, stage: Stage, state: Period, tally: Tally, push: Push) -> Period:
         """At a merge: is it time for another τ? Judged here, so that all workers that it lets go get the same."""
-        period = self._period(tally)
         if len(tally.waiting) < stage.num_workers:
-            return
+            return state
         rate = stage.trainer.rate(tally.samples)
-        period.top_rate = max(period.top_rate, rate)
-        if math.isnan(period.first_loss):
-            period.first_loss = tally.loss
-        if now_s - period.since_s < self.every_s or not period.first_loss:  # a run without gradients has no loss
-            return
-        period.since_s = now_s
-        by_loss = math.ceil(math.sqrt(tally.loss / period.first_loss) * self.local_steps)
-        period.earned = by_loss if by_loss < period.earned else math.ceil(period.earned / 2)
-        stretch = math.sqrt(period.top_rate / rate) if rate else 1.0
-        period.local_steps = min(self.local_steps, math.ceil(stretch * period.earned))
+        state.top_rate = max(state.top_rate, rate)
+        if math.isnan(state.first_loss):
+            state.first_loss = tally.loss
+        if tally.now_s - state.since_s < self.every_s or not state.first_loss:  # without gradients there is no loss
+            return state
+        state.since_s = tally.now_s
+        by_loss = math.ceil(math.sqrt(tally.loss / state.first_loss) * self.local_steps)
+        state.earned = by_loss if by_loss < state.earned else math.ceil(state.earned / 2)
+        stretch = math.sqrt(state.top_rate / rate) if rate else 1.0
+        state.local_steps = min(self.local_steps, math.ceil(stretch * state.earned))
+        return state
 
-    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float]:
-        return self._period(tally).local_steps, stage.worker(rank).compression_ratio, 0.0
-
-    def _period(self, tally: Tally) -> Period:
-        """The state; it begins with the stage."""
-        if not isinstance(tally.rule_state, Period):
-            tally.rule_state = Period(self.local_steps, self.local_steps, tally.start["seconds"])
-        return tally.rule_state
+    def steer(self, stage: Stage, state: Period, tally: Tally, rank: int) -> Orders:
+        return Orders(local_steps=state.local_steps)

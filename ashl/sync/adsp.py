@@ -24,10 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
+from ashl.aggregate.weighted import Push
 from ashl.option import Count, Positive, option
-from ashl.stage.stage import Push, Stage, Tally
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import Orders, ServerRule
 
 Sample = tuple[float, float]  # (seconds, loss)
 
@@ -49,13 +51,9 @@ class Search:
 
 
 @option
-class ADSP:
+class ADSP(ServerRule):
     """A common commit rate, searched online."""
 
-    averages: ClassVar[bool] = False
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
-    local_steps: ClassVar[int] = 1
     gamma_s: Positive
     commits: Count
     floor_s: Positive
@@ -68,51 +66,38 @@ class ADSP:
         """Seconds of the first local work, before anything is measured."""
         return max(self.floor_s, self.gamma_s / self.commits)
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
+    def begin(self, stage: Stage, tally: Tally) -> Search:
+        """The first period begins with the stage."""
+        return Search(self.commits, tally.now_s, self.commits, tally.now_s, [0.0] * tally.num_workers)
 
-    def accepts(self, staleness: int) -> bool:
-        return True
+    def observe(self, stage: Stage, state: Search, tally: Tally, push: Push) -> Search:
+        now_s = tally.now_s
+        state.overhead_s[push.worker] = push.push_s + push.pull_s
+        if len(state.samples) * self.gamma_s / 2 <= now_s - state.start_s:
+            state.samples.append((now_s - state.begun_s, tally.loss))
+        if now_s >= state.start_s + self.gamma_s:
+            self._check(state, tally.loss, now_s)
+        return state
 
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting)
-
-    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
-        search = self._search(tally)
-        search.overhead_s[push.worker] = push.push_s + push.pull_s
-        if len(search.samples) * self.gamma_s / 2 <= now_s - search.start_s:
-            search.samples.append((now_s - search.begun_s, tally.loss))
-        if now_s >= search.start_s + self.gamma_s:
-            self._check(search, tally, now_s)
-
-    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float]:
-        search = self._search(tally)
-        left_s, owed = search.start_s + self.gamma_s - now_s, search.target - tally.clocks[rank]
+    def steer(self, stage: Stage, state: Search, tally: Tally, rank: int) -> Orders:
+        left_s, owed = state.start_s + self.gamma_s - tally.now_s, state.target - tally.clocks[rank]
         while owed <= 0 or left_s <= 0:  # it has done its part of this period
-            left_s, owed = left_s + self.gamma_s, owed + search.rate
-        interval_s = max(self.floor_s, left_s / owed - search.overhead_s[rank])
-        return 1, stage.worker(rank).compression_ratio, interval_s
+            left_s, owed = left_s + self.gamma_s, owed + state.rate
+        return Orders(local_steps=1, interval_s=max(self.floor_s, left_s / owed - state.overhead_s[rank]))
 
-    def _search(self, tally: Tally) -> Search:
-        """The state; the first period begins with the stage."""
-        if not isinstance(tally.rule_state, Search):
-            start_s = tally.start["seconds"]
-            tally.rule_state = Search(self.commits, start_s, self.commits, start_s, [0.0] * tally.num_workers)
-        return tally.rule_state
-
-    def _check(self, search: Search, tally: Tally, now_s: float) -> None:
+    def _check(self, search: Search, loss: float, now_s: float) -> None:
         """A period is over: judge its rate, and say how often everybody is to commit in the next one."""
         periods = int((now_s - search.start_s) // self.gamma_s)
         if search.searching:
             self._judge(search)
-        search.lowest = min(search.lowest, tally.loss)
-        risen = tally.loss > (1 + self.rise) * search.lowest
+        search.lowest = min(search.lowest, loss)
+        risen = loss > (1 + self.rise) * search.lowest
         if not search.searching and (risen or now_s - search.begun_s >= self.search_s):
             search.searching, search.searches = True, search.searches + 1
-            search.rate, search.reward, search.begun_s, search.lowest = self.commits, -math.inf, now_s, tally.loss
+            search.rate, search.reward, search.begun_s, search.lowest = self.commits, -math.inf, now_s, loss
         search.start_s += periods * self.gamma_s
         search.target += periods * search.rate
-        search.samples = [(now_s - search.begun_s, tally.loss)]
+        search.samples = [(now_s - search.begun_s, loss)]
 
     def _judge(self, search: Search) -> None:
         """One more commit a period while that pays; else back to the rate before, and the search ends."""

@@ -17,8 +17,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from ashl.option import option
-from ashl.stage.stage import Tally
-from ashl.sync.adsp import ADSP
+from ashl.sync.adsp import ADSP, Search
 
 
 @option
@@ -28,6 +27,5 @@ class ADSPAshlRepo(ADSP):
     exchange: ClassVar[str] = "accumulated"
     decay: Annotated[float, Field(gt=0, le=1)]
 
-    def anneal(self, tally: Tally) -> float:
-        """What the server's learning rate is multiplied with."""
-        return self.decay ** (self._search(tally).searches - 1)
+    def anneal(self, state: Search) -> float:
+        return self.decay ** (state.searches - 1)

@@ -9,23 +9,11 @@ Environments", IEEE Transactions on Computers 73(1), 2024.
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.stage.stage import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @option
-class AHL:
+class AHL(ServerRule):
     """Asynchronous, H from the plan."""
 
-    averages: ClassVar[bool] = False
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: ClassVar[str] = "plan"
-
-    def quorum(self, num_workers: int) -> int:
-        return 1
-
-    def accepts(self, staleness: int) -> bool:
-        return True
-
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting)

@@ -20,7 +20,9 @@ Algorithm 1; Reddi et al., "On Variance Reduction in Stochastic Gradient Descent
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -33,10 +35,13 @@ from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage, Tally
+from ashl.stage.rule import CODEC
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import Anchor, over_shard, reduced
 from ashl.topology.local_work import Work, WorkerState, encoded
+from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 
 @dataclass
@@ -57,27 +62,29 @@ class Epoch:
 
 
 @option
-class AsyLPG:
+class AsyLPG(ServerRule):
     """Steps along variance-reduced gradients as they come."""
 
-    averages: ClassVar[bool] = False
     exchange: ClassVar[str] = "gradient"
     estimator: ClassVar[str] = "minibatch"  # its own is made of them
-    unbiased: ClassVar[bool] = True
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
-    local_steps: ClassVar[int] = 1
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC})
     epoch_steps: Count | None
     mu: Positive | None
     l1: NonNegative
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
+    def admit(self, state: Epoch, tally: Tally) -> Iterable[int]:
+        return tally.waiting if state.admits(tally) else ()
 
-    def accepts(self, staleness: int) -> bool:
-        return True
+    def messages(self) -> Snapshots:
+        return Snapshots(self)
 
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting) if tally.rule_state.admits(tally) else []
+
+@dataclass(frozen=True)
+class Snapshots(Updates):
+    """Full gradients at a snapshot and what has changed since go up, snapshots and models in few bits come down."""
+
+    unbiased: ClassVar[bool] = True
+    rule: AsyLPG
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
@@ -90,19 +97,15 @@ class AsyLPG:
         work = Work(change, loss, 1, state.batch, node.now - start)
         return work, *await encoded(node, stage, state, work)
 
-    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        """The model after a pull; a dense one is a snapshot."""
-        if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
-            state.anchor = None
-            return body
-        return state.params if isinstance(body, SizeOnly) else read_model(body, stage.trainer.num_params)
-
-    def absorb(self, stage: Stage, state: Any, message: Message) -> bool:
+    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
         """A full gradient joins the sum; anything else is a step."""
+        return await node.compute(partial(self.merged, stage, state, message), work=1, kind="apply")
+
+    def merged(self, stage: Stage, state: ServerState, message: Message) -> bool:
         tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
-        if tally.rule_state is None:
-            tally.rule_state = self.opened(stage, state.params)
-        epoch = tally.rule_state
+        if state.rule_state is None:
+            state.rule_state = self.opened(stage, state.params)
+        epoch = state.rule_state
         tally.commit(worker, int(steps), int(samples))
         stepped = not epoch.missing
         if stepped:
@@ -110,8 +113,8 @@ class AsyLPG:
             state.receivers[worker], zeta = stage.codec.decode(receiver, message.body, stage.trainer.num_params)
             lr = stage.trainer.rate(tally.samples)
             state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr)
-            state.params = shrunk(x, lr * self.l1)
-            tally.version += 1
+            state.params = shrunk(x, lr * self.rule.l1)
+            tally.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
         else:
             part = message.body * samples
@@ -121,42 +124,53 @@ class AsyLPG:
             if not epoch.missing:
                 epoch.gradient = epoch.gradient * (1 / epoch.samples)
         if not epoch.left and len(tally.waiting) == tally.num_workers:
-            tally.rule_state = self.opened(stage, state.params)
+            state.rule_state = self.opened(stage, state.params)
         return stepped
 
-    def answer(self, stage: Stage, state: Any, rank: int) -> Any:
+    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """A snapshot, nothing where the model still is the snapshot, or the model in few bits."""
-        epoch = state.tally.rule_state
+        return await node.compute(partial(self.body, stage, state, rank), work=1, kind="compress")
+
+    def body(self, stage: Stage, state: ServerState, rank: int) -> Any:
+        epoch = state.rule_state
         if epoch.missing:
             return epoch.anchor
         if not epoch.done:
             return None
         turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.tally.version)
-        return self.written(state.params, epoch.anchor, turn)
+        return written(state.params, epoch.anchor, turn, self.rule.mu)
+
+    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+        """The model after a pull; a dense one is a snapshot."""
+        if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
+            state.anchor = None
+            return body
+        return state.params if isinstance(body, SizeOnly) else read_model(body, stage.trainer.num_params)
 
     def opened(self, stage: Stage, params: Any) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
-        steps = self.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
+        steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
         return Epoch(params, set(stage.workers), steps)
 
-    def written(self, x: Any, anchor: Any, turn: Turn) -> Any:
-        """The body of Q(x)."""
-        if isinstance(x, SizeOnly):
-            bits = 32 if self.mu is None else MOST // 2
-            return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
-        array = array_of(x)
-        bits = self.bits_of(x, anchor)
-        parts = Parts(array.size, array, form=WHOLE) if bits is None else rounded(array, bits, turn)
-        return write_body(Grid.code, x.dtype, x.numel(), parts)
 
-    def bits_of(self, x: Any, anchor: Any) -> int | None:
-        """The fewest bits for which E‖Q(x) − x‖² ≤ μ‖x − x̃‖²; None where 16 are too few."""
-        apart, top = float(torch.linalg.vector_norm(x.double() - anchor)), float(x.abs().max())
-        if self.mu is None or not apart or not math.isfinite(top):
-            return None
-        steps = top * math.sqrt(x.numel() / self.mu) / (2 * apart)
-        bits = 1 + max(1, math.ceil(math.log2(steps + 1)))
-        return bits if bits <= MOST else None
+def written(x: Any, anchor: Any, turn: Turn, mu: float | None) -> Any:
+    """The body of Q(x)."""
+    if isinstance(x, SizeOnly):
+        bits = 32 if mu is None else MOST // 2
+        return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
+    array, few = array_of(x), bits_of(x, anchor, mu)
+    parts = Parts(array.size, array, form=WHOLE) if few is None else rounded(array, few, turn)
+    return write_body(Grid.code, x.dtype, x.numel(), parts)
+
+
+def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
+    """The fewest bits for which E‖Q(x) − x‖² ≤ μ‖x − x̃‖²; None where 16 are too few."""
+    apart, top = float(torch.linalg.vector_norm(x.double() - anchor)), float(x.abs().max())
+    if mu is None or not apart or not math.isfinite(top):
+        return None
+    steps = top * math.sqrt(x.numel() / mu) / (2 * apart)
+    bits = 1 + max(1, math.ceil(math.log2(steps + 1)))
+    return bits if bits <= MOST else None
 
 
 def is_encoded(body: Any) -> bool:

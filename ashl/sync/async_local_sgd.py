@@ -9,20 +9,15 @@ Limits: R = null is ASP with `local_steps` = M; M = 1 is Ringmaster. Source: Tyu
 Graph Framework for Local and Asynchronous SGD Methods", ICLR 2026.
 """
 
-from typing import ClassVar
-
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.stage.stage import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @option
-class AsyncLocalSGD:
+class AsyncLocalSGD(ServerRule):
     """Asynchronous local steps, with a bound on those in flight."""
 
-    averages: ClassVar[bool] = False
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: Count
     max_delay: Count | None
 
@@ -33,11 +28,5 @@ class AsyncLocalSGD:
                 f"at least {self.local_steps}, or null"
             )
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
-
     def accepts(self, staleness: int) -> bool:
         return self.max_delay is None or (staleness + 1) * self.local_steps <= self.max_delay
-
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting)

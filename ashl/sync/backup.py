@@ -7,20 +7,17 @@ workers the model never sees their data.
 Limit: e = 0 is BSP. Source: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ashl.errors import UsageError
 from ashl.option import Natural, option
-from ashl.stage.stage import Tally
+from ashl.topology.parameter_server import BarrierRule
 
 
 @option
-class Backup:
+class Backup(BarrierRule):
     """A barrier that does not wait for the last `backups` workers."""
 
-    averages: ClassVar[bool] = True
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
-    local_steps: ClassVar[int] = 1
     backups: Natural
     exchange: Literal["gradient", "difference"]
 
@@ -31,9 +28,3 @@ class Backup:
                 f"take at most {num_workers - 1}"
             )
         return num_workers - self.backups
-
-    def accepts(self, staleness: int) -> bool:
-        return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return tally.behind()

@@ -6,26 +6,15 @@ and the differences are averaged; for optimizers that are linear in the gradient
 Source: Valiant, "A bridging model for parallel computation", CACM 1990.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ashl.option import option
-from ashl.stage.stage import Tally
+from ashl.topology.all_reduce import StepRule
+from ashl.topology.parameter_server import BarrierRule
 
 
 @option
-class BSP:
+class BSP(BarrierRule, StepRule):
     """A barrier at every step."""
 
-    averages: ClassVar[bool] = True
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server", "all_reduce")
-    local_steps: ClassVar[int] = 1
     exchange: Literal["gradient", "difference"]
-
-    def quorum(self, num_workers: int) -> int:
-        return num_workers
-
-    def accepts(self, staleness: int) -> bool:
-        return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return tally.behind()

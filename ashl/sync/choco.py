@@ -24,8 +24,9 @@ from ashl.option import Count, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
+from ashl.stage.rule import CODEC
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundState
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import report_health, turn_of
 
@@ -39,14 +40,10 @@ class Replicas(NamedTuple):
 
 
 @option
-class Choco:
+class Choco(RoundRule):
     """Compressed gossip in rounds."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    compresses: ClassVar[bool] = True
-    early: ClassVar[bool] = False
-    lag: ClassVar[int] = 0
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC})  # what is sent are differences
     local_steps: Count | Literal["plan"]
     gamma: Positive
 
@@ -66,12 +63,7 @@ class Choco:
         first = stage.trainer.init()[0]
         return Replicas(first, first)
 
-    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return tuple(j for j in stage.topology.round(stage, k).rows[rank] if j != rank)
-
-    async def tell(
-        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
-    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         state.params = state.params + delta
         codec, own = stage.bare_codec, state.rule_state.own
         ahead = state.params - own
@@ -82,13 +74,13 @@ class Choco:
             _, body = await node.compute(encode, work=1, kind="compress")
             report_health(node, stage, state, ahead, body)
         state.rule_state = Replicas(added(codec, own, [(body, 1.0)]), state.rule_state.mixed, body)
-        return {j: (body, ()) for j in stage.topology.round(stage, k).targets[node.rank]}
+        return {j: (body, ()) for j in graph_of(stage).round(stage, k).targets[node.rank]}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
     ) -> None:
         own, before, sent = state.rule_state
-        row = stage.topology.round(stage, k).rows[rank]
+        row = graph_of(stage).round(stage, k).rows[rank]
         bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
         mixed = added(stage.bare_codec, before, bodies)
         state.rule_state = Replicas(own, mixed, sent)

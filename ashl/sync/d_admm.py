@@ -23,41 +23,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.node import Node
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, leave, obey, report
-from ashl.topology.graph import Edge, Round, sources_of
+from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
+from ashl.topology.gossip import RoamingRule, graph_of
+from ashl.topology.graph import Edge, sources_of
 from ashl.topology.local_work import local_work
 
 Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 
 
 @option
-class DADMM:
+class DADMM(RoamingRule):
     """Penalties and duals on the edges of a graph."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    resumable: ClassVar[bool] = False  # no checkpoint holds it
-    coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     rho: Positive
     delay: Natural
     barrier: Count | None
 
-    def check(self, rounds: Sequence[Round]) -> None:
-        """Any connected graph will do."""
+    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
+        return await worker(node, stage, state, self)
 
-    def worker(self, node: Node, stage: Stage, state: RoamingState) -> Any:
-        return worker(node, stage, state)
 
-    def ready(self, behind: Sequence[int]) -> bool:
-        """Whether an iteration may begin, by how many iterations each neighbour is behind what is needed of it."""
-        wanted = len(behind) if self.barrier is None else min(self.barrier, len(behind))
-        return sum(b <= 0 for b in behind) >= wanted and all(b <= self.delay for b in behind)
+def ready(rule: DADMM, behind: Sequence[int]) -> bool:
+    """Whether an iteration may begin, by how many iterations each neighbour is behind what is needed of it."""
+    wanted = len(behind) if rule.barrier is None else min(rule.barrier, len(behind))
+    return sum(b <= 0 for b in behind) >= wanted and all(b <= rule.delay for b in behind)
 
 
 @dataclass
@@ -119,7 +114,7 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
 
 def opened(stage: Stage, params: Any, rank: int) -> Edges:
     """Everybody begins at the same model, with duals of zero."""
-    edges = stage.topology.edges(stage)
+    edges = graph_of(stage).edges(stage)
     colour, neighbours = colours(edges, stage.num_workers), sources_of(edges, stage.num_workers)[rank]
     return Edges(
         dual=params - params,
@@ -130,7 +125,7 @@ def opened(stage: Stage, params: Any, rank: int) -> Edges:
     )
 
 
-def augmented(stage: Stage, edges: Edges, params: Any) -> Stage:
+def augmented(stage: Stage, edges: Edges, params: Any, rho: float) -> Stage:
     """The stage, with what its neighbours want of this worker in every gradient."""
     if not edges.heard:
         return stage
@@ -139,10 +134,10 @@ def augmented(stage: Stage, edges: Edges, params: Any) -> Stage:
     for model in nearest[1:]:
         total = total + model
     target = (params + total * (1 / len(nearest))) * 0.5
-    return replace(stage, trainer=Augmented(stage.trainer, edges.dual, 2 * stage.sync.rho * len(nearest), target))
+    return replace(stage, trainer=Augmented(stage.trainer, edges.dual, 2 * rho * len(nearest), target))
 
 
-async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
+async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> int:
     """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
     edges = state.rule_state = opened(stage, state.params, node.rank)
@@ -150,13 +145,13 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     while state.word == GO:
         while await take_in(node, stage, state, before_s=node.now):
             pass  # what has come meanwhile
-        while state.word == GO and not stage.sync.ready(edges.behind(k)):
+        while state.word == GO and not ready(rule, edges.behind(k)):
             await take_in(node, stage, state)
         if state.word != GO:
             break
-        edges.match(stage.sync.rho)
+        edges.match(rule.rho)
         late = max([0, *edges.behind(k)])
-        work = await local_work(node, augmented(stage, edges, state.params), state)
+        work = await local_work(node, augmented(stage, edges, state.params, rule.rho), state)
         await answered(node, stage, state)
         while await take_in(node, stage, state, before_s=node.now):
             pass
@@ -173,11 +168,11 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
         await node.send(peer, stage.tag("model"), None, (k - 1,))
     while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
         await take_in(node, stage, state)
-    edges.match(stage.sync.rho)
+    edges.match(rule.rho)
     await done(node, stage, state, dropped)
     while not state.gone:
         await take_in(node, stage, state)
-    return leave(node, stage, state, dropped)
+    return left(node, stage, state, dropped)
 
 
 async def take_in(node: Node, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:

@@ -11,23 +11,19 @@ Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algori
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundState, mixed
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, mixed
 
 
 @option
-class DPSGD:
+class DPSGD(RoundRule):
     """Mixing in rounds on a graph."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    columns: ClassVar[bool] = False
-    lag: ClassVar[int] = 0
     local_steps: Count | Literal["plan"]
     order: Literal["awc", "atc"]
 
@@ -35,22 +31,14 @@ class DPSGD:
     def early(self) -> bool:
         return self.order == "awc"
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> None:
-        """The rule has no state of its own."""
-
-    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return tuple(j for j in stage.topology.round(stage, k).rows[rank] if j != rank)
-
-    async def tell(
-        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
-    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         if delta is not None:
             state.params = state.params + delta
-        return {rank: (state.params, ()) for rank in stage.topology.round(stage, k).targets[node.rank]}
+        return {rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[node.rank]}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
     ) -> None:
-        state.params = mixed(stage.topology.round(stage, k).rows[rank], rank, state.params, heard)
+        state.params = mixed(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
         if self.early:
             state.params = state.params + delta

@@ -14,11 +14,14 @@ Source: Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training fo
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
+from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
-from ashl.stage.stage import Push, Stage, Tally
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @dataclass
@@ -31,12 +34,9 @@ class Controller:
 
 
 @option
-class DSSP:
+class DSSP(ServerRule):
     """Bounded lead, the bound chosen from a range."""
 
-    averages: ClassVar[bool] = False
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     s_low: Natural
     s_high: Natural
     local_steps: Count | Literal["plan"]
@@ -48,42 +48,31 @@ class DSSP:
                 "sync.s_low=3 sync.s_high=15"
             )
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
+    def begin(self, stage: Stage, tally: Tally) -> Controller:
+        n, start_s = tally.num_workers, tally.now_s
+        return Controller([(start_s, start_s)] * n, [0] * n)
 
-    def accepts(self, staleness: int) -> bool:
-        return True
-
-    def admit(self, tally: Tally) -> list[int]:
-        ready = list(tally.within(self.s_low))
-        control = self._control(tally)
-        if control.granted and tally.latest in tally.waiting and tally.latest not in ready:
+    def admit(self, state: Controller, tally: Tally) -> list[int]:
+        ready = tally.within(self.s_low)
+        if state.granted and tally.latest in tally.waiting and tally.latest not in ready:
             ready.append(tally.latest)
         return ready
 
-    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
+    def observe(self, stage: Stage, state: Controller, tally: Tally, push: Push) -> Controller:
         """Note the time of the push and decide whether it may go beyond the lower bound."""
-        control, worker = self._control(tally), push.worker
-        control.times[worker] = (control.times[worker][1], now_s)
-        lead = tally.clocks[worker] - tally.slowest
-        control.granted = False
+        worker, lead = push.worker, tally.clocks[push.worker] - tally.slowest
+        state.times[worker] = (state.times[worker][1], tally.now_s)
+        state.granted = False
         if lead <= self.s_low:
-            control.credit[worker] = 0
-            return
-        if not control.credit[worker] and tally.clocks[worker] == max(tally.clocks):
+            state.credit[worker] = 0
+            return state
+        if not state.credit[worker] and tally.clocks[worker] == tally.fastest:
             slowest = tally.clocks.index(tally.slowest)
-            room = self.s_high - lead + 1
-            control.credit[worker] = grant(control.times[worker], control.times[slowest], room)
-        if control.credit[worker]:
-            control.credit[worker] -= 1
-            control.granted = True
-
-    def _control(self, tally: Tally) -> Controller:
-        """The state; it begins with the stage."""
-        if not isinstance(tally.rule_state, Controller):
-            n, start_s = tally.num_workers, tally.start["seconds"]
-            tally.rule_state = Controller([(start_s, start_s)] * n, [0] * n)
-        return tally.rule_state
+            state.credit[worker] = grant(state.times[worker], state.times[slowest], self.s_high - lead + 1)
+        if state.credit[worker]:
+            state.credit[worker] -= 1
+            state.granted = True
+        return state
 
 
 def grant(fastest: tuple[float, float], slowest: tuple[float, float], room: int) -> int:

@@ -15,24 +15,16 @@ Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregatio
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.stage.stage import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @option
-class FedBuff:
+class FedBuff(ServerRule):
     """Asynchronous, merged by the buffer."""
 
     averages: ClassVar[bool] = True
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     buffer: Count
     local_steps: Count | Literal["plan"]
 
     def quorum(self, num_workers: int) -> int:
         return self.buffer
-
-    def accepts(self, staleness: int) -> bool:
-        return True
-
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting)

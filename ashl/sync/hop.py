@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
@@ -23,7 +23,8 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, leave, obey, report
+from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
+from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Round, sources_of
 from ashl.topology.local_work import local_work
 
@@ -31,13 +32,9 @@ Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
 
 
 @option
-class Hop:
+class Hop(RoamingRule):
     """Bounded staleness and backup workers on a graph."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    resumable: ClassVar[bool] = False  # no checkpoint holds it
-    coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     staleness: Natural
     backups: Natural
@@ -56,36 +53,38 @@ class Hop:
                 "larger gap"
             )
 
-    def worker(self, node: Node, stage: Stage, state: RoamingState) -> Any:
-        return worker(node, stage, state)
-
-    def ready(self, k: int, heard: Mapping[int, Sent]) -> bool:
-        """Whether iteration k may end."""
-        newest = [max(sent, default=-1) for sent in heard.values()]
-        fresh = sum(iteration >= k - self.staleness for iteration in newest)
-        return fresh >= len(newest) - self.backups and all(k - iteration <= self.gap for iteration in newest)
-
-    def mixed(self, k: int, own: Any, rank: int, heard: Mapping[int, Sent]) -> Any:
-        """The mean by age, in rank order, over what is fresh enough."""
-        if isinstance(own, SizeOnly):
-            return own
-        parts = {rank: (own, self.staleness + 1)}
-        for j, sent in heard.items():
-            iteration = max((i for i in sent if i <= k), default=-1)
-            if iteration >= max(0, k - self.staleness):
-                parts[j] = (sent[iteration], self.staleness + 1 - (k - iteration))
-        total = sum(share for _, share in parts.values())
-        result = own * 0.0
-        for j in sorted(parts):
-            result.add_(parts[j][0], alpha=parts[j][1] / total)
-        return result
+    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
+        return await worker(node, stage, state, self)
 
 
-async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
+def ready(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
+    """Whether iteration k may end."""
+    newest = [max(sent, default=-1) for sent in heard.values()]
+    fresh = sum(iteration >= k - rule.staleness for iteration in newest)
+    return fresh >= len(newest) - rule.backups and all(k - iteration <= rule.gap for iteration in newest)
+
+
+def mixed(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent]) -> Any:
+    """The mean by age, in rank order, over what is fresh enough."""
+    if isinstance(own, SizeOnly):
+        return own
+    parts = {rank: (own, rule.staleness + 1)}
+    for j, sent in heard.items():
+        iteration = max((i for i in sent if i <= k), default=-1)
+        if iteration >= max(0, k - rule.staleness):
+            parts[j] = (sent[iteration], rule.staleness + 1 - (k - iteration))
+    total = sum(share for _, share in parts.values())
+    result = own * 0.0
+    for j in sorted(parts):
+        result.add_(parts[j][0], alpha=parts[j][1] / total)
+    return result
+
+
+async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> int:
     """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
-    rule, k, dropped = stage.sync, 0, 0
-    heard: dict[int, Sent] = {j: {} for j in sources_of(stage.topology.edges(stage), stage.num_workers)[node.rank]}
+    k, dropped = 0, 0
+    heard: dict[int, Sent] = {j: {} for j in sources_of(graph_of(stage).edges(stage), stage.num_workers)[node.rank]}
     while state.word == GO:
         for peer in heard:
             await node.send(peer, stage.tag("model"), state.params, (k,))
@@ -93,12 +92,12 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
         await answered(node, stage, state)
         while await take_in(node, stage, state, heard, before_s=node.now):
             pass  # what has come meanwhile
-        while state.word == GO and not rule.ready(k, heard):
+        while state.word == GO and not ready(rule, k, heard):
             await take_in(node, stage, state, heard)
         if state.word == STOP:
             dropped = work.steps
             break
-        state.params = rule.mixed(k, state.params, node.rank, heard) + work.body
+        state.params = mixed(rule, k, state.params, node.rank, heard) + work.body
         state.version += 1
         oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
         for j, sent in heard.items():
@@ -109,7 +108,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     while not state.gone:
         await take_in(node, stage, state, heard)
     await node.drop(stage.tag("model"))
-    return leave(node, stage, state, dropped)
+    return left(node, stage, state, dropped)
 
 
 async def take_in(

@@ -20,9 +20,12 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
+from ashl.aggregate.weighted import Push
 from ashl.data.partition import apportion
 from ashl.option import option
-from ashl.stage.stage import Push, Stage, Tally
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import BarrierRule, Orders
 
 LEAST = 2  # samples that a worker gets at least: BatchNorm needs two
 
@@ -36,43 +39,28 @@ class Balance:
 
 
 @option
-class LBBSP:
+class LBBSP(BarrierRule):
     """A barrier at every step, batches by speed."""
 
-    averages: ClassVar[bool] = True
     exchange: ClassVar[str] = "gradient"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
-    local_steps: ClassVar[int] = 1
     resizes: ClassVar[bool] = True  # batches change, so weights have to follow the samples
     alpha: Annotated[float, Field(gt=0, le=1)]
 
-    def quorum(self, num_workers: int) -> int:
-        return num_workers
+    def begin(self, stage: Stage, tally: Tally) -> Balance:
+        return Balance()
 
-    def accepts(self, staleness: int) -> bool:
-        return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return tally.behind()
-
-    def observe(self, stage: Stage, tally: Tally, push: Push, now_s: float) -> None:
+    def observe(self, stage: Stage, state: Balance, tally: Tally, push: Push) -> Balance:
         """Follow the worker's speed; once all have come, share out the next step's batch."""
-        balance = self._balance(tally)
         speed = push.samples / (push.steps * push.step_s)
-        known = balance.speeds.get(push.worker, speed)
-        balance.speeds[push.worker] = known + self.alpha * (speed - known)
+        known = state.speeds.get(push.worker, speed)
+        state.speeds[push.worker] = known + self.alpha * (speed - known)
         if len(tally.waiting) == stage.num_workers:
             total = sum(worker.batch for worker in stage.plan.workers)
-            balance.batches = share_out(total, [balance.speeds[rank] for rank in stage.workers])
+            state.batches = share_out(total, [state.speeds[rank] for rank in stage.workers])
+        return state
 
-    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float, int]:
-        return 1, stage.worker(rank).compression_ratio, 0.0, self._balance(tally).batches[rank]
-
-    def _balance(self, tally: Tally) -> Balance:
-        """The state; it begins with the stage."""
-        if not isinstance(tally.rule_state, Balance):
-            tally.rule_state = Balance()
-        return tally.rule_state
+    def steer(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Orders:
+        return Orders(local_steps=1, batch=state.batches[rank])
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:

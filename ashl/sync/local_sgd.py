@@ -6,26 +6,15 @@ averaged.
 Limit: H = 1 is BSP (SGD, momentum). Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ashl.option import Count, option
-from ashl.stage.stage import Tally
+from ashl.topology.all_reduce import StepRule
+from ashl.topology.parameter_server import BarrierRule
 
 
 @option
-class LocalSGD:
+class LocalSGD(BarrierRule, StepRule):
     """A barrier at every H steps."""
 
-    averages: ClassVar[bool] = True
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server", "all_reduce")
     local_steps: Count | Literal["plan"]
-
-    def quorum(self, num_workers: int) -> int:
-        return num_workers
-
-    def accepts(self, staleness: int) -> bool:
-        return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return tally.behind()

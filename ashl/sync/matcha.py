@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundState, mixed
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, mixed
 from ashl.topology.graph import Edge
 
 ASCENT = 300  # steps of the search for p
@@ -41,33 +41,24 @@ class Sampling(NamedTuple):
 
 
 @option
-class Matcha:
+class Matcha(RoundRule):
     """Gossip in rounds on matchings drawn from the graph."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    early: ClassVar[bool] = False
-    lag: ClassVar[int] = 0
     local_steps: Count | Literal["plan"]
     budget: Ratio
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> None:
-        """The rule has no state of its own."""
-
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        plan = sampling(stage.topology.edges(stage), stage.num_workers, self.budget)
+        plan = sampling(graph_of(stage).edges(stage), stage.num_workers, self.budget)
         return tuple(sorted(plan.peers[m][rank] for m in used(plan, stage.seed, k) if rank in plan.peers[m]))
 
-    async def tell(
-        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
-    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         state.params = state.params + delta
         return {j: (state.params, ()) for j in self.sources(stage, node.rank, k)}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
     ) -> None:
-        alpha = sampling(stage.topology.edges(stage), stage.num_workers, self.budget).alpha
+        alpha = sampling(graph_of(stage).edges(stage), stage.num_workers, self.budget).alpha
         row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}
         state.params = mixed(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
 

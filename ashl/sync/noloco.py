@@ -14,7 +14,7 @@ Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,19 +23,14 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundState
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
 from ashl.topology.graph import matching
 
 
 @option
-class NoLoCo:
+class NoLoCo(RoundRule):
     """An outer step with momentum in random pairs."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    resumable: ClassVar[bool] = False  # no checkpoint holds it
-    early: ClassVar[bool] = False
-    lag: ClassVar[int] = 0
     local_steps: Count | Literal["plan"]
     alpha: NonNegative
     beta: Positive
@@ -46,14 +41,12 @@ class NoLoCo:
         return state.params * 0.0
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        edges, n = stage.topology.edges(stage), stage.num_workers
+        edges, n = graph_of(stage).edges(stage), stage.num_workers
         all_pairs = len(edges) == n * (n - 1) // 2
         met = matching(None if all_pairs else edges, n, stage.seed, k)
         return (met[rank],) if rank in met else ()
 
-    async def tell(
-        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
-    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         peers = self.sources(stage, node.rank, k)
         return {j: (joined(delta, state.params), ()) for j in peers}
 

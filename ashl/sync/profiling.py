@@ -11,9 +11,7 @@ Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epoc
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, ClassVar
 
 import torch
 
@@ -22,7 +20,11 @@ from ashl.option import Natural, option
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, WorkerProfile
 from ashl.runtime.node import Node
-from ashl.stage.stage import NEXT, STOP, Stage, Tally
+from ashl.stage.rule import Loop
+from ashl.stage.stage import NEXT, STOP, Stage
+from ashl.topology.ending import leave, record_end
+from ashl.topology.local_work import WorkerState
+from ashl.topology.parameter_server import BarrierRule, ServerState
 
 SIZES = (0.25, 0.5, 1.0)  # of the dense model
 REPEATS = 3
@@ -30,31 +32,19 @@ PUSH, PULL, RESULT = 0, 1, 2  # what a worker asks of the server
 
 
 @option
-class Profiling:
+class Profiling(BarrierRule):
     """Its loops stand in for the topology's: nothing is learned here."""
 
-    averages: ClassVar[bool] = True
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
-    local_steps: ClassVar[int] = 1
     steps: Natural
 
-    def quorum(self, num_workers: int) -> int:
-        return num_workers
-
-    def accepts(self, staleness: int) -> bool:
-        return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return []
-
-    def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
+    def loop(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker
 
 
-async def worker(node: Node, stage: Stage, state: Any) -> int:
+async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Measure, tell the server, take over the plan that it sends back."""
-    step_s, spread_s = await time_steps(node, stage, state)
+    assert isinstance(stage.sync, Profiling)
+    step_s, spread_s = await time_steps(node, stage, state, stage.sync.steps)
     compress_s = await time_encoding(node, stage, state)
     idle = await time_exchange(node, stage, PUSH, 0.0)
     push = [await time_exchange(node, stage, PUSH, size) for size in SIZES]
@@ -67,19 +57,16 @@ async def worker(node: Node, stage: Stage, state: Any) -> int:
     plan = await node.recv(stage.tag("plan"))
     word, end_ns = int(plan.meta[0]), int(plan.meta[1])
     state.assigned = None if plan.body is None else (stage.index + 1, plan.body)
-    if word == NEXT:
-        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(end_ns))
-    else:
-        node.ledger.close(end_ns)
+    leave(node, stage, word, end_ns)
     node.round(stage=stage.index, round=state.round, steps=0, staleness=0, dropped=False, loss=None)
     state.round += 1
     return word
 
 
-async def time_steps(node: Node, stage: Stage, state: Any) -> tuple[float, float]:
+async def time_steps(node: Node, stage: Stage, state: WorkerState, steps: int) -> tuple[float, float]:
     """Trimmed mean and standard deviation of one local step."""
     trainer, batch, times = stage.trainer, stage.worker(node.rank).batch, []
-    for k in range(stage.sync.steps + 1):
+    for k in range(steps + 1):
         start = node.now
         step = partial(trainer.local_step, state.params, state.moments, node.rank, state.step + k, 0.0)
         await node.compute(step, work=batch)
@@ -90,7 +77,7 @@ async def time_steps(node: Node, stage: Stage, state: Any) -> tuple[float, float
     return statistics.fmean(kept), statistics.pstdev(kept)
 
 
-async def time_encoding(node: Node, stage: Stage, state: Any) -> float:
+async def time_encoding(node: Node, stage: Stage, state: WorkerState) -> float:
     """Seconds of encoding a dense vector."""
     turn = Turn(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, node.rank)
     start = node.now
@@ -116,7 +103,7 @@ def slope(times: list[float], dense_bytes: int) -> float:
     return max(0.0, statistics.linear_regression(sizes, times).slope)
 
 
-async def server(node: Node, stage: Stage, state: Any) -> int:
+async def server(node: Node, stage: Stage, state: ServerState) -> int:
     """Answer every exchange; when all have told what they measured, plan and send everyone the plan."""
     state.tally.begin(node.now)
     measured: dict[int, WorkerProfile] = {}
@@ -141,15 +128,7 @@ async def server(node: Node, stage: Stage, state: Any) -> int:
     node.emit("plan", stages=[[list(row) for row in stage_rows] for stage_rows in rows], first=stage.index + 1)
     state.tally.end_ns = node.now_ns
     word = NEXT if stage.following and not node.stopping else STOP
-    reason = node.stopping or "profiled"
-    node.emit(
-        "stage",
-        stage=stage.index,
-        name=stage.plan.name,
-        end_ns=state.tally.end_ns,
-        reason=reason,
-        **state.tally.report(),
-    )
+    record_end(node, stage, state.tally, node.stopping or "profiled")
     for rank in stage.workers:
         await node.send(rank, stage.tag("plan"), assigned, (word, state.tally.end_ns))
     if word == STOP:

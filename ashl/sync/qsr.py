@@ -8,39 +8,29 @@ Limits: a constant rate with (α/η)² < H_base + 1 is local SGD with H_base; `h
 "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ashl.option import Count, Positive, option
-from ashl.stage.stage import Stage, Tally
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import BarrierRule, Orders
 
 
 @option
-class QSR:
+class QSR(BarrierRule):
     """A barrier at every H steps, and ever fewer of them."""
 
-    averages: ClassVar[bool] = True
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: Count | Literal["plan"]
     alpha: Positive
     h_max: Count
 
-    def quorum(self, num_workers: int) -> int:
-        return num_workers
-
-    def accepts(self, staleness: int) -> bool:
-        return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return tally.behind()
-
-    def steer(self, stage: Stage, tally: Tally, rank: int, now_s: float) -> tuple[int, float, float]:
+    def steer(self, stage: Stage, state: None, tally: Tally, rank: int) -> Orders:
         worker = stage.worker(rank)
         base = stage.plan.h_preset or worker.local_steps
-        grown = self.grown(base, stage.trainer.rate(tally.samples))
-        return worker.local_steps * grown // base, worker.compression_ratio, 0.0
+        grown = self._grown(base, stage.trainer.rate(tally.samples))
+        return Orders(local_steps=worker.local_steps * grown // base)
 
-    def grown(self, base: int, lr: float) -> int:
+    def _grown(self, base: int, lr: float) -> int:
         """H at this learning rate; a rate of 0, where nothing is learned, leaves it."""
         limit = max(base, self.h_max)
         if lr == 0 or self.alpha / lr >= limit:  # the square of what is that large is larger still

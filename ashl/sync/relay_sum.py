@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundState, numbers_of
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_of
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
 
 
@@ -36,24 +36,18 @@ class Relayed(NamedTuple):
 
 
 @option
-class RelaySum:
+class RelaySum(RoundRule):
     """Delayed uniform averaging on a tree."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    early: ClassVar[bool] = False
-    lag: ClassVar[int] = 0
     local_steps: Count | Literal["plan"]
 
     def begin(self, stage: Stage, state: RoundState, rank: int) -> dict[int, Relayed]:
         return {}
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return tree(stage.topology.edges(stage), stage.num_workers)[rank]
+        return tree(graph_of(stage).edges(stage), stage.num_workers)[rank]
 
-    async def tell(
-        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
-    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
+    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         state.params = state.params + delta
         told = {j: relayed(state.params, state.rule_state, j) for j in self.sources(stage, node.rank, k)}
         return {j: (body, (count,)) for j, (body, count) in told.items()}

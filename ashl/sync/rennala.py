@@ -13,18 +13,16 @@ Optimization Methods Under a Fixed Computation Model", NeurIPS 2023.
 from typing import ClassVar
 
 from ashl.option import Count, option
-from ashl.stage.stage import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @option
-class Rennala:
+class Rennala(ServerRule):
     """Minibatches of B gradients, filled by the quick."""
 
     averages: ClassVar[bool] = True
     takes_all: ClassVar[bool] = True
     exchange: ClassVar[str] = "gradient"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
-    local_steps: ClassVar[int] = 1
     batch: Count
 
     def quorum(self, num_workers: int) -> int:
@@ -32,6 +30,3 @@ class Rennala:
 
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
-
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting)

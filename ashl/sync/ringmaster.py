@@ -11,27 +11,18 @@ Source: Maranjyan, Tyurin and Richtárik, "Ringmaster ASGD: The First Asynchrono
 ICML 2025, Algorithm 4.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ashl.option import Count, option
-from ashl.stage.stage import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @option
-class Ringmaster:
+class Ringmaster(ServerRule):
     """ASP with a bound on the delay instead of the lead."""
 
-    averages: ClassVar[bool] = False
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     max_delay: Count | None
     local_steps: Count | Literal["plan"]
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
-
     def accepts(self, staleness: int) -> bool:
         return self.max_delay is None or staleness < self.max_delay
-
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting)

@@ -13,18 +13,15 @@ a window that stays as it is; as a schedule for Luo et al., "Prague", ASPLOS 202
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ashl.option import Positive, option
 from ashl.topology.group_generator import Groups, Members
-from ashl.topology.group_rule import Grouping, GroupSize
+from ashl.topology.group_rule import GroupRule, GroupSize
 
 
 @option
-class RipplesFirstCome(Grouping):
+class RipplesFirstCome(GroupRule):
     """Timed groups."""
 
-    ordered: ClassVar[bool] = False
     group_size: GroupSize
     window_s: Positive | None
 

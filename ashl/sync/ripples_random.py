@@ -12,18 +12,15 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ashl.option import option
 from ashl.topology.group_generator import Groups, Members, shuffled
-from ashl.topology.group_rule import Grouping, GroupSize
+from ashl.topology.group_rule import GroupRule, GroupSize
 
 
 @option
-class RipplesRandom(Grouping):
+class RipplesRandom(GroupRule):
     """Groups drawn at random."""
 
-    ordered: ClassVar[bool] = False
     group_size: GroupSize
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:

@@ -15,37 +15,34 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ashl.option import Count, option
 from ashl.topology.group_generator import Groups, Members, even, shuffled
-from ashl.topology.group_rule import Grouping, GroupSize, machines
+from ashl.topology.group_rule import GroupRule, GroupSize, machines
 
 
 @option
-class RipplesSmart(Grouping):
+class RipplesSmart(GroupRule):
     """Group Buffer, Global Division and slowdown filter."""
 
-    ordered: ClassVar[bool] = False
     group_size: GroupSize
     threshold: Count
     inter_intra: bool
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
         free = [worker for worker in range(state.num_workers) if not state.buffers[worker]]
-        eligible = [worker for worker in free if worker == asker or self.keeps_up(state, worker, asker)]
+        eligible = [worker for worker in free if worker == asker or self._keeps_up(state, worker, asker)]
         workers = shuffled(state, eligible)
         teams = machines(state.nodes, workers)
         if not self.inter_intra or len(teams) == 1:
             return even(workers, self.group_size)
         heads = tuple(sorted(team[0] for team in teams))
         inside = [group for team in teams for group in even(team[1:], self.group_size)]
-        return [heads, *inside, *(group for team in teams if len(group := self.abreast(state, team)) > 1)]
+        return [heads, *inside, *(group for team in teams if len(group := self._abreast(state, team)) > 1)]
 
-    def keeps_up(self, state: Groups, worker: int, with_whom: int) -> bool:
+    def _keeps_up(self, state: Groups, worker: int, with_whom: int) -> bool:
         return state.requests[with_whom] - state.requests[worker] < self.threshold
 
-    def abreast(self, state: Groups, team: list[int]) -> Members:
+    def _abreast(self, state: Groups, team: list[int]) -> Members:
         """Those of a machine who keep up with its foremost."""
         foremost = max(team, key=lambda worker: state.requests[worker])
-        return tuple(sorted(worker for worker in team if self.keeps_up(state, worker, foremost)))
+        return tuple(sorted(worker for worker in team if self._keeps_up(state, worker, foremost)))

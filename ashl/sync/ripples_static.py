@@ -25,13 +25,13 @@ from typing import ClassVar
 
 from ashl.option import option
 from ashl.topology.group_generator import Groups, Members
-from ashl.topology.group_rule import Grouping, machines
+from ashl.topology.group_rule import GroupRule, machines
 
 PHASES = 4
 
 
 @option
-class RipplesStatic(Grouping):
+class RipplesStatic(GroupRule):
     """Four phases, over and over."""
 
     ordered: ClassVar[bool] = True
@@ -39,8 +39,8 @@ class RipplesStatic(Grouping):
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
         return phase(state.nodes, state.draws % PHASES)
 
-    def listed(self, nodes: Sequence[int]) -> list[Members]:
-        """Every group that will ever be, so that processes can set them up beforehand."""
+    def groups(self, nodes: Sequence[int]) -> list[Members]:
+        """Every group that will ever be."""
         groups = [group for k in range(PHASES) for group in phase(nodes, k) if len(group) > 1]
         return list(dict.fromkeys(groups))
 

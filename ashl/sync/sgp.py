@@ -20,7 +20,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundState, numbers_of
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_of
 
 
 class Mass(NamedTuple):
@@ -31,13 +31,10 @@ class Mass(NamedTuple):
 
 
 @option
-class SGP:
+class SGP(RoundRule):
     """Push-sum in rounds."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
     columns: ClassVar[bool] = True
-    early: ClassVar[bool] = False
     local_steps: Count | Literal["plan"]
     overlap: Natural
 
@@ -48,13 +45,8 @@ class SGP:
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Mass:
         return Mass(state.params, 1.0)
 
-    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return tuple(j for j in stage.topology.round(stage, k).rows[rank] if j != rank)
-
-    async def tell(
-        self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any
-    ) -> dict[int, tuple[Any, tuple[float, ...]]]:
-        now, rank = stage.topology.round(stage, k), node.rank
+    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+        now, rank = graph_of(stage).round(stage, k), node.rank
         x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}
         bodies = {share: x * share for share in set(shares.values())}  # most often they are all equal

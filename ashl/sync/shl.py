@@ -7,27 +7,19 @@ Source: Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Tr
 Environments", IEEE Transactions on Computers 73(1), 2024.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ashl.option import Natural, option
-from ashl.stage.stage import Tally
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @option
-class SHL:
+class SHL(ServerRule):
     """Bounded lead in commits, H from the plan."""
 
-    averages: ClassVar[bool] = False
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     local_steps: ClassVar[str] = "plan"
     staleness: Natural
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
-
-    def accepts(self, staleness: int) -> bool:
-        return True
-
-    def admit(self, tally: Tally) -> list[int]:
+    def admit(self, state: Any, tally: Tally) -> list[int]:
         return tally.within(self.staleness)

@@ -19,6 +19,7 @@ Identification", arXiv 1812.03871, 2018.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -34,37 +35,37 @@ from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage, Tally
+from ashl.stage.stage import Stage
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import estimated
 from ashl.topology.local_work import Work, WorkerState
+from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 CODE = 103  # of its bodies on the wire
 SPARSE, WHOLE = 0, 1
 
 
 @option
-class SPY:
+class SPY(ServerRule):
     """Proximal steps on sparse messages."""
 
-    averages: ClassVar[bool] = False
     exchange: ClassVar[str] = "gradient"
-    sparse: ClassVar[bool] = True
-    plain: ClassVar[bool] = True
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
-    local_steps: ClassVar[int] = 1
+    carries: ClassVar[frozenset[str]] = frozenset()  # few elements travel as it is
     lam: NonNegative
     share: Ratio
     estimator: Literal["full", "minibatch"]
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
+    def messages(self) -> SparseModels:
+        return SparseModels(self)
 
-    def accepts(self, staleness: int) -> bool:
-        return True
 
-    def admit(self, tally: Tally) -> list[int]:
-        return list(tally.waiting)
+@dataclass(frozen=True)
+class SparseModels(Updates):
+    """Changes of points up, the non-zero elements of the model down. The rule's state is, at the server, x̄, and at a
+    worker its own point."""
+
+    plain: ClassVar[bool] = True
+    rule: SPY
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """A gradient, and what of the worker's point it changes."""
@@ -73,41 +74,47 @@ class SPY:
         work = Work(gradient, loss, 1, samples, node.now - start)
         point = state.params if state.rule_state is None else state.rule_state
         turn = Turn(seed=stage.seed, worker=node.rank, round=state.round, lr=stage.trainer.rate(state.samples))
-        tell = partial(self.told, state.params, gradient, point, turn)
-        state.rule_state, body = await node.compute(tell, work=1, kind="compress")
+        move = partial(moved, state.params, gradient, point, turn, self.rule.share)
+        state.rule_state, body = await node.compute(move, work=1, kind="compress")
         return work, body, loss
 
-    def told(self, x: Any, gradient: Any, point: Any, turn: Turn) -> tuple[Any, Any]:
-        """(x_i, the body of Δ)."""
-        if isinstance(x, SizeOnly):
-            return point, SizeOnly(size(max(1, round(self.share * (x.nbytes // 4))), x.nbytes // 4))
-        drawn = turn.stream().integers(0, 2**32, x.numel(), np.uint32) < self.share * 2**32
-        change = x - gradient * turn.lr - point
-        change[(x == 0) & ~torch.from_numpy(drawn)] = 0
-        return point + change, written(change)
+    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+        """x̄ and x after a push."""
+        return await node.compute(partial(self.merged, stage, state, message), work=1, kind="apply")
+
+    def merged(self, stage: Stage, state: ServerState, message: Message) -> bool:
+        tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
+        mean = state.params if state.rule_state is None else state.rule_state
+        tally.commit(worker, int(steps), int(samples))
+        tally.merge()
+        if isinstance(message.body, SizeOnly):
+            return True
+        mean = state.rule_state = mean + read(message.body, mean.numel()) * stage.weights([worker])[0]
+        state.params = shrunk(mean, stage.trainer.rate(tally.samples) * self.rule.lam)
+        return True
+
+    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+        """The model, by its non-zero elements."""
+        return await node.compute(partial(whole_model, state.params), work=1, kind="compress")
 
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        """The model after a pull."""
         if isinstance(body, SizeOnly):
             return state.params
         return read(body, stage.trainer.num_params) if body.dtype == torch.uint8 else body
 
-    def absorb(self, stage: Stage, state: Any, message: Message) -> bool:
-        """x̄ and x after a push."""
-        tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
-        mean = state.params if tally.rule_state is None else tally.rule_state
-        tally.commit(worker, int(steps), int(samples))
-        tally.version += 1
-        if isinstance(message.body, SizeOnly):
-            return True
-        mean = tally.rule_state = mean + read(message.body, mean.numel()) * stage.weights([worker])[0]
-        state.params = shrunk(mean, stage.trainer.rate(tally.samples) * self.lam)
-        return True
 
-    def answer(self, stage: Stage, state: Any, rank: int) -> Any:
-        """The model, by its non-zero elements."""
-        x = state.params
-        return SizeOnly(size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, SizeOnly) else written(x)
+def moved(x: Any, gradient: Any, point: Any, turn: Turn, share: float) -> tuple[Any, Any]:
+    """(x_i, the body of Δ)."""
+    if isinstance(x, SizeOnly):
+        return point, SizeOnly(size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
+    drawn = turn.stream().integers(0, 2**32, x.numel(), np.uint32) < share * 2**32
+    change = x - gradient * turn.lr - point
+    change[(x == 0) & ~torch.from_numpy(drawn)] = 0
+    return point + change, written(change)
+
+
+def whole_model(x: Any) -> Any:
+    return SizeOnly(size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, SizeOnly) else written(x)
 
 
 def size(k: int, d: int) -> int:

@@ -8,27 +8,19 @@ Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parall
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 from ashl.option import Count, Natural, option
-from ashl.stage.stage import Tally
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import ServerRule
 
 
 @option
-class SSP:
+class SSP(ServerRule):
     """Bounded lead, counted in commits."""
 
-    averages: ClassVar[bool] = False
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("parameter_server",)
     staleness: Natural | None
     local_steps: Count | Literal["plan"]
 
-    def quorum(self, num_workers: int) -> int:
-        return 1
-
-    def accepts(self, staleness: int) -> bool:
-        return True
-
-    def admit(self, tally: Tally) -> list[int]:
+    def admit(self, state: Any, tally: Tally) -> list[int]:
         return tally.within(math.inf if self.staleness is None else self.staleness)

@@ -12,29 +12,22 @@ Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Loc
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from ashl.option import Count, option
-from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.topology import pairs
+from ashl.topology.gossip import graph_of
 from ashl.topology.graph import sources_of
+from ashl.topology.pairs import PairRule
 
 
 @option
-class Swarm:
+class Swarm(PairRule):
     """Asynchronous averaging in pairs of any neighbours."""
 
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("gossip",)
-    resumable: ClassVar[bool] = False  # no checkpoint holds it
-    coordinated: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     overlap: bool
 
-    def worker(self, node: Node, stage: Stage, state: Any) -> Any:
-        return pairs.worker(node, stage, state)
-
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom this worker may ask: any neighbour."""
-        return sources_of(stage.topology.edges(stage), stage.num_workers)[rank]
+        return sources_of(graph_of(stage).edges(stage), stage.num_workers)[rank]

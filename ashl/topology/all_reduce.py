@@ -8,34 +8,39 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ashl.option import option
 from ashl.runtime.node import Node
-from ashl.stage.stage import NEXT, STOP, Stage, Tally
+from ashl.stage.rule import CODEC, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.stage import Stage
+from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.topology.ending import REASONS, foreseen, leave, record_end, rule_of, word_of
 from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import WorkerState, local_work
 
-# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
-REASONS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
+
+class StepRule(Rule, contract=True):
+    """What an all-reduce asks its sync mode: how many steps lie between two sums, and of what. All go on together."""
 
 
 @option
-class AllReduce:
+class AllReduce(Topology):
     """No server: the workers' bodies are summed in rank order, or gathered where they do not add up (see
     `topology.exchange`), and everybody keeps the sum."""
 
-    has_server: ClassVar[bool] = False
+    asks: ClassVar[type[Rule]] = StepRule
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS})
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""
         return stage.codec.links(stage, rank) if hasattr(stage.codec, "links") else ()
 
-    def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
+    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a merge takes: a sum on its way, or a ring of bodies that goes round once."""
         flags, n = stage.codec.flags, stage.num_workers
         nbytes = stage.codec.payload(stage.worker(rank).compression_ratio, stage.trainer.dense_bytes // 4)
@@ -43,31 +48,56 @@ class AllReduce:
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_reduce_ns(stage.workers, n * nbytes, 0) // 2
 
-    def begin(self, stage: Stage, rank: int) -> PeerState:
-        """A rank's state before the first stage: the initial model, alike everywhere."""
-        return PeerState(*stage.trainer.init(), tally=Tally(stage.num_workers))
+    def begin(self, node: Node, stage: Stage) -> PeerState:
+        n = stage.num_workers
+        return PeerState(*stage.trainer.init(), tally=node.alike(stage.workers, "tally", lambda: Tally(n)))
 
-    def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
+    def role(self, stage: Stage, rank: int) -> Loop:
         return worker
 
 
 @dataclass
 class PeerState(WorkerState):
-    """A worker that also counts, alike on every rank."""
+    """A worker that also counts, alike on every rank. What all have alike is replaced and never changed, so that in
+    virtual time all may hold the same one."""
 
     tally: Tally = field(default_factory=lambda: Tally(0))
+    evaluated: Start = NOTHING  # at rank 0: the last evaluation
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # of the aggregation rule
     receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker, where bodies are gathered
     reduced: Any = None  # of a codec that reduces
 
-    def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
+    def begin(self, node: Node, stage: Stage) -> None:
+        """A stage begins, unless it goes on from a checkpoint."""
         if self.entered != stage.index:
-            self.tally.begin(now_s)
+            opened = partial(begun, self.tally, node.now)
+            self.tally = node.alike(stage.workers, ("begin", stage.index), opened)
             self.receivers, self.reduced = {}, None
             if stage.resets:
                 self.outer_state = None
-        super().enter(stage, rank)
+        self.enter(stage, node.rank)
+
+    def adopt(self, result: Merged) -> None:
+        self.params, self.outer_state, self.tally = result.params, result.outer_state, result.tally
+        self.samples = result.tally.samples
+        if result.moments is not None:
+            self.moments = result.moments
+
+
+class Merged(NamedTuple):
+    """What a merge makes, alike on all ranks; moments where the optimizer steps on the sum, else None."""
+
+    params: Any
+    moments: Any
+    outer_state: Any
+    tally: Tally
+
+
+def begun(tally: Tally, now_s: float) -> Tally:
+    tally = tally.copy()
+    tally.begin(now_s)
+    return tally
 
 
 async def worker(node: Node, stage: Stage, state: PeerState) -> int:
@@ -75,72 +105,54 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
 
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
-    state.enter(stage, node.rank, node.now)
-    tally, group = state.tally, stage.workers
-    weight = stage.weights(group)[node.rank]
-    workers = [stage.worker(rank) for rank in group]
-    sizes = [stage.samples_of(rank) for rank in group]
-    counts = [1 if stage.sync.exchange == "gradient" else w.local_steps for w in workers]
+    state.begin(node, stage)
+    team, n = stage.workers, stage.num_workers
+    weight = stage.team_weights[node.rank]
     while True:
         node.mark(stage.index, state)
         work = await local_work(node, stage, state)
         body = stage.aggregate.clip(work.body)
         said = REASONS.index(state.word) if node.rank == 0 else 0
-        update, mean_loss, word = await exchanged(node, stage, state, body, weight, (work.loss / len(group), said))
-        for rank in group:
-            tally.observe(rank, 0, mean_loss, mean=True)
-        if not tally.diverged:
-            merge(stage, state, update)
-            for rank, steps in zip(group, counts, strict=True):
-                tally.commit(rank, steps, steps * sizes[rank])
-            tally.version += 1
-            state.samples = tally.samples
-        reason = stage.over(tally) or REASONS[word]
+        update, mean_loss, word = await exchanged(node, stage, state, body, weight, (work.loss / n, said))
+        moment = ("merge", stage.index, state.tally.version)
+        state.adopt(node.alike(team, moment, partial(merged, stage, state, update, mean_loss)))
+        tally = state.tally
+        reason = stage.judge.over(tally) or REASONS[word]
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
-            await node.all_reduce(torch.zeros(1), group, riders=1)
+            await node.all_reduce(torch.zeros(1), team, riders=1)
         what = {"steps": work.steps, "staleness": 0, "dropped": False, "loss": work.loss}
         node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
-        if node.rank == 0 and stage.due(tally, node.now):
+        if node.rank == 0 and stage.judge.take(state, node.now):
             node.snapshot(state.params, **tally.report())
         if reason:
-            return leave(node, stage, state, reason)
+            return end(node, stage, state, reason)
         if node.rank == 0:
-            state.word = judge(node, stage, tally)
+            state.word = foreseen(node, stage, tally)
 
 
-def judge(node: Node, stage: Stage, tally: Tally) -> str | None:
-    """Rank 0 alone: what it tells the others with the next exchange."""
-    if word := node.stopping or ("seconds" if node.now >= stage.deadline_s else None):
-        return word
-    return "next" if stage.reached(tally, node.now, node.scores) else None
-
-
-def leave(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
-    """The stage ended with this merge."""
-    state.tally.end_ns, state.word = node.now_ns, None
-    return ended(node, stage, state.tally, reason)
-
-
-def ended(node: Node, stage: Stage, tally: Tally, reason: str) -> int:
-    """Close the books of a stage that rank 0 judges; returns the last word."""
-    word = NEXT if reason == "next" and stage.following else STOP
-    if node.rank == 0:
-        rule = stage.reached(tally, node.now, node.scores) or next(iter(stage.plan.until), reason)
-        end = {"end_ns": tally.end_ns, "reason": rule if reason == "next" else reason}
-        node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
-    if word == NEXT:
-        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(tally.end_ns))
-    else:
-        node.ledger.close(tally.end_ns)
-    return word
-
-
-def merge(stage: Stage, state: PeerState, total: Any) -> None:
-    """The same arithmetic on every rank, and the same as a server's."""
-    state.outer_state, update = stage.aggregate.outer(state.outer_state, total)
+def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float) -> Merged:
+    """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
+    tally = state.tally.copy()
+    for rank in stage.workers:
+        tally.observe(rank, 0, mean_loss, mean=True)
+    if tally.diverged:
+        return Merged(state.params, None, state.outer_state, tally)
+    outer_state, total = stage.aggregate.outer(state.outer_state, update)
+    moments, params = None, state.params
     if stage.sync.exchange == "gradient":
-        lr = stage.trainer.rate(state.tally.samples)
-        state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
+        moments, params = stage.trainer.apply(params, state.moments, total, stage.trainer.rate(tally.samples))
     else:
-        state.params = state.params + update
+        params = params + total
+    for rank, steps, samples in zip(stage.workers, stage.round_steps, stage.round_samples, strict=True):
+        tally.commit(rank, steps, samples)
+    tally.merge()
+    return Merged(params, moments, outer_state, tally)
+
+
+def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
+    """The stage ended with this merge; returns the last word."""
+    state.tally, state.word = replace(state.tally, end_ns=node.now_ns), None
+    if node.rank == 0:
+        record_end(node, stage, state.tally, rule_of(node, stage, state.tally, reason))
+    return leave(node, stage, word_of(stage, reason), state.tally.end_ns)

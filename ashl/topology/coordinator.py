@@ -13,7 +13,7 @@ longer. A worker's side of the protocol, with tags of the stage and iteration 0:
 
 Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A worker takes in words
 in a task of its own (`obey`), or where it receives anyway. A method that needs more of its coordinator (a group
-generator, say) has its own loop around `take`, `verdict`, `ask_snapshots` and `dismiss`.
+generator, say) has its own loop around `verdict`.
 
 Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group expects it.
 """
@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage.stage import GO, NEXT, STOP, Stage, Tally
+from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.topology.ending import leave, record_end, verdict
 from ashl.topology.local_work import WorkerState
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
@@ -53,9 +55,10 @@ class CoordinatorState:
     """All that the coordinator needs to go on."""
 
     tally: Tally
+    evaluated: Start = NOTHING  # the last evaluation
     ticks: int = 0  # evaluations asked for so far
     params: Any = None  # it has no model
-    assigned: Any = None
+    assigned: tuple[int, Any] | None = None
 
 
 @dataclass
@@ -78,14 +81,14 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
     tally.begin(node.now)
     word, reason = GO, None
     while word == GO:
-        message = await node.recv(stage.tag("report"), before_s=stage.deadline_s)
+        message = await node.recv(stage.tag("report"), before_s=stage.judge.deadline_s)
         node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
             word, reason = STOP, "seconds"
             break
         take(tally, message)
         await node.send(message.src, stage.tag("go"), None, (tally.samples,))
-        if stage.due(tally, node.now):
+        if stage.judge.take(state, node.now):
             await ask_snapshots(node, stage, state)
         word, reason = verdict(node, stage, tally)
     await dismiss(node, stage, state, word, reason)
@@ -97,16 +100,7 @@ def take(tally: Tally, message: Message) -> None:
     report = Report(*message.meta)
     tally.observe(message.src, int(report.staleness), report.loss)
     tally.commit(message.src, int(report.steps), int(report.samples))
-    tally.version += 1
-
-
-def verdict(node: Node, stage: Stage, tally: Tally) -> tuple[int, str | None]:
-    """(GO, NEXT or STOP, why)."""
-    if reason := stage.over(tally) or node.stopping:
-        return STOP, reason
-    if rule := stage.reached(tally, node.now, node.scores):
-        return (NEXT if stage.following else STOP), rule
-    return GO, None
+    tally.merge()
 
 
 async def ask_snapshots(node: Node, stage: Stage, state: CoordinatorState) -> None:
@@ -140,8 +134,7 @@ async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, 
         tally.end_ns = node.now_ns
     for rank in stage.workers:
         await node.send(rank, stage.tag("word"), None, Word(BYE, end_ns=tally.end_ns))
-    end = {"end_ns": tally.end_ns, "reason": reason}
-    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
+    record_end(node, stage, tally, reason)
     if word == STOP:
         node.ledger.close(tally.end_ns)
 
@@ -181,12 +174,10 @@ async def done(node: Node, stage: Stage, state: RoamingState, dropped: int) -> N
     await node.send(stage.server, stage.tag("done"), None, (dropped,))
 
 
-def leave(node: Node, stage: Stage, state: RoamingState, dropped: int) -> int:
+def left(node: Node, stage: Stage, state: RoamingState, dropped: int) -> int:
     """Close the books of a worker that may leave, its last steps thrown away; returns the last word."""
-    if state.word == NEXT:
-        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(state.end_ns))
-        return NEXT
-    node.ledger.close(state.end_ns)
-    node.round(stage=stage.index, round=state.round, steps=dropped, staleness=0, dropped=True, loss=None)
-    state.round += 1
-    return STOP
+    word = leave(node, stage, state.word, state.end_ns)
+    if word == STOP:
+        node.round(stage=stage.index, round=state.round, steps=dropped, staleness=0, dropped=True, loss=None)
+        state.round += 1
+    return word

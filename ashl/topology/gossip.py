@@ -3,20 +3,12 @@
 Rule (D-PSGD): x_i ← Σ_j w_ij·x_j + Δ_i, with Δ_i what the worker's own optimizer did between two exchanges. Whom to
 hear from and what to make of it is the sync mode's. What is evaluated is the mean of all models; momentum stays local.
 
-Synchronous modes go round by round, each worker as soon as it has heard from its sources of that round: no server, no
-barrier. Counts are functions of the round, so that all ranks count alike. What rank 0 alone can know (seconds,
-evaluations, that a loss is no number) rides on the messages: its verdict holds after the round by which it has reached
-everyone, which rank 0 works out from the graph. Such a mode has
+Synchronous modes (`RoundRule`) go round by round, each worker as soon as it has heard from its sources of that round:
+no server, no barrier. Counts are functions of the round, so that all ranks count alike. What rank 0 alone can know
+(seconds, evaluations, that a loss is no number) rides on the messages: its verdict holds after the round by which it
+has reached everyone, which rank 0 works out from the graph.
 
-    columns, early, lag         push-sum weights; models leave before the local work; rounds that messages may be late
-    check(rounds)               where a graph may be wrong for it
-    begin(stage, state, rank)   the rule's own state in this stage
-    sources(stage, rank, k)                           whom a rank hears from in round k
-    tell(node, stage, state, k, delta)                awaited; {rank: (body, numbers)} to send in round k
-    merge(stage, state, rank, k, delta, heard)        {rank: message} of round k − lag and Δ become the model
-    settle(state, heard)        where messages may be late: the last ones, at the end of a stage
-
-Asynchronous modes are `coordinated`: they have their own `worker`, and the coordinator of `ashl.topology.coordinator`.
+Asynchronous modes (`RoamingRule`) have a loop of their own, and the coordinator of `ashl.topology.coordinator`.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
 """
@@ -24,7 +16,7 @@ Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algori
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -34,36 +26,99 @@ from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage, Tally
-from ashl.topology.all_reduce import REASONS, ended, judge
+from ashl.stage.rule import Loop, Network, Rule, Topology
+from ashl.stage.stage import Stage
+from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
+from ashl.topology.ending import REASONS, foreseen, leave, record_end, rule_of, word_of
 from ashl.topology.graph import Edge, Round, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
 VERDICTS = (*REASONS, "diverged")
+Told = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
+
+
+class GossipRule(Rule, contract=True):
+    """What both kinds of gossip say."""
+
+    columns: ClassVar[bool] = False  # whether weights are those of push-sum, whose columns add up to 1
+
+    def check(self, rounds: Sequence[Round]) -> None:
+        """Raises UsageError where a graph is wrong for it."""
+
+
+class RoundRule(GossipRule, contract=True):
+    """What gossip in rounds asks its sync mode. The defaults: everybody hears from its neighbours, all in time.
+
+    The rule's own state of this stage is `state.rule_state`.
+    """
+
+    early: ClassVar[bool] = False  # whether models leave before the local work
+    lag: ClassVar[int] = 0  # rounds that messages may be late
+    suspect: ClassVar[str] = ""  # what else may be wrong where a run diverges
+
+    def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
+        """The rule's own state when a stage begins."""
+        return None
+
+    def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
+        """Whom a rank hears from in round k."""
+        return graph_of(stage).round(stage, k).sources[rank]
+
+    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+        """What is sent in round k; Δ is None where models leave early."""
+        raise NotImplementedError
+
+    def merge(
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+    ) -> None:
+        """The messages of round k − lag and Δ become the model."""
+        raise NotImplementedError
+
+    def settle(self, state: RoundState, heard: Mapping[int, Message]) -> None:
+        """Where messages may be late: take in the last ones, at the end of a stage."""
+
+
+class RoamingRule(GossipRule, contract=True):
+    """A sync mode of gossip in which workers go at their own pace."""
+
+    coordinated: ClassVar[bool] = True
+    resumable: ClassVar[bool] = False  # no checkpoint holds it
+
+    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
+        """The loop of a worker; returns the last word."""
+        raise NotImplementedError
+
+    def peers(self, stage: Stage, rank: int) -> tuple[int, ...] | None:
+        """Whom a worker may ask for an answer; None where it just hears from its neighbours."""
+        return None
 
 
 @option
-class Gossip:
+class Gossip(Topology):
     """Workers talk to their neighbours on a graph, and to nobody else."""
 
-    has_server: ClassVar[bool] = False
+    asks: ClassVar[type[Rule]] = GossipRule
+    carries: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and nobody adds up updates
     replicas: ClassVar[bool] = True
     graph: str
     weights: Literal["metropolis", "uniform"]
     degree: Count
 
-    def check(self, sync: Any, num_workers: int, seed: int) -> None:
+    def check(self, sync: Rule, num_workers: int, seed: int) -> None:
         """Raises UsageError where the graph is wrong for so many workers or for this sync mode."""
-        weights = "columns" if getattr(sync, "columns", False) else self.weights
-        rounds = rounds_of(self.graph, weights, self.degree, num_workers, seed)
-        if hasattr(sync, "check"):
-            sync.check(rounds)
+        assert isinstance(sync, GossipRule)
+        sync.check(self.rounds(sync, num_workers, seed))
+
+    def rounds(self, sync: GossipRule, num_workers: int, seed: int) -> tuple[Round, ...]:
+        """The graph, with the weights that the sync mode needs."""
+        weights = "columns" if sync.columns else self.weights
+        return rounds_of(self.graph, weights, self.degree, num_workers, seed)
 
     def round(self, stage: Stage, k: int) -> Round:
-        """The graph of round k, with the weights that the stage's sync mode needs."""
-        weights = "columns" if getattr(stage.sync, "columns", False) else self.weights
-        rounds = rounds_of(self.graph, weights, self.degree, stage.num_workers, stage.seed)
+        """The graph of round k."""
+        assert isinstance(stage.sync, GossipRule)
+        rounds = self.rounds(stage.sync, stage.num_workers, stage.seed)
         return rounds[k % len(rounds)]
 
     def edges(self, stage: Stage) -> tuple[Edge, ...]:
@@ -78,26 +133,38 @@ class Gossip:
         edges = self.edges(stage)
         return tuple(sorted(i + j - rank for i, j in edges if rank in (i, j))) + ((stage.server,) if others else ())
 
-    def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
+    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and back from whom a
         worker asks."""
-        asks = hasattr(stage.sync, "peers")
-        near = stage.sync.peers(stage, rank) if asks else sources_of(self.edges(stage), stage.num_workers)[rank]
-        dense = stage.trainer.dense_bytes
-        return (1 + asks) * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
+        peers = stage.sync.peers(stage, rank) if isinstance(stage.sync, RoamingRule) else None
+        near = sources_of(self.edges(stage), stage.num_workers)[rank] if peers is None else peers
+        ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
+        return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
 
-    def begin(self, stage: Stage, rank: int) -> CoordinatorState | RoamingState | RoundState:
-        """A rank's state before the first stage: the initial model, alike everywhere."""
-        if rank == stage.server:
+    def begin(self, node: Node, stage: Stage) -> CoordinatorState | RoamingState | RoundState:
+        if node.rank == stage.server:
             return CoordinatorState(Tally(stage.num_workers))
         if stage.home == stage.server:
             return RoamingState(*stage.trainer.init())
-        return RoundState(*stage.trainer.init(), tally=Tally(stage.num_workers))
+        n = stage.num_workers
+        return RoundState(*stage.trainer.init(), tally=Progress(n) if node.rank else Tally(n))
 
-    def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
+    def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:
             return coordinator
-        return stage.sync.worker if stage.home == stage.server else worker
+        return stage.sync.worker if isinstance(stage.sync, RoamingRule) else worker
+
+
+def rule_in(stage: Stage) -> RoundRule:
+    """The stage's sync mode, as the loop of rounds asks it."""
+    assert isinstance(stage.sync, RoundRule)
+    return stage.sync
+
+
+def graph_of(stage: Stage) -> Gossip:
+    """The stage's topology, as its rules use it."""
+    assert isinstance(stage.topology, Gossip)
+    return stage.topology
 
 
 class GossipHeader(NamedTuple):
@@ -115,9 +182,10 @@ NOTHING_HEARD = GossipHeader(math.nan)
 
 @dataclass
 class RoundState(WorkerState):
-    """A worker that goes round by round, and counts as all others do."""
+    """A worker that goes round by round, and counts as all others do; rank 0 keeps the books by worker, too."""
 
-    tally: Tally = field(default_factory=lambda: Tally(0))
+    tally: Progress = field(default_factory=lambda: Progress(0))
+    evaluated: Start = NOTHING  # the last evaluation
     header: GossipHeader = NOTHING_HEARD
     k: int = 0  # rounds of this stage so far
 
@@ -127,14 +195,14 @@ class RoundState(WorkerState):
         if not again:
             self.tally.begin(now_s)
             self.k, self.header = 0, NOTHING_HEARD
-            self.rule_state = stage.sync.begin(stage, self, rank)
+            self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 
 async def worker(node: Node, stage: Stage, state: RoundState) -> int:
     """Work, tell, hear, merge; round by round, until the counts or a verdict of rank 0 say otherwise. Returns the last
     word."""
     state.enter(stage, node.rank, node.now)
-    rule, rank = stage.sync, node.rank
+    rule, rank = rule_in(stage), node.rank
     while True:
         node.mark(stage.index, state)
         k = state.k
@@ -146,19 +214,20 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
         heard = await hear(node, stage, state, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
         learn(state, rank, work.loss, heard)
-        count(stage, state, rank)
+        count(stage, state)
         if rank == 0:
             look_ahead(node, stage, state, k)
-        due = stage.limits.eval_every_s is None and stage.due(state.tally, node.now)
+        due = stage.limits.eval_every_s is None and stage.judge.take(state, node.now)
         if due or state.header.snapshot_after == k:
-            node.snapshot(state.params, tick=state.tally.version, **(state.tally.report() if rank == 0 else {}))
-        reason = stage.spent(state.tally)
+            counts = state.tally.report() if isinstance(state.tally, Tally) else {}
+            node.snapshot(state.params, tick=state.tally.version, **counts)
+        reason = stage.judge.spent(state.tally)
         if not reason and state.header.verdict and k >= state.header.last:
             reason = VERDICTS[int(state.header.verdict)]
         if reason:
             for late in range(max(0, k + 1 - rule.lag), k + 1):
                 rule.settle(state, await hear(node, stage, state, late))
-            word = await leave(node, stage, state, reason)
+            word = await end(node, stage, state, reason)
         what = {"steps": work.steps, "staleness": rule.lag, "dropped": False, "loss": work.loss}
         node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
@@ -169,14 +238,14 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
 
 async def post(node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> None:
     """Tell whoever listens in round k, and pass on what rank 0 has decided."""
-    told = await stage.sync.tell(node, stage, state, k, delta)
+    told = await rule_in(stage).tell(node, stage, state, k, delta)
     for rank, (body, numbers) in told.items():
         await node.send(rank, stage.tag("gossip", k), body, (*state.header, *numbers))
 
 
 async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int, Message]:
     """The messages of round k, in rank order."""
-    sources = stage.sync.sources(stage, node.rank, k) if k >= 0 else ()
+    sources = rule_in(stage).sources(stage, node.rank, k) if k >= 0 else ()
     return {rank: await node.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
@@ -187,52 +256,53 @@ def numbers_of(message: Message) -> tuple[float, ...]:
 
 def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
     """Put together what this rank knows and what it was told."""
-    tales = [GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()]
-    known = [state.header, *tales]
-    losses = [value for value in (loss, *(told.loss for told in tales)) if math.isfinite(value)]
-    verdict, last = max((told.verdict, told.last) for told in known)
+    headers = [GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()]
+    known = [state.header, *headers]
+    losses = [value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)]
+    verdict, last = max((header.verdict, header.last) for header in known)
     state.header = GossipHeader(
         loss=sum(losses) / len(losses) if losses else math.nan,
-        not_finite=max(0 if math.isfinite(loss) else rank + 1, *(told.not_finite for told in known)),
+        not_finite=max(0 if math.isfinite(loss) else rank + 1, *(header.not_finite for header in known)),
         verdict=verdict,
         last=last,
-        snapshot_after=max(told.snapshot_after for told in known),
+        snapshot_after=max(header.snapshot_after for header in known),
     )
 
 
-def count(stage: Stage, state: RoundState, rank: int) -> None:
-    """All workers have merged once more. Rank 0 keeps the books by worker, the others only what ends a stage."""
-    tally, workers = state.tally, stage.plan.workers
-    if rank == 0:
-        for i, worker in enumerate(workers):
-            tally.observe(i, stage.sync.lag, state.header.loss)
-            tally.commit(i, worker.local_steps, worker.local_steps * worker.batch)
+def count(stage: Stage, state: RoundState) -> None:
+    """All workers have merged once more."""
+    tally = state.tally
+    if isinstance(tally, Tally):
+        lag = rule_in(stage).lag
+        for rank, steps, samples in zip(stage.workers, stage.round_steps, stage.round_samples, strict=True):
+            tally.observe(rank, lag, state.header.loss)
+            tally.commit(rank, steps, samples)
+        tally.merge()
     else:
-        tally.steps += sum(worker.local_steps for worker in workers)
-        tally.samples += sum(worker.local_steps * worker.batch for worker in workers)
-        tally.total_commits += len(workers)
-    tally.version += 1
+        tally.advance(*stage.round_totals, stage.num_workers)
+        tally.version += 1
     state.samples = tally.samples
 
 
 def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
     """Rank 0 alone: what all others have to know, and the round after which they do."""
-    tally, told = state.tally, state.header
-    if told.not_finite:
-        why = f"the loss of worker {int(told.not_finite) - 1} became no number near step {tally.steps}"
-        tally.diverged = why + getattr(stage.sync, "suspect", "")
-    word = "diverged" if tally.diverged else judge(node, stage, tally)
-    look = told.snapshot_after <= k and stage.limits.eval_every_s is not None and stage.due(tally, node.now)
-    if (word and not told.verdict) or look:
+    tally, header = state.tally, state.header
+    if header.not_finite:
+        why = f"the loss of worker {int(header.not_finite) - 1} became no number near step {tally.steps}"
+        tally.diverged = why + rule_in(stage).suspect
+    reason = "diverged" if tally.diverged else foreseen(node, stage, tally)
+    timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
+    snapshot = timed and stage.judge.take(state, node.now)
+    if (reason and not header.verdict) or snapshot:
         known = k + rounds_to_all(stage, k + 1)
-        if word and not told.verdict:
-            told = told._replace(verdict=VERDICTS.index(word), last=known)
-        state.header = told._replace(snapshot_after=known) if look else told
+        if reason and not header.verdict:
+            header = header._replace(verdict=VERDICTS.index(reason), last=known)
+        state.header = header._replace(snapshot_after=known) if snapshot else header
 
 
 def rounds_to_all(stage: Stage, first: int) -> int:
     """How many rounds it takes what rank 0 sends from round `first` on to reach everyone."""
-    rule, n, k = stage.sync, stage.num_workers, first
+    rule, n, k = rule_in(stage), stage.num_workers, first
     since = {0: first}  # the round from which on a rank passes it on
     while len(since) < n:
         knew = {rank for rank, start in since.items() if start <= k - rule.lag}
@@ -243,11 +313,13 @@ def rounds_to_all(stage: Stage, first: int) -> int:
     return k - first
 
 
-async def leave(node: Node, stage: Stage, state: RoundState, reason: str) -> int:
-    """The stage ended with this round; at the moment when the last worker had finished it."""
+async def end(node: Node, stage: Stage, state: RoundState, reason: str) -> int:
+    """The stage ended with this round; at the moment when the last worker had finished it. Returns the last word."""
     moment = await node.all_reduce(torch.tensor([node.now_ns]), stage.workers, "max", riders=1)
     state.tally.end_ns = int(moment)
-    return ended(node, stage, state.tally, reason)
+    if isinstance(state.tally, Tally):
+        record_end(node, stage, state.tally, rule_of(node, stage, state.tally, reason))
+    return leave(node, stage, word_of(stage, reason), state.tally.end_ns)
 
 
 def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:

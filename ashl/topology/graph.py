@@ -40,6 +40,7 @@ class Round(NamedTuple):
 
     rows: tuple[dict[int, float], ...]  # rank i → {j: w_ij}, ascending, itself included
     targets: tuple[tuple[int, ...], ...]  # rank j → who hears from it
+    sources: Sources
 
 
 def ring(n: int) -> set[Edge]:
@@ -146,7 +147,8 @@ def round_of(rows: Sequence[dict[int, float]]) -> Round:
         for j in row:
             if j != i:
                 targets[j].append(i)
-    return Round(tuple(rows), tuple(map(tuple, targets)))
+    sources = tuple(tuple(j for j in row if j != i) for i, row in enumerate(rows))
+    return Round(tuple(rows), tuple(map(tuple, targets)), sources)
 
 
 def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
@@ -224,8 +226,10 @@ def _edges_of(graph: str, degree: int, n: int, seed: int, stamp: int) -> tuple[E
 
 def stamp(graph: str) -> int:
     """When a file was last written, so that what is kept of it is not kept too long; 0 where there is none."""
+    if graph in NAMES:
+        return 0
     path = Path(graph)
-    return path.stat().st_mtime_ns if graph not in NAMES and path.exists() else 0
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:

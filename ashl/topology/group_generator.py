@@ -5,8 +5,7 @@ its rule draw groups, which are appended to the buffers of all their members at 
 head of every member's buffer and all of them have asked: so a worker is in one group at a time (its head is its lock),
 groups that share a worker run in the order in which they were made, and no circle of waiting can close.
 
-A rule has `draw(state, asker, now_ns)`, the groups to make in order; `ordered`, whether they follow one order that all
-workers share, so that none is a conflict; and where time matters `wakes(state)`, the moment to draw again.
+Which groups are drawn is the rule's to say (`ashl.topology.group_rule`).
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
 (arXiv 1909.08029, as "Ripples").
@@ -17,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ashl.data.rng import Purpose, permutation
-
-Members = tuple[int, ...]  # sorted ranks
+from ashl.stage.rule import Members
+from ashl.topology.group_rule import GroupRule
 
 
 class Group(NamedTuple):
@@ -62,7 +61,13 @@ def opened(nodes: Sequence[int], seed: int) -> Groups:
     return Groups(tuple(nodes), seed, buffers=((),) * n, requests=(0,) * n)
 
 
-def request(state: Groups, rule: Any, worker: int, now_ns: int) -> tuple[Groups, list[Group]]:
+def reopened(state: Groups) -> Groups:
+    """The generator where another stage begins: nobody has asked, but numbers go on."""
+    n = state.num_workers
+    return replace(state, buffers=((),) * n, requests=(0,) * n, waiting={}, running=(), closed=False)
+
+
+def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> tuple[Groups, list[Group]]:
     """A worker is ready to average: (state, groups that begin now)."""
     assert worker not in state.waiting
     requests = list(state.requests)
@@ -71,7 +76,7 @@ def request(state: Groups, rule: Any, worker: int, now_ns: int) -> tuple[Groups,
     return _settled(state, rule, [worker], now_ns)
 
 
-def done(state: Groups, rule: Any, group: Group, now_ns: int) -> tuple[Groups, list[Group]]:
+def done(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> tuple[Groups, list[Group]]:
     """A group has averaged: (state, groups that begin now)."""
     buffers = list(state.buffers)
     for worker in group.members:
@@ -81,7 +86,7 @@ def done(state: Groups, rule: Any, group: Group, now_ns: int) -> tuple[Groups, l
     return _settled(state, rule, group.members, now_ns)
 
 
-def woken(state: Groups, rule: Any, now_ns: int) -> tuple[Groups, list[Group]]:
+def woken(state: Groups, rule: GroupRule, now_ns: int) -> tuple[Groups, list[Group]]:
     """The moment that the rule named with `wakes` has come: (state, groups that begin now)."""
     return _settled(state, rule, state.idle, now_ns)
 
@@ -110,7 +115,7 @@ def shuffled(state: Groups, workers: Sequence[int]) -> list[int]:
     return [workers[i] for i in order]
 
 
-def _settled(state: Groups, rule: Any, touched: Iterable[int], now_ns: int) -> tuple[Groups, list[Group]]:
+def _settled(state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int) -> tuple[Groups, list[Group]]:
     """Draw for those who ask with an empty buffer, then begin what can begin."""
     touched = list(touched)
     for worker in tuple(touched):

@@ -1,4 +1,4 @@
-"""What the schedulers of partial all-reduce share: parameters of the exchange, and who is on which machine.
+"""What partial all-reduce asks its sync mode: which workers average with each other next.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020.
 """
@@ -6,34 +6,37 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ashl.errors import UsageError
 from ashl.option import Count, Number, option
-from ashl.stage.stage import Tally
+from ashl.stage.rule import Members, Rule
+
+if TYPE_CHECKING:
+    from ashl.topology.group_generator import Groups
 
 GroupSize = Annotated[int, Number, Field(ge=2, lt=2**31)]
 
 
 @option
-class Grouping:
+class GroupRule(Rule, contract=True):
     """Models are averaged in groups; each scheduler says in which."""
 
     averages: ClassVar[bool] = True
-    exchange: ClassVar[str] = "difference"
-    topologies: ClassVar[tuple[str, ...]] = ("partial_all_reduce",)
+    ordered: ClassVar[bool] = False  # whether groups follow one order that all workers share: none is a conflict
+    group_size: ClassVar[int | None] = None  # workers of a group; None = as the scheduler draws them
     section_length: Count | Literal["plan"]
 
     @property
-    def local_steps(self) -> int | str:
+    def local_steps(self) -> int | str:  # type: ignore[override]
         """H, between two averages."""
         return self.section_length
 
     def quorum(self, num_workers: int) -> int:
         """How many meet. Raises UsageError where there are not so many."""
-        size: Any = getattr(self, "group_size", num_workers)
+        size = self.group_size or num_workers
         if size > num_workers:
             raise UsageError(
                 f"sync.group_size={size} is more than the {num_workers} workers that there are; take at most "
@@ -41,10 +44,16 @@ class Grouping:
             )
         return size
 
-    def accepts(self, staleness: int) -> bool:
-        return True
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+        """The groups to make, in order, now that this worker asks and has none."""
+        raise NotImplementedError
 
-    def admit(self, tally: Tally) -> list[int]:
+    def wakes(self, state: Groups) -> int | None:
+        """The moment to draw again, where time matters; in nanoseconds."""
+        return None
+
+    def groups(self, nodes: Sequence[int]) -> list[Members]:
+        """Groups that are known before the run."""
         return []
 
 

@@ -54,7 +54,7 @@ class WorkerState:
         self.entered = stage.index
         worker = stage.worker(rank)
         self.local_steps, self.ratio, self.batch = worker.local_steps, worker.compression_ratio, worker.batch
-        self.interval_s = getattr(stage.sync, "interval_s", 0.0)
+        self.interval_s = stage.sync.interval_s
         self.anchor = self.squares = self.rule_state = None
         if stage.resets:
             self.moments = stage.trainer.moments()

@@ -13,31 +13,46 @@ Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient De
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ashl.data.rng import Purpose, bits
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, leave, obey, report
+from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
+from ashl.topology.gossip import RoamingRule
 from ashl.topology.local_work import local_work
+
+
+class PairRule(RoamingRule, contract=True):
+    """A sync mode in which workers average in pairs: it says whom each of them may ask."""
+
+    overlap: ClassVar[bool] = True  # whether the exchange is hidden behind the computation
+
+    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
+        return await worker(node, stage, state)
+
+    def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        raise NotImplementedError
 
 
 async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     """Work and meet until the coordinator says that the stage is over; returns the last word."""
+    rule = stage.sync
+    assert isinstance(rule, PairRule)
     state.enter(stage, node.rank)
     answering = node.spawn(answer(node, stage, state))
-    peers, dropped = stage.sync.peers(stage, node.rank), 0
+    peers, dropped = rule.peers(stage, node.rank), 0
     while state.word == GO:
         peer = drawn(peers, stage.seed, node.rank, state.round)
         version, sent = state.version, state.params
-        if stage.sync.overlap:
+        if rule.overlap:
             await ask(node, stage, peer, sent)
         work = await local_work(node, stage, state)
         await answered(node, stage, state)
         kept = state.word != STOP  # at the end of the run, work that is under way is thrown away
         staleness = state.version - version
-        if not stage.sync.overlap:
+        if not rule.overlap:
             peer, sent = peer if kept else None, state.params
             await ask(node, stage, peer, sent)
         await meet(node, stage, state, peer, sent)
@@ -49,7 +64,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
         await report(node, stage, state, work, staleness)
     await done(node, stage, state, dropped)
     await node.join(answering)
-    return leave(node, stage, state, dropped)
+    return left(node, stage, state, dropped)
 
 
 def drawn(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:

@@ -9,52 +9,154 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from ashl.aggregate.weighted import Push
 from ashl.compression.around import pulls
 from ashl.compression.contract import Turn
 from ashl.option import Ratio, option
 from ashl.plan.plan import WorkerPlan, assigned
 from ashl.plan.profile import Profile
+from ashl.planner.assignment import Planner
 from ashl.planner.online import Averages
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage.stage import GO, NEXT, STOP, Push, Stage, Tally
+from ashl.stage.rule import CODEC, PULLS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.topology.ending import leave, record_end, verdict
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work, reports_mean
 
 
+class Orders(NamedTuple):
+    """What a worker that goes on does next; None = as planned."""
+
+    local_steps: int | None = None  # H
+    ratio: float | None = None  # kept share of its update
+    interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
+    batch: int = 0  # 0 = as before
+
+
+class Updates:
+    """What goes back and forth: updates up, the model down. A rule may bring other messages (`ServerRule.messages`).
+
+    `plain`: needs an optimizer that leaves its steps nothing but the learning rate to say. `unbiased`: needs a codec
+    that keeps the mean.
+    """
+
+    plain: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+
+    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+        """(work, body, loss) of a worker's next push."""
+        work = await local_work(node, stage, state)
+        return work, *await encoded(node, stage, state, work)
+
+    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+        """What a push that is not late does to the server's state; whether the model changed."""
+        return await merged(node, stage, state, message)
+
+    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+        """The body of the reply to a worker; None = nothing new."""
+        return await pulled(node, stage, state, rank) if changed else None
+
+    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+        """The model that a worker goes on with after a pull."""
+        return pulls.advance(stage.pull_codec, state.params, body)
+
+
+class ServerRule(Rule, contract=True):
+    """What a server asks its sync mode. The defaults are ASP's: nobody ever waits.
+
+    `state` is the rule's own, made by `begin` and passed on by `observe`; it lies in the server's state, so it is made
+    of plain values. Questions change nothing: asked twice, they have the same answer.
+    """
+
+    takes_all: ClassVar[bool] = False  # whether the server takes in all that has come before it answers anyone
+
+    def quorum(self, num_workers: int) -> int:
+        """How many pushes make a merge. Raises UsageError where there are not so many workers."""
+        return 1
+
+    def accepts(self, staleness: int) -> bool:
+        """Whether a push is used at all; if not, it is dropped and counted."""
+        return True
+
+    def begin(self, stage: Stage, tally: Tally) -> Any:
+        """The rule's own state when a stage begins."""
+        return None
+
+    def admit(self, state: Any, tally: Tally) -> Iterable[int]:
+        """The waiting workers that may go on now."""
+        return tally.waiting
+
+    def observe(self, stage: Stage, state: Any, tally: Tally, push: Push) -> Any:
+        """A push has been taken in, at `tally.now_s`: the rule's state from here on."""
+        return state
+
+    def steer(self, stage: Stage, state: Any, tally: Tally, rank: int) -> Orders | None:
+        """What this worker, which goes on at `tally.now_s`, does next; None = as planned."""
+        return None
+
+    def anneal(self, state: Any) -> float:
+        """What the server's learning rate is multiplied with."""
+        return 1.0
+
+    def messages(self) -> Updates:
+        """What goes back and forth instead of updates and models, in the same loops."""
+        return UPDATES
+
+
+class BarrierRule(ServerRule, contract=True):
+    """A server's rule by which nobody goes on before all have come."""
+
+    averages: ClassVar[bool] = True
+
+    def quorum(self, num_workers: int) -> int:
+        return num_workers
+
+    def accepts(self, staleness: int) -> bool:
+        return staleness == 0
+
+    def admit(self, state: Any, tally: Tally) -> Iterable[int]:
+        return tally.behind()
+
+
+UPDATES = Updates()
+
+
 @option
-class ParameterServer:
+class ParameterServer(Topology):
     """One server (rank n) holds the model; workers talk to it alone.
 
     With `pull_ratio` a pull carries that share of the difference to the worker's last pull, by the chosen codec.
     """
 
+    asks: ClassVar[type[Rule]] = ServerRule
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS})
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """The ranks that this one exchanges messages with."""
         return stage.workers if rank == stage.server else (stage.server,)
 
-    def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
+    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push and a pull take, uncontended."""
         dense, ratio = stage.trainer.dense_bytes, stage.worker(rank).compression_ratio
         up = stage.codec.payload(ratio, dense // 4)
         down = dense if self.pull_ratio is None else min(dense, stage.pull_codec.payload(self.pull_ratio, dense // 4))
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
-    def begin(self, stage: Stage, rank: int) -> WorkerState | ServerState:
-        """A rank's state before the first stage: the initial model, alike everywhere."""
+    def begin(self, node: Node, stage: Stage) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
-        if rank == stage.server:
+        if node.rank == stage.server:
             return ServerState(params, moments, Tally(stage.num_workers))
         return WorkerState(params, moments)
 
-    def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
+    def role(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker
 
 
@@ -65,6 +167,7 @@ class ServerState:
     params: Any
     moments: Any  # of the optimizer, where gradients are exchanged
     tally: Tally
+    evaluated: Start = NOTHING  # the last evaluation
     buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
     receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker
     outer_state: Any = None  # of the aggregation rule
@@ -74,6 +177,7 @@ class ServerState:
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
     entered: int | None = None  # the stage that it is in
     averages: Any = None  # what an online planner has seen
+    rule_state: Any = None  # the sync rule's own
     word: int = GO  # NEXT while the work that is under way is waited for
     reason: str | None = None
     ahead: Message | None = None  # a push that has come already
@@ -85,6 +189,7 @@ class ServerState:
             return  # it goes on from a checkpoint
         self.entered, self.word, self.reason, self.ahead = stage.index, GO, None, None
         self.tally.begin(now_s)
+        self.rule_state = rule_of(stage).begin(stage, self.tally)
         self.workers, self.receivers, self.reduced = stage.plan.workers, {}, None
         if stage.resets:
             self.moments, self.outer_state = stage.trainer.moments(), None
@@ -105,30 +210,34 @@ class Pull(NamedTuple):
     batch: float = 0.0  # 0 = as before
 
 
+def rule_of(stage: Stage) -> ServerRule:
+    """The stage's sync mode, as a server asks it."""
+    assert isinstance(stage.sync, ServerRule)
+    return stage.sync
+
+
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word."""
     state.enter(stage, node.rank)
-    word = GO
+    messages, word = rule_of(stage).messages(), GO
     while word == GO:
         node.mark(stage.index, state)
-        work, body, loss = await produced(node, stage, state)
+        work, body, loss = await messages.produce(node, stage, state)
         meta = (work.steps, work.samples, loss, state.version, work.step_s, state.pull_s)
         await node.send(stage.server, stage.tag("push"), body, meta)
         message = await node.recv(stage.tag("pull"))
         reply = Pull(*message.meta)
-        word, end_ns = int(reply.word), int(reply.end_ns)
+        word = int(reply.word)
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             state.sender = stage.codec.undo(state.sender, body)
         if message.body is not None:
-            state.params = taken(stage, state, message.body)
+            state.params = messages.take(stage, state, message.body)
         state.pull_s = 0.0 if message.body is None else node.now - message.start_ns / 1e9
         state.version, state.samples = int(reply.version), int(reply.samples)
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
         state.batch = int(reply.batch) or state.batch
-        if word == NEXT:
-            node.emit("border", stage=stage.index, totals_ns=node.ledger.until(end_ns))
-        elif word == STOP:
-            node.ledger.close(end_ns)
+        if word != GO:
+            leave(node, stage, word, int(reply.end_ns))
         staleness, dropped = int(reply.staleness), bool(reply.dropped)
         what = {"steps": work.steps, "staleness": staleness, "dropped": dropped, "loss": loss}
         node.round(stage=stage.index, round=state.round, **what)
@@ -136,87 +245,73 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     return word
 
 
-async def produced(node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
-    """(work, body, loss) of one push, where the sync mode has no say in it: local work, encoded."""
-    if hasattr(stage.sync, "produce"):
-        return await stage.sync.produce(node, stage, state)
-    work = await local_work(node, stage, state)
-    return work, *await encoded(node, stage, state, work)
-
-
-def taken(stage: Stage, state: WorkerState, body: Any) -> Any:
-    """The model after a pull."""
-    if hasattr(stage.sync, "take"):
-        return stage.sync.take(stage, state, body)
-    return pulls.advance(stage.pull_codec, state.params, body)
-
-
 async def server(node: Node, stage: Stage, state: ServerState) -> int:
     """Merge and answer until the stage is over, then answer every worker once more; returns the last word.
 
     Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
     """
-    tally = state.tally
+    tally, rule = state.tally, rule_of(stage)
     state.enter(stage, node.now)
     while True:
         node.mark(stage.index, state)
-        message = state.ahead or await node.recv(stage.tag("push"), before_s=stage.deadline_s)
+        message = state.ahead or await node.recv(stage.tag("push"), before_s=stage.judge.deadline_s)
         state.ahead = None
         node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        if await receive(node, stage, state, message) and stage.due(tally, node.now):
+        if await receive(node, stage, state, message) and stage.judge.take(state, node.now):
             node.snapshot(state.params, **tally.report())
-        if over := stage.over(tally) or node.stopping:
-            state.word, state.reason = STOP, over
+        word, reason = verdict(node, stage, tally)
+        if word == STOP or state.word == GO:
+            state.word, state.reason = word, reason
+        if state.word == STOP:
             break
-        if state.word == GO and (rule := stage.reached(tally, node.now, node.scores)):
-            state.word, state.reason = NEXT if stage.following else STOP, rule
-            if state.word == STOP:
-                break
         if state.word == NEXT:
             if len(tally.waiting) == stage.num_workers:
                 if state.buffer:
                     await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
                 break
             continue
-        if hasattr(stage.sync, "takes_all"):
+        if rule.takes_all:
             state.ahead = await node.recv(stage.tag("push"), before_s=node.now)
         if state.ahead is None:
-            for rank in sorted(stage.sync.admit(tally)):
+            for rank in sorted(rule.admit(state.rule_state, tally)):
                 await reply(node, stage, state, rank)
     await dismiss(node, stage, state, state.word)
-    end = {"end_ns": tally.end_ns, "reason": state.reason}
-    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
+    record_end(node, stage, tally, state.reason)
     return state.word
 
 
 async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one push; returns whether the model changed."""
-    tally, worker = state.tally, message.src
-    steps, samples, loss, version, step_s, pull_s = message.meta
-    staleness = tally.version - int(version)
-    late = not (stage.sync.accepts(staleness) and stage.aggregate.accepts(staleness))
-    tally.observe(worker, 0 if late else staleness, loss)  # staleness is told of what was applied
-    tally.waiting[worker] = (staleness, late)
+    tally, worker, rule = state.tally, message.src, rule_of(stage)
+    steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
+    staleness = tally.version - version
+    late = not (rule.accepts(staleness) and stage.aggregate.accepts(staleness))
+    tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
+    tally.arrive(worker, staleness, late)
     if late or tally.diverged:
-        tally.drop(worker, int(steps))
+        tally.drop(worker, steps)
         return False
-    if hasattr(stage.sync, "absorb"):
-        return await node.compute(partial(stage.sync.absorb, stage, state, message), work=1, kind="apply")
-    body, d = message.body, stage.trainer.num_params
+    return await rule.messages().absorb(node, stage, state, message)
+
+
+async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
+    tally, worker, body, d = state.tally, message.src, message.body, stage.trainer.num_params
+    steps, samples, loss, version, step_s, pull_s = message.meta
     if not stage.codec.flags.reduces:
         state.receivers[worker], body = stage.codec.decode(state.receivers.get(worker), body, d)
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
-    push = Push(worker, body, int(steps), int(samples), staleness, loss, *times)
+    push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
     update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
     if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
         node.snapshot(update, of=None, tick=tally.version - 1)
-    if hasattr(stage.sync, "observe"):
-        stage.sync.observe(stage, tally, push, node.now)
-    if stage.plan.h_preset is not None and hasattr(stage.planner, "observe"):
-        replan(node, stage, state, push)
+    tally.now_s = node.now
+    state.rule_state = rule_of(stage).observe(stage, state.rule_state, tally, push)
+    if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
+        replan(node, stage, state, push, stage.planner)
     return update is not None
 
 
@@ -228,27 +323,27 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     if push is not None and len(members) < stage.quorum:
         state.buffer = members
         return None
-    now = stage.doing(state.workers)
+    members = tuple(sorted(members, key=lambda push: push.worker))
+    weights = stage.doing(state.workers).weights_of(members)
     if stage.codec.flags.reduces:
-        members = tuple(sorted(members, key=lambda push: push.worker))
-        bodies, weights = [member.body for member in members], now.weights_of(members)
+        bodies = [member.body for member in members]
         state.reduced, total = stage.codec.reduce(state.reduced, bodies, weights, stage.trainer.num_params)
         state.outer_state, update = stage.aggregate.outer(state.outer_state, total)
     else:
-        state.outer_state, update = stage.aggregate.fold(now, state.outer_state, members)
+        state.outer_state, update = stage.aggregate.fold(state.outer_state, members, weights)
     state.buffer = ()
     if stage.sync.exchange != "difference":
-        lr = stage.trainer.rate(tally.samples) * (stage.sync.anneal(tally) if hasattr(stage.sync, "anneal") else 1.0)
+        lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         state.params = state.params + update
-    tally.version += 1
+    tally.merge()
     for member in members:
         tally.commit(member.worker, member.steps, member.samples)
     return update
 
 
-def replan(node: Node, stage: Stage, state: ServerState, push: Push) -> None:
+def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
     """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on."""
     payload = stage.payload(state.workers[push.worker].compression_ratio)
     if state.averages is None:
@@ -256,9 +351,10 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push) -> None:
         assert profile is not None, "an online planner starts from a profile"
         state.averages = Averages(profile)
     seen = (push.step_s, push.push_s, push.pull_s, payload)
-    averages = stage.planner.observe(state.averages, push.worker, *seen)
-    preset = (stage.plan.h_preset, stage.plan.r_preset)
-    state.averages, rows = stage.planner.replan(averages, state.workers, *preset, stage.payload)
+    averages = planner.observe(state.averages, push.worker, *seen)
+    assert stage.plan.h_preset is not None
+    presets = (stage.plan.h_preset, stage.plan.r_preset)
+    state.averages, rows = planner.replan(averages, state.workers, *presets, stage.payload)
     if rows is not None:
         state.workers = assigned(state.workers, rows)
         what = {"local_steps": [w.local_steps for w in state.workers], "time_ns": node.now_ns}
@@ -267,23 +363,27 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push) -> None:
 
 async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
     """Go on, on this model."""
-    tally, plan = state.tally, state.workers[rank]
-    staleness, late = tally.waiting[rank]
-    held = tally.pulled[rank] == tally.version  # the model has not changed since this worker's last pull
-    tally.release(rank)
-    if hasattr(stage.sync, "steer"):
-        what = stage.sync.steer(stage, tally, rank, node.now)
-    else:
-        what = (plan.local_steps, plan.compression_ratio, 0.0)
+    tally, plan, rule = state.tally, state.workers[rank], rule_of(stage)
+    changed = tally.pulled[rank] != tally.version  # since this worker's last pull
+    staleness, late = tally.release(rank)
+    tally.now_s = node.now
+    orders = rule.steer(stage, state.rule_state, tally, rank) or Orders()
+    steps = plan.local_steps if orders.local_steps is None else orders.local_steps
+    ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
+    what = (steps, ratio, orders.interval_s, orders.batch)
     meta = Pull(GO, tally.version, tally.samples, staleness, late, 0, *what)
-    body = None if held else state.params
-    if hasattr(stage.sync, "answer"):
-        body = await node.compute(partial(stage.sync.answer, stage, state, rank), work=1, kind="compress")
-    elif body is not None and (ratio := stage.topology.pull_ratio) is not None:
-        turn = Turn(ratio, stage.seed, stage.server + 1 + rank, tally.version)
-        pull = partial(pulls.pull, stage.pull_codec, state.held.get(rank), state.params, turn)
-        state.held[rank], body = await node.compute(pull, work=1, kind="compress")
+    body = await rule.messages().answer(node, stage, state, rank, changed)
     await node.send(rank, stage.tag("pull"), body, meta)
+
+
+async def pulled(node: Node, stage: Stage, state: ServerState, rank: int) -> Any:
+    """The model, or what of it a compressed pull brings."""
+    if (ratio := stage.topology.pull_ratio) is None:
+        return state.params
+    turn = Turn(ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
+    pull = partial(pulls.pull, stage.pull_codec, state.held.get(rank), state.params, turn)
+    state.held[rank], body = await node.compute(pull, work=1, kind="compress")
+    return body
 
 
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
@@ -296,8 +396,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> No
     state.buffer = ()
     working = set(stage.workers) - set(tally.waiting)
     for rank in sorted(tally.waiting):
-        staleness, late = tally.waiting.pop(rank)
-        tally.pulled[rank] = tally.version
+        staleness, late = tally.answer(rank)
         state.held[rank] = state.params
         meta = Pull(word, tally.version, tally.samples, staleness, late or rank in unmerged, end_ns, 1, 1.0, 0.0)
         await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)

@@ -10,17 +10,21 @@ Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020 (arXiv 190
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage.stage import GO, STOP, Stage, Tally
-from ashl.topology import coordinator as judge
+from ashl.stage.rule import Loop, Members, Network, Rule, Topology
+from ashl.stage.stage import GO, STOP, Stage
+from ashl.stage.tally import Tally
 from ashl.topology import group_generator as generator
-from ashl.topology.group_generator import Group, Groups, Members
+from ashl.topology.coordinator import CoordinatorState
+from ashl.topology.ending import leave, record_end, verdict
+from ashl.topology.group_generator import Group, Groups
+from ashl.topology.group_rule import GroupRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 
 Done = tuple[int, int]  # (steps, samples)
@@ -30,10 +34,11 @@ PER_NODE = 4  # workers of a machine where nobody says
 
 
 @option
-class PartialAllReduce:
+class PartialAllReduce(Topology):
     """Every worker has a model of its own; a group's members average theirs."""
 
-    has_server: ClassVar[bool] = False
+    asks: ClassVar[type[Rule]] = GroupRule
+    carries: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and nobody adds up updates
     coordinated: ClassVar[bool] = True
     replicas: ClassVar[bool] = True
     workers_per_node: Count | None
@@ -42,13 +47,15 @@ class PartialAllReduce:
         """Words go between the workers and the coordinator; models by all-reduce."""
         return stage.workers if rank == stage.home else (stage.home,)
 
-    def exchange_ns(self, stage: Stage, network: Any, rank: int) -> int:
+    def groups(self, stage: Stage) -> Sequence[Members]:
+        return rule_in(stage).groups(self.nodes(stage))
+
+    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What averaging in the largest possible group takes: all workers."""
         return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
 
-    def begin(self, stage: Stage, rank: int) -> Replica | MakerState:
-        """A rank's state before the first stage: the initial model, alike on all workers."""
-        if rank == stage.home:
+    def begin(self, node: Node, stage: Stage) -> Replica | MakerState:
+        if node.rank == stage.home:
             n = stage.num_workers
             tally = Tally(n, groups=[0] * n, conflicts=0)
             return MakerState(tally, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
@@ -60,12 +67,14 @@ class PartialAllReduce:
             return stage.nodes
         return tuple(worker // (self.workers_per_node or PER_NODE) for worker in stage.workers)
 
-    def listed(self, stage: Stage) -> Sequence[Members]:
-        """Groups that are known before the run."""
-        return stage.sync.listed(self.nodes(stage)) if hasattr(stage.sync, "listed") else ()
-
-    def role(self, stage: Stage, rank: int) -> Callable[..., Coroutine]:
+    def role(self, stage: Stage, rank: int) -> Loop:
         return coordinator if rank == stage.home else worker
+
+
+def rule_in(stage: Stage) -> GroupRule:
+    """The stage's sync mode, as the generator asks it."""
+    assert isinstance(stage.sync, GroupRule)
+    return stage.sync
 
 
 @dataclass
@@ -76,7 +85,7 @@ class Replica(WorkerState):
 
 
 @dataclass(kw_only=True)
-class MakerState(judge.CoordinatorState):
+class MakerState(CoordinatorState):
     """A coordinator that also makes the groups."""
 
     entered: int | None = None  # the stage that it is in
@@ -86,19 +95,28 @@ class MakerState(judge.CoordinatorState):
     running: dict[int, tuple[Group, list[Done]]] = field(
         default_factory=dict
     )  # with what its members have, until it is counted
+    word: int = GO  # NEXT or STOP once the stage is over
+
+    def enter(self, stage: Stage, now_s: float) -> None:
+        if self.entered == stage.index:
+            return  # it goes on from a checkpoint
+        self.tally.begin(now_s)
+        if self.entered is not None:
+            self.groups = generator.reopened(self.groups)
+        self.entered, self.word, self.asked, self.running = stage.index, GO, {}, {}
 
 
 class GroupReply(NamedTuple):
-    """What a worker is told, followed by the members of its group. With STOP its work is not used; without members it
-    leaves."""
+    """The answer to a worker, followed by the members of its group. With STOP its work is not used; with NEXT this is
+    the last of it; without members it leaves."""
 
-    word: float  # GO or STOP
+    word: float  # GO, NEXT or STOP
     group: float
     samples: float  # applied once this group is done: the learning rate follows them
     staleness: float  # how many commits it is behind the foremost worker
     common: float  # whether all members come from the same group, so that they share the model that they started from
     tick: float  # of the evaluation that wants its model
-    end_ns: float  # of the stage, with STOP
+    end_ns: float  # of the stage, without members
 
 
 def as_numbers(members: Members) -> tuple[float, ...]:
@@ -121,8 +139,8 @@ async def worker(node: Node, stage: Stage, state: Replica) -> int:
         work = await local_work(node, stage, state)
         reply, members = await meet(node, stage, state, work)
         word = int(reply.word)
-        if word == STOP:
-            node.ledger.close(int(reply.end_ns))
+        if word != GO:
+            leave(node, stage, word, int(reply.end_ns))
         what = {"steps": work.steps, "staleness": int(reply.staleness), "dropped": word == STOP, "loss": work.loss}
         node.round(stage=stage.index, round=state.round, group=list(members), **what)
         state.round += 1
@@ -130,15 +148,14 @@ async def worker(node: Node, stage: Stage, state: Replica) -> int:
 
 
 async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[GroupReply, Members]:
-    """Ask for a group and average in it. Once the stage is over the work is dropped, and the worker takes part in all
-    that is still in its buffer: others may wait for it there."""
+    """Ask for a group and average in it. Once the stage is over, the worker takes part in all that is still in its
+    buffer, as others may wait for it there: under NEXT its work is part of the first of these, under STOP of none."""
     body, meta = work.body, (work.steps, work.samples, work.loss)
     while True:
         await node.send(stage.home, stage.tag("ask"), meta=meta)
         message = await node.recv(stage.tag("group"))
         reply, members = GroupReply(*message.meta[:HEAD]), as_members(message.meta[HEAD:])
-        if reply.word == STOP:
-            body, meta = None, (0, 0, 0.0)
+        body = None if reply.word == STOP else body
         state.params = await averaged(node, state.params, body, members, bool(reply.common))
         state.samples = int(reply.samples)
         if len(members) > 1 and node.rank == members[0]:
@@ -148,6 +165,7 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
             node.snapshot(state.params, tick=state.tick)
         if reply.word == GO or not members:
             return reply, members
+        body, meta = None, (0, 0, 0.0)
 
 
 async def averaged(node: Node, params: Any, body: Any, members: Members, common: bool) -> Any:
@@ -163,112 +181,144 @@ async def averaged(node: Node, params: Any, body: Any, members: Members, common:
 
 async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
     """Make groups until the stage is over, then serve those that were made; returns the last word."""
-    tally = state.tally
-    if state.entered != stage.index:
-        state.entered = stage.index
-        tally.begin(node.now)
-    reason = ahead = None
-    while reason is None:
+    tally, rule = state.tally, rule_in(stage)
+    state.enter(stage, node.now)
+    deadline_s, reason, ahead = stage.judge.deadline_s, None, None
+    while state.word == GO:
         node.mark(stage.index, state)
-        wakes = stage.sync.wakes(state.groups) if hasattr(stage.sync, "wakes") else None
-        before_s = stage.deadline_s if wakes is None else min(stage.deadline_s, wakes / 1e9)
+        wakes = rule.wakes(state.groups)
+        before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
         message = await node.recv(stage.tag("done"), stage.tag("ask"), before_s=before_s)
         node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
-        if message is None and before_s == stage.deadline_s:
-            reason = "seconds"
+        if message is None and before_s == deadline_s:
+            state.word, reason = STOP, "seconds"
             break
-        if message is not None and message.tag[0] == "ask":
-            tally.observe(message.src, max(tally.clocks) - tally.clocks[message.src], message.meta[2])
-        elif message is not None:
-            count(node, stage, state, int(message.meta[0]))
-        _, reason = judge.verdict(node, stage, tally)
-        if reason:
-            ahead = message  # judged before anybody is told to go on
+        hear(node, stage, state, message)
+        state.word, reason = verdict(node, stage, tally)
+        if state.word != GO:
+            ahead = message  # judged before anybody may go on
             break
         await take_in(node, stage, state, message)
-        _, reason = judge.verdict(node, stage, tally)
+        state.word, reason = verdict(node, stage, tally)
     await drain(node, stage, state, ahead)
-    end = {"end_ns": tally.end_ns, "reason": reason}
-    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
-    node.ledger.close(tally.end_ns)
-    return STOP
+    record_end(node, stage, tally, reason)
+    if state.word == STOP:
+        node.ledger.close(tally.end_ns)
+    return state.word
+
+
+def hear(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
+    """Note the loss of a worker that asks, or count a group that is done."""
+    tally = state.tally
+    if message is not None and message.tag[0] == "ask":
+        tally.observe(message.src, tally.fastest - tally.clocks[message.src], message.meta[2])
+    elif message is not None:
+        count(node, stage, state, int(message.meta[0]))
 
 
 async def take_in(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
     """A worker asks, a group is done, or (None) a moment has come that the scheduler waited for."""
-    now_ns = node.now_ns
+    now_ns, rule = node.now_ns, rule_in(stage)
     if message is None:
-        state.groups, started = generator.woken(state.groups, stage.sync, now_ns)
+        state.groups, started = generator.woken(state.groups, rule, now_ns)
     elif message.tag[0] == "done":
         group, _ = state.running.pop(int(message.meta[0]))
-        state.groups, started = generator.done(state.groups, stage.sync, group, now_ns)
+        state.groups, started = generator.done(state.groups, rule, group, now_ns)
     else:
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
-        state.groups, started = generator.request(state.groups, stage.sync, message.src, now_ns)
+        state.groups, started = generator.request(state.groups, rule, message.src, now_ns)
     while started:
         group, *started = started
         work = [state.asked.pop(member) for member in group.members]
-        state.running[group.id] = (group, [] if state.groups.closed else work)
-        await begin(node, stage, state, group, sum(samples for _, samples in work))
+        state.running[group.id] = (group, [] if state.word == STOP else work)
+        await begin(node, stage, state, group, work)
         if len(group.members) == 1:  # nobody to wait for
             count(node, stage, state, group.id)
             del state.running[group.id]
-            state.groups, more = generator.done(state.groups, stage.sync, group, now_ns)
+            state.groups, more = generator.done(state.groups, rule, group, now_ns)
             started += more
 
 
-async def begin(node: Node, stage: Stage, state: MakerState, group: Group, samples: int) -> None:
-    """Tell the members, who have all come."""
-    tally, over = state.tally, state.groups.closed
-    common = not over and len({state.last[member] for member in group.members}) == 1
+async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]) -> None:
+    """Tell the members, who have all come with this work, who they are."""
+    tally = state.tally
+    fresh = state.word != STOP and all(steps for steps, _ in work)
+    common = fresh and len({state.last[member] for member in group.members}) == 1
+    applied = tally.samples + (0 if state.word == STOP else sum(samples for _, samples in work))
     for member in group.members:
         state.last[member] = group.id
-        behind = max(tally.clocks) - tally.clocks[member]
-        word = STOP if over else GO
-        applied = tally.samples + (0 if over else samples)
-        reply = GroupReply(word, group.id, applied, behind, common, state.ticks, tally.end_ns)
+        behind = tally.fastest - tally.clocks[member]
+        reply = GroupReply(state.word, group.id, applied, behind, common, state.ticks, tally.end_ns)
         await node.send(member, stage.tag("group"), meta=(*reply, *as_numbers(group.members)))
 
 
 def count(node: Node, stage: Stage, state: MakerState, number: int) -> None:
     """What the members of this group had computed is now part of their models."""
-    tally, (group, work) = state.tally, state.running[number]
+    group, work = state.running[number]
     if not work:  # counted already, or dropped
         return
-    assert tally.groups is not None
-    tally.version += 1
-    tally.conflicts = state.groups.conflicts
-    for member, (steps, samples) in zip(group.members, work, strict=True):
-        tally.commit(member, steps, samples)
-        tally.groups[member] += len(group.members) > 1
     state.running[number] = (group, [])
-    if stage.due(tally, node.now):
+    commit(node, stage, state, group.members, work)
+
+
+def commit(node: Node, stage: Stage, state: MakerState, members: Members, work: Sequence[Done]) -> None:
+    """These workers have averaged, each with its own work; one alone has merged its own."""
+    tally = state.tally
+    assert tally.groups is not None
+    tally.merge()
+    tally.conflicts = state.groups.conflicts
+    for member, (steps, samples) in zip(members, work, strict=True):
+        if steps:  # else it averages once more, with work that was counted before
+            tally.commit(member, steps, samples)
+        tally.groups[member] += len(members) > 1
+    if stage.judge.take(state, node.now):
         state.ticks += 1
         node.snapshot(None, tick=state.ticks, **tally.report())
 
 
 async def drain(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
-    """The stage ended now, with this message not taken in yet. Groups that run count, what else was computed is
-    dropped; who is still expected in a group averages in it, which leaves the mean of all models as it is, then leaves.
+    """The stage is over, with this message not taken in yet. Who is still expected in a group averages in it, which
+    leaves the mean of all models as it is; who is not expected anywhere leaves.
+
+    STOP: it ended now. Groups that run count, what else was computed is dropped. NEXT: it ends when the last worker has
+    come, and everybody's work counts, that of who is in no group as its own model's.
     """
-    tally, end_ns = state.tally, node.now_ns
-    tally.end_ns = end_ns
-    for number in state.running:
-        count(node, stage, state, number)
-    for worker, (steps, _) in state.asked.items():
-        tally.drop(worker, steps)
-    state.groups, left = generator.dismissed(generator.closed(state.groups))
+    tally, last = state.tally, state.word == STOP
+    if last:
+        tally.end_ns = node.now_ns
+        for number in state.running:
+            count(node, stage, state, number)
+        for worker, (steps, _) in state.asked.items():
+            tally.drop(worker, steps)
+    state.groups = generator.closed(state.groups)
     gone = 0
     while True:
-        for worker in left:
-            reply = GroupReply(STOP, -1, tally.samples, 0, False, state.ticks, end_ns)
-            await node.send(worker, stage.tag("group"), meta=reply)
-        gone += len(left)
+        state.groups, idle = generator.dismissed(state.groups)
+        gone += len(idle)
+        if last:
+            await dismiss(node, stage, state, idle)
+        else:
+            for worker in idle:
+                if (work := state.asked.pop(worker))[0]:
+                    commit(node, stage, state, (worker,), [work])
         if gone == stage.num_workers:
-            return
-        message = message or await node.recv(stage.tag("done"), stage.tag("ask"))
-        if message.tag[0] == "ask" and message.start_ns <= end_ns:
+            break
+        if message is None:
+            message = await node.recv(stage.tag("done"), stage.tag("ask"))
+            asks = message.tag[0] == "ask"
+            if not last and (not asks or message.meta[0]):
+                hear(node, stage, state, message)
+        if last and message.tag[0] == "ask" and message.start_ns <= tally.end_ns:
             tally.drop(message.src, int(message.meta[0]))
         await take_in(node, stage, state, message)
-        state.groups, left = generator.dismissed(state.groups)
         message = None
+    if not last:
+        tally.end_ns = node.now_ns
+        await dismiss(node, stage, state, stage.workers)
+
+
+async def dismiss(node: Node, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
+    """These workers may leave the stage."""
+    for worker in workers:
+        reply = GroupReply(state.word, -1, state.tally.samples, 0, False, state.ticks, state.tally.end_ns)
+        await node.send(worker, stage.tag("group"), meta=reply)

@@ -38,7 +38,7 @@ def test_every_block_is_where_the_objective_is_least() -> None:
     _, blocks, means = rule.sweep(params, moments, None, inputs, targets)
     _, blocks, means = rule.sweep(params, moments, blocks, inputs, targets)
     old = weights_of(moments, params)
-    assert means.numel() == rule.size(trainer.learner.layers)
+    assert means.numel() == rule.statistics(trainer.learner.layers)
     _, after = rule.step(moments, params.double(), means, 1.0)
     new = weights_of(moments, after)
     generator = torch.Generator().manual_seed(0)

@@ -49,9 +49,9 @@ def workers(steps: Sequence[int] = STEPS, batches: Sequence[int] = BATCHES) -> t
 def staged(row: Row, *, barrier: bool, plan: Any = None, **fields: Any) -> Any:
     """A stage with this rule, at a barrier or one push at a time. Only what weighing and folding look at is there."""
     plan = plan or workers()
-    sync = SimpleNamespace(averages=barrier, quorum=lambda n: n if barrier else 1)
+    sync = SimpleNamespace(averages=barrier, estimator="minibatch")
     rule = conf_option("aggregate", row.rule, **{**row.fields, **fields})
-    rest = dict.fromkeys(("topology", "codec", "trainer", "limits"))
+    rest = {"trainer": SimpleNamespace(statistics=0), **dict.fromkeys(("topology", "codec", "limits"))}
     return Stage(index=0, plan=SimpleNamespace(workers=plan), sync=sync, aggregate=rule, epoch_samples=1, **rest)
 
 
@@ -67,7 +67,13 @@ def unit(worker: int, length: float = 1.0) -> torch.Tensor:
 
 def folded(stage: Any, *members: Push) -> list[float]:
     """The update: with unit vectors, by worker what each was multiplied with."""
-    return stage.aggregate.fold(stage, None, members)[1].tolist()
+    return update_of(stage, members).tolist()
+
+
+def update_of(stage: Any, members: Sequence[Push]) -> Any:
+    """What the members of a merge make, in whatever order they came."""
+    members = sorted(members, key=lambda push: push.worker)
+    return stage.aggregate.fold(None, members, stage.weights_of(members))[1]
 
 
 @every_rule
@@ -140,10 +146,7 @@ def test_max_delay(row):
 def test_the_order_of_arrival_plays_no_part_at_a_barrier(row):
     bodies = [torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     stage = staged(row, barrier=True)
-    updates = [
-        stage.aggregate.fold(stage, None, tuple(push(i, bodies[i]) for i in order))[1]
-        for order in permutations(range(3))
-    ]
+    updates = [update_of(stage, [push(i, bodies[i]) for i in order]) for order in permutations(range(3))]
     assert all(torch.equal(update, updates[0]) for update in updates)
 
 
@@ -151,14 +154,14 @@ def test_the_order_of_arrival_plays_no_part_at_a_barrier(row):
 def test_pushes_are_values(row):
     bodies = [unit(i) for i in range(3)]
     stage = staged(row, barrier=True)
-    stage.aggregate.fold(stage, None, tuple(push(i, body) for i, body in enumerate(bodies)))
+    update_of(stage, [push(i, body) for i, body in enumerate(bodies)])
     assert all(torch.equal(body, unit(i)) for i, body in enumerate(bodies))
 
 
 @every_rule
 def test_sizes_fold_like_vectors(row):
     stage = staged(row, barrier=True, clip_norm=1.0, discount=1.0)
-    assert stage.aggregate.fold(stage, None, tuple(push(i, SizeOnly(12)) for i in range(3)))[1] == SizeOnly(12)
+    assert update_of(stage, [push(i, SizeOnly(12)) for i in range(3)]) == SizeOnly(12)
 
 
 @pytest.mark.parametrize("max_delay", [1, 2, 4])

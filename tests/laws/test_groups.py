@@ -165,7 +165,7 @@ def test_static_phases_are_partitions_whose_union_connects(nodes: list[int]) -> 
     n = len(nodes)
     phases = [phase(nodes, k) for k in range(4)]
     assert all(sorted(itertools.chain(*groups)) == list(range(n)) for groups in phases)
-    listed = set(rule_of("static").listed(nodes))
+    listed = set(rule_of("static").groups(nodes))
     assert listed == {group for groups in phases for group in groups if len(group) > 1}
     reached = {0}
     for _ in range(n):

@@ -10,7 +10,8 @@ from ashl.cli.compose import compose
 from ashl.compression.around.feedback import Residual
 from ashl.planning.build import assemble
 from ashl.run import train as run
-from ashl.stage.stage import Tally
+from ashl.stage.tally import Tally
+from ashl.sync.asp import ASP
 from ashl.topology.local_work import WorkerState, turn_of
 from ashl.topology.parameter_server import ServerState
 from tests.conf_option import conf_option
@@ -132,7 +133,7 @@ def test_momentum_is_handed_over_as_declared(topology):
 def test_what_is_kept_knows_which_way_it_moves_the_model(exchange):
     """Residuals of gradients and of differences between models have opposite signs: w − lr·g and w + Δ."""
     stage = assemble(planned("sync=bsp", f"sync.exchange={exchange}", "optimizer.lr=0.25"), "cpu").stages[0]
-    turn = turn_of(stage, 0, stage.topology.begin(stage, 0))
+    turn = turn_of(stage, 0, WorkerState(*stage.trainer.init()))
     assert turn.lr == (-0.25 if exchange == "gradient" else 1.0)
 
 
@@ -149,7 +150,13 @@ def entering(index, codec, **handover):
     resets = index > 0 and handover.get("momentum") == "reset"
     plan = SimpleNamespace(handover=handover, workers=(worker,))
     return SimpleNamespace(
-        index=index, plan=plan, codec=codec, trainer=trainer, sync=None, resets=resets, worker=lambda rank: worker
+        index=index,
+        plan=plan,
+        codec=codec,
+        trainer=trainer,
+        sync=ASP(local_steps=1),
+        resets=resets,
+        worker=lambda rank: worker,
     )
 
 
@@ -196,8 +203,8 @@ def test_qsr_follows_the_rate():
     """H = max(H_base, ⌊(α/η)²⌋) at the last average's rate, and never more than h_max."""
     rule = conf_option("sync", "qsr", alpha=0.1, h_max=64)
     rates = (1.0, 0.1, 0.05, 0.03, 0.0125, 0.001, 1e-300, 0.0)
-    assert [rule.grown(4, lr) for lr in rates] == [4, 4, 4, 11, 64, 64, 64, 4]
-    assert rule.grown(100, 1e-3) == 100
+    assert [rule._grown(4, lr) for lr in rates] == [4, 4, 4, 11, 64, 64, 64, 4]
+    assert rule._grown(100, 1e-3) == 100
 
 
 def test_qsr_with_a_constant_rate_is_local_sgd():

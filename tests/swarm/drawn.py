@@ -16,7 +16,8 @@ from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
-from ashl.stage.stage import Stage, extra_ranks
+from ashl.stage.rule import extra_ranks
+from ashl.stage.stage import Stage
 
 BATCH = 8
 WHAT = ("compute", "link")

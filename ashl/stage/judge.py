@@ -1,0 +1,87 @@
+"""When a stage or the run is over, and when a snapshot is evaluated: pure questions on what was counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ashl.plan.plan import Limits
+from ashl.stage.tally import Progress, Start
+
+Scores = Mapping[str, float | None]  # of an evaluation
+
+
+class Counting(Protocol):
+    """The state of a rank that counts."""
+
+    tally: Any
+    evaluated: Start
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The limits of the run and the rule by which a stage gives way. Asked in one place, at the home rank; what is
+    judged from counts alone, every rank that counts alike decides alike."""
+
+    limits: Limits
+    until: Mapping[str, float]
+    epoch_samples: int
+
+    @property
+    def deadline_s(self) -> float:
+        return math.inf if self.limits.seconds is None else self.limits.seconds
+
+    def over(self, tally: Progress) -> str | None:
+        """Why the run ends, judged from counts alone."""
+        return "diverged" if tally.diverged else self.spent(tally)
+
+    def spent(self, tally: Progress) -> str | None:
+        """The same where one rank alone knows of the workers' losses: it has to tell the others first."""
+        if self.limits.steps is not None and tally.steps >= self.limits.steps:
+            return "steps"
+        if self.limits.epochs is not None and tally.samples >= self.limits.epochs * self.epoch_samples:
+            return "epochs"
+        return None
+
+    def reached(self, tally: Progress, now_s: float, scores: Scores | None) -> str | None:
+        """The rule by which this stage gives way to the next one (for the last stage: by which the run ends).
+
+        loss: the running loss of the workers' minibatches is at most this. evaluated_loss, accuracy: as last evaluated.
+        plateau: so many commits per worker without the running loss falling by 1 %. epochs, commits (per worker) and
+        seconds count from the stage's start.
+        """
+        if not self.until:
+            return None
+        n, start, scores = tally.num_workers, tally.started, scores or {}
+        loss, accuracy = scores.get("train_loss"), scores.get("test_accuracy")
+        now = {
+            "loss": -tally.loss,
+            "evaluated_loss": -math.inf if loss is None else -loss,
+            "accuracy": -math.inf if accuracy is None else accuracy,
+            "plateau": (tally.total_commits - tally.best[1]) / n,
+            "epochs": (tally.samples - start.samples) / self.epoch_samples,
+            "commits": (tally.total_commits - start.commits) / n,
+            "seconds": now_s - start.seconds,
+        }
+        for rule, bound in self.until.items():
+            if now[rule] >= (-bound if rule.endswith("loss") else bound):
+                return rule
+        return None
+
+    def due(self, tally: Progress, last: Start, now_s: float) -> bool:
+        """Whether an evaluation is due, with the last one here: every so many seconds or commits; if neither, each
+        epoch."""
+        limits = self.limits
+        if limits.eval_every_s is not None:
+            return now_s // limits.eval_every_s > last.seconds // limits.eval_every_s
+        if limits.eval_every_commits is not None:
+            return tally.total_commits // limits.eval_every_commits > last.commits // limits.eval_every_commits
+        return tally.samples // self.epoch_samples > last.samples // self.epoch_samples
+
+    def take(self, state: Counting, now_s: float) -> bool:
+        """The same; if so it is taken now, and the next one is counted from here."""
+        if due := self.due(state.tally, state.evaluated, now_s):
+            state.evaluated = state.tally.here(now_s)
+        return due

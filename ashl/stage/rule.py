@@ -1,0 +1,92 @@
+"""What a stage is made of, as types: the rule of a sync mode, and the topology whose loops ask it.
+
+Each loop has a typed base of its own below `Rule`, with a default for every question, in the file of the loop:
+`ServerRule` (parameter server), `StepRule` (all-reduce), `RoundRule` and `RoamingRule` (gossip), `GroupRule` (partial
+all-reduce). A sync mode is legal where it is what the topology asks, and what travels beside it only where the topology
+says that it carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ashl.option import Contract
+
+if TYPE_CHECKING:
+    from ashl.runtime.node import Node
+    from ashl.stage.stage import Stage
+
+Loop = Callable[["Node", "Stage", Any], Coroutine[Any, Any, int]]  # of one rank through one stage; its last word
+Members = tuple[int, ...]  # sorted ranks
+
+CODEC, WEIGHTS, PULLS, STATISTICS = "codec", "weights", "pulls", "statistics"  # what a topology may carry
+
+
+class Network(Protocol):
+    """What transfers cost, uncontended, in nanoseconds."""
+
+    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int: ...
+
+    def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int: ...
+
+
+class Rule(Contract, group="sync", strict=True):
+    """What every sync mode says, whichever loop asks it. A field of the option may stand in for any of these."""
+
+    exchange: ClassVar[str] = "difference"  # what travels, see `topology.local_work`: "gradient" or "accumulated", too
+    averages: ClassVar[bool] = False  # whether weights are renormalised over a merge, not over all workers
+    local_steps: ClassVar[int | str] = 1  # H between two exchanges; "plan" = the plan's, by worker
+    interval_s: ClassVar[float] = 0.0  # seconds of the first local work, where seconds count instead of H
+    estimator: ClassVar[str | None] = None  # of the gradient, see `topology.estimate`; None = the codec says
+    resizes: ClassVar[bool] = False  # whether batches change, so that weights have to follow the samples
+    resumable: ClassVar[bool] = True  # False where workers do several things at once, which no checkpoint can hold
+    coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
+    carries: ClassVar[frozenset[str] | None] = None  # None = what the topology carries
+
+    def quorum(self, num_workers: int) -> int:
+        """How many workers' work makes a merge. Raises UsageError where there are not so many."""
+        return num_workers
+
+    def loop(self, stage: Stage, rank: int) -> Loop | None:
+        """The loop of this rank, where the topology's does not serve."""
+        return None
+
+
+class Topology(Contract, group="topology"):
+    """How models meet: the mechanism of an exchange, with the loop of each role."""
+
+    asks: ClassVar[type[Rule] | tuple[type[Rule], ...]]  # the rules that its loops ask
+    carries: ClassVar[frozenset[str]]  # what travels beside plain updates; what it lacks is refused
+    has_server: ClassVar[bool] = False  # whether rank n holds the model
+    coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
+    replicas: ClassVar[bool] = False  # whether every worker has a model of its own, so that their mean is evaluated
+    pull_ratio: ClassVar[float | None] = None  # kept share of what a pull changes
+
+    def check(self, sync: Rule, num_workers: int, seed: int) -> None:
+        """Raises UsageError where it is wrong for so many workers or for this sync mode."""
+
+    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """The ranks that this one exchanges messages with."""
+        raise NotImplementedError
+
+    def groups(self, stage: Stage) -> Sequence[Members]:
+        """Groups that are known before the run, so that processes can set them up."""
+        return ()
+
+    def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
+        """What an exchange takes, uncontended."""
+        raise NotImplementedError
+
+    def begin(self, node: Node, stage: Stage) -> Any:
+        """A rank's state before the first stage: the initial model, alike everywhere."""
+        raise NotImplementedError
+
+    def role(self, stage: Stage, rank: int) -> Loop:
+        """The loop of this rank."""
+        raise NotImplementedError
+
+
+def extra_ranks(topology: Topology, sync: Rule | None) -> int:
+    """1 where a parameter server, or a coordinator (`ashl.topology.coordinator`), takes part as rank n; else 0."""
+    return int(topology.has_server or topology.coordinated or (sync is not None and sync.coordinated))

@@ -1,0 +1,192 @@
+"""What is counted while a run goes on, and the questions that rules ask of it. A question never changes an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+BY_WORKER = ("commits", "clocks", "steps_by", "dropped_by", "pulled", "stale_sum", "stale_max")
+
+
+class Start(NamedTuple):
+    """Where something began, or was last done: in commits, samples and seconds of the run."""
+
+    commits: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
+NOTHING = Start()
+
+
+@dataclass
+class Progress:
+    """How far a run is, all workers together: what every rank can count that knows what each round holds."""
+
+    num_workers: int
+    version: int = 0  # merges so far
+    steps: int = 0
+    samples: int = 0
+    total_commits: int = 0
+    loss: float = math.nan  # running mean of the workers' minibatch losses
+    diverged: str | None = None
+    started: Start = NOTHING  # where this stage began
+    best: tuple[float, int] = (math.inf, 0)  # the lowest running loss of this stage, and at how many commits
+    end_ns: int = 0  # when the last stage ended
+    now_s: float = 0.0  # the moment that questions are asked at
+
+    def here(self, now_s: float) -> Start:
+        return Start(self.total_commits, self.samples, now_s)
+
+    def begin(self, now_s: float) -> None:
+        """A stage begins: limits are counted from here."""
+        self.started, self.now_s = self.here(now_s), now_s
+        self.best = (math.inf, self.total_commits)
+
+    def advance(self, steps: int, samples: int, commits: int = 1) -> None:
+        """So much more is part of the model."""
+        self.steps += steps
+        self.samples += samples
+        self.total_commits += commits
+
+    def hear(self, loss: float, whose: str) -> None:
+        """A loss, and whose it is in words."""
+        self.loss = loss if math.isnan(self.loss) else self.loss + (loss - self.loss) / (2 * self.num_workers)
+        if not math.isfinite(loss):
+            self.diverged = f"{whose} became {loss} near step {self.steps + 1}"
+        elif self.loss < 0.99 * self.best[0]:
+            self.best = (self.loss, self.total_commits)
+
+
+@dataclass
+class Tally(Progress):
+    """The same by worker, as a server counts it (without one: as every worker does, alike).
+
+    `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage; `pulled[w]` the version of the model that
+    w computes on; `waiting` the workers that have pushed and have no reply yet. Every question costs as much as its
+    answer is long, however many workers there are.
+    """
+
+    commits: list[int] = field(default_factory=list)
+    clocks: list[int] = field(default_factory=list)
+    steps_by: list[int] = field(default_factory=list)
+    dropped_by: list[int] = field(default_factory=list)
+    pulled: list[int] = field(default_factory=list)
+    stale_sum: list[int] = field(default_factory=list)
+    stale_max: list[int] = field(default_factory=list)
+    waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)  # to (staleness, late) of the push
+    max_lead: int = 0
+    slowest: int = 0  # min(clocks)
+    fastest: int = 0  # max(clocks)
+    latest: int = 0  # the worker whose push came last
+    groups: list[int] | None = None  # how many each worker has averaged in, where workers meet in groups
+    conflicts: int | None = None  # groups that had to wait for another one
+    _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
+    _waiting_at: dict[int, dict[int, None]] = field(default_factory=dict)  # those that wait, by their clock
+    _merged: dict[int, None] = field(default_factory=dict)  # those that wait, on a model that is no longer the newest
+    _unmerged: dict[int, None] = field(default_factory=dict)  # ... on the newest
+
+    def __post_init__(self) -> None:
+        for name in BY_WORKER:
+            setattr(self, name, getattr(self, name) or [0] * self.num_workers)
+        self._at_clock = self._at_clock or {0: self.num_workers}
+
+    def copy(self) -> Tally:
+        """The same, to count on with; of a rank that nobody waits for."""
+        lists = {name: list(getattr(self, name)) for name in BY_WORKER}
+        return replace(self, **lists, _at_clock=dict(self._at_clock))
+
+    def begin(self, now_s: float) -> None:
+        """A stage begins: leads and limits are counted from here."""
+        super().begin(now_s)
+        self.clocks = [0] * self.num_workers
+        self._at_clock, self.slowest, self.fastest = {0: self.num_workers}, 0, 0
+
+    def observe(self, worker: int, staleness: int, loss: float, mean: bool = False) -> None:
+        """A push has come: how old the model was that it was computed on, and the loss it saw; `mean` where that is the
+        mean of all workers, of which nobody knows whose it was that became infinite."""
+        self.latest = worker
+        self.stale_sum[worker] += staleness
+        self.stale_max[worker] = max(self.stale_max[worker], staleness)
+        self.hear(loss, "the workers' mean loss" if mean else f"the loss of worker {worker}")
+
+    def arrive(self, worker: int, staleness: int, late: bool) -> None:
+        """This worker has pushed, and waits from now on."""
+        self.waiting[worker] = (staleness, late)
+        self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
+        (self._merged if self.pulled[worker] < self.version else self._unmerged)[worker] = None
+
+    def commit(self, worker: int, steps: int, samples: int) -> None:
+        """A push of this worker is now part of the model."""
+        clock = self.clocks[worker]
+        self.clocks[worker] = clock + 1
+        self.commits[worker] += 1
+        self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
+        self._at_clock[clock] -= 1
+        if not self._at_clock[clock]:
+            del self._at_clock[clock]
+            if clock == self.slowest:
+                self.slowest = clock + 1
+        self.fastest = max(self.fastest, clock + 1)
+        if worker in self.waiting:
+            self._no_longer_at(clock, worker)
+            self._waiting_at.setdefault(clock + 1, {})[worker] = None
+        self.steps_by[worker] += steps
+        self.advance(steps, samples)
+
+    def merge(self) -> None:
+        """The model is a new version."""
+        self.version += 1
+        self._merged |= self._unmerged
+        self._unmerged = {}
+
+    def drop(self, worker: int, steps: int) -> None:
+        self.dropped_by[worker] += steps
+
+    def release(self, worker: int) -> tuple[int, bool]:
+        """This worker goes on, on the current version; returns (staleness, late) of its push."""
+        self.max_lead = max(self.max_lead, self.clocks[worker] - self.slowest)
+        return self.answer(worker)
+
+    def answer(self, worker: int) -> tuple[int, bool]:
+        """This worker waits no longer; returns (staleness, late) of its push."""
+        self.pulled[worker] = self.version
+        self._no_longer_at(self.clocks[worker], worker)
+        self._merged.pop(worker, None)
+        self._unmerged.pop(worker, None)
+        return self.waiting.pop(worker)
+
+    def behind(self) -> Collection[int]:
+        """Workers that wait and whose model has been merged into a newer one: what a barrier lets go."""
+        return self._merged.keys()
+
+    def within(self, staleness: float) -> list[int]:
+        """Workers that wait and lead the slowest by at most `staleness` commits."""
+        bound = self.slowest + staleness
+        return [worker for clock, workers in self._waiting_at.items() if clock <= bound for worker in workers]
+
+    def _no_longer_at(self, clock: int, worker: int) -> None:
+        workers = self._waiting_at[clock]
+        del workers[worker]
+        if not workers:
+            del self._waiting_at[clock]
+
+    def report(self) -> dict[str, Any]:
+        """The counts that go into records, as plain values."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "merges": self.version,
+            "commits": list(self.commits),
+            "steps_by": list(self.steps_by),
+            "dropped_by": list(self.dropped_by),
+            "stale_sum": list(self.stale_sum),
+            "stale_max": list(self.stale_max),
+            "max_lead": self.max_lead,
+            "groups": self.groups and list(self.groups),
+            "conflicts": self.conflicts,
+            "loss": self.loss,
+            "diverged": self.diverged,
+        }

@@ -1,0 +1,62 @@
+"""How a stage ends, whatever the topology: by one of two ways in which its last word reaches everybody.
+
+Asked: whoever answers the workers says the word with its answer. That is the server, the coordinator or the group
+generator; it alone counts and judges (`verdict`).
+
+Ridden: nobody is asked. All count alike, and what rank 0 alone can know (seconds, evaluations, an interrupt) rides on
+the next exchange as a number (`foreseen`), so that everybody reads the same reason off the same exchange.
+
+NEXT: another stage follows, and the work that is under way still counts. STOP: the run is over, and it does not.
+"""
+
+from __future__ import annotations
+
+from ashl.runtime.node import Node
+from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.tally import Progress, Tally
+
+# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
+REASONS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
+
+
+def verdict(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]:
+    """Asked: (GO, NEXT or STOP, why)."""
+    if reason := stage.judge.over(tally) or node.stopping:
+        return STOP, reason
+    if rule := stage.judge.reached(tally, node.now, node.scores):
+        return (NEXT if stage.following else STOP), rule
+    return GO, None
+
+
+def foreseen(node: Node, stage: Stage, tally: Progress) -> str | None:
+    """Ridden: what rank 0 tells the others with the next exchange."""
+    if reason := node.stopping or ("seconds" if node.now >= stage.judge.deadline_s else None):
+        return reason
+    return "next" if stage.judge.reached(tally, node.now, node.scores) else None
+
+
+def word_of(stage: Stage, reason: str) -> int:
+    """Ridden: the word that a reason comes to."""
+    return NEXT if reason == "next" and stage.following else STOP
+
+
+def rule_of(node: Node, stage: Stage, tally: Progress, reason: str) -> str:
+    """Ridden: the reason by its name, which is that of the rule where the stage gave way."""
+    if reason != "next":
+        return reason
+    return stage.judge.reached(tally, node.now, node.scores) or next(iter(stage.plan.until), reason)
+
+
+def record_end(node: Node, stage: Stage, tally: Tally, reason: str | None) -> None:
+    """The home rank: how the stage ended, and what had been counted by then."""
+    end = {"end_ns": tally.end_ns, "reason": reason}
+    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
+
+
+def leave(node: Node, stage: Stage, word: int, end_ns: int) -> int:
+    """Close a rank's books of a stage that ended at `end_ns`; returns the word."""
+    if word == NEXT:
+        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(end_ns))
+    else:
+        node.ledger.close(end_ns)
+    return word
