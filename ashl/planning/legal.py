@@ -62,9 +62,10 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
         )
     if type(parts["optimizer"]).statistics is not Optimizer.statistics:
         check_sweeping(parts, choices)
+    if sync is not None:
+        check_carried(sync, parts, choices)
     if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
-        check_messages(sync, sync.messages(), parts, choices)
-    check_carried(sync, parts, choices)
+        check_messages(sync.messages(), parts, choices)
     if topology.pull_ratio is not None and parts["compression"].flags.lossless:
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
     if runtime.name == "sim":
@@ -90,26 +91,23 @@ def topologies_of(sync: Rule) -> list[str]:
     return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.asks)]
 
 
-def check_carried(sync: Rule | None, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """What travels beside plain updates has to be carried by the topology, or by the sync mode where it says so."""
     topology: Topology = parts["topology"]
-    where = f"topology={choices['topology']}"
-    carried = topology.carries if sync is None or sync.carries is None else sync.carries
+    carried = topology.carries if sync.carries is None else sync.carries
     if CODEC not in carried and not parts["compression"].flags.lossless:
-        who = where if sync is None else f"sync={choices['sync']}"
         why = "its messages are no updates that a codec would know"
         if topology.replicas:
             why = "whole models travel, and most of a compressed model would be zero"
-        instead = ", or sync=choco: it sends differences" if isinstance(topology, Gossip) else ""
         raise UsageError(
-            f"compression={choices['compression']} makes no sense with {who}: {why}; take compression=none{instead}"
+            f"compression={choices['compression']} makes no sense with sync={choices['sync']}: {why}; take "
+            "compression=none" + (", or sync=choco: it sends differences" if topology.replicas else "")
         )
-    if WEIGHTS not in carried and sync is not None and (what := changed(parts["aggregate"], choices["aggregate"])):
+    if WEIGHTS not in carried and (what := changed(parts["aggregate"], choices["aggregate"])):
+        who, why = f"sync={choices['sync']}", "it makes of each push what its rule says"
         if topology.replicas:
-            why = "workers average their models, and nobody adds up updates"
-        else:
-            where, why = f"sync={choices['sync']}", "it makes of each push what its rule says"
-        raise UsageError(f"{where} has no place for {what}: {why}; leave aggregate as it is")
+            who, why = f"topology={choices['topology']}", "workers average their models, and nobody adds up updates"
+        raise UsageError(f"{who} has no place for {what}: {why}; leave aggregate as it is")
 
 
 def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -125,7 +123,7 @@ def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None
         raise UsageError(f"{name} needs means over all samples as they are; leave aggregate as it is")
 
 
-def check_messages(rule: ServerRule, messages: Updates, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def check_messages(messages: Updates, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """A sync mode with messages of its own leaves nothing to weigh, and has pulls of its own."""
     sync, optimizer = f"sync={choices['sync']}", parts["optimizer"]
     if parts["topology"].pull_ratio is not None:
@@ -166,6 +164,12 @@ def check_checkpoints(every_s: float | None, runtime: Any, stages: Sequence[Stag
 
 def check_stages(stages: Sequence[StagePlan], topology: Topology, gradients: bool, allow: Sequence[str]) -> None:
     """Refuse a schedule whose stages the topology cannot run, or that needs a loss where nothing is learned."""
+    extra = {extra_ranks(topology, construct(stage.sync, "sync", allow)) for stage in stages}
+    if len(extra) > 1:
+        raise UsageError(
+            "some stages need a coordinator and others do without, and the processes of a run stay the same; take "
+            "stages of one kind"
+        )
     for stage in stages:
         sync = construct(stage.sync, "sync", allow)
         if not gradients and set(stage.until) & NEED_LOSS:

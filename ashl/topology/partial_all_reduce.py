@@ -150,12 +150,12 @@ async def worker(node: Node, stage: Stage, state: Replica) -> int:
 async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[GroupReply, Members]:
     """Ask for a group and average in it. Once the stage is over, the worker takes part in all that is still in its
     buffer, as others may wait for it there: under NEXT its work is part of the first of these, under STOP of none."""
-    body, meta = work.body, (work.steps, work.samples, work.loss)
+    body, meta, met = work.body, (work.steps, work.samples, work.loss), None
     while True:
         await node.send(stage.home, stage.tag("ask"), meta=meta)
         message = await node.recv(stage.tag("group"))
         reply, members = GroupReply(*message.meta[:HEAD]), as_members(message.meta[HEAD:])
-        body = None if reply.word == STOP else body
+        body, met = None if reply.word == STOP else body, met or members
         state.params = await averaged(node, state.params, body, members, bool(reply.common))
         state.samples = int(reply.samples)
         if len(members) > 1 and node.rank == members[0]:
@@ -164,7 +164,7 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
             state.tick = int(reply.tick)
             node.snapshot(state.params, tick=state.tick)
         if reply.word == GO or not members:
-            return reply, members
+            return reply, met
         body, meta = None, (0, 0, 0.0)
 
 
@@ -270,7 +270,7 @@ def commit(node: Node, stage: Stage, state: MakerState, members: Members, work: 
     for member, (steps, samples) in zip(members, work, strict=True):
         if steps:  # else it averages once more, with work that was counted before
             tally.commit(member, steps, samples)
-        tally.groups[member] += len(members) > 1
+            tally.groups[member] += len(members) > 1
     if stage.judge.take(state, node.now):
         state.ticks += 1
         node.snapshot(None, tick=state.ticks, **tally.report())

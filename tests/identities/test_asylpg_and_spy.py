@@ -16,7 +16,7 @@ from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
 from ashl.planning.build import assemble
 from ashl.size_only import SizeOnly
-from ashl.sync import spy
+from ashl.sync import asylpg, spy
 from ashl.sync.asylpg import read_model
 from tests.conf_option import conf_option
 from tests.laws.codecs import VECTORS, vector
@@ -57,7 +57,7 @@ def test_a_pull_is_as_exact_as_the_model_is_near_its_snapshot(mu: float, apart: 
     """E‖Q(x) − x‖² ≤ μ‖x − x̃‖², with as few bits as do it."""
     rule, x = conf_option("sync", "asylpg", mu=mu), vector("normal", 2000)
     anchor = x + apart * vector("normal", 2000, 1)
-    bodies = [rule.written(x, anchor, Turn(round=k)) for k in range(20)]
+    bodies = [asylpg.written(x, anchor, Turn(round=k), rule.mu) for k in range(20)]
     errors = [float(((read_model(body, 2000) - x) ** 2).sum()) for body in bodies]
     allowed = mu * float(((x - anchor) ** 2).sum())
     assert np.mean(errors) <= allowed
@@ -95,19 +95,19 @@ def test_zeros_are_not_told_of() -> None:
     assert body.nbytes == 20 + 3 * 4 + 4  # 3 places of 10 bits
     torch.testing.assert_close(spy.read(body, 1000), x, equal_nan=True)
     rule = conf_option("sync", "spy", share=0.1)
-    point, change = rule.told(x.nan_to_num(), vector("normal", 1000), torch.zeros(1000), Turn(lr=0.1))
+    point, change = spy.moved(x.nan_to_num(), vector("normal", 1000), torch.zeros(1000), Turn(lr=0.1), rule.share)
     told = int(spy.read(change, 1000).count_nonzero())
     assert 60 < told < 150
     assert int(point.count_nonzero()) == told
     assert torch.equal(spy.read(change, 1000), point)
-    assert rule.told(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), Turn())[1].nbytes == 20 + 100 * 4 + 125
+    assert spy.moved(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), Turn(), rule.share)[1].nbytes == 20 + 100 * 4 + 125
 
 
 @given(st.binary(max_size=80), st.sampled_from(list(VECTORS)), st.integers(0, 79))
 def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -> None:
     for body in (
         spy.written(vector(kind, 30) * (vector("normal", 30) > 1)),
-        conf_option("sync", "asylpg").written(vector("normal", 30), vector("normal", 30, 1), Turn()),
+        asylpg.written(vector("normal", 30), vector("normal", 30, 1), Turn(), conf_option("sync", "asylpg").mu),
     ):
         wire = bytearray(body.numpy().tobytes())
         wire[at % len(wire) : at % len(wire) + len(noise)] = noise
@@ -122,8 +122,8 @@ def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -
         (("sync=spy",), "optimizer=sgd optimizer.momentum=0"),
         (("sync=spy", "compression=topk"), "compression=none"),
         (("sync=asylpg", "compression=topk"), "compression=grid"),
-        (("sync=asylpg", "aggregate=uniform"), "aggregate=uniform has no say"),
-        (("sync=asylpg", "aggregate.max_delay=3"), r"aggregate\.max_delay has no say"),
+        (("sync=asylpg", "aggregate=uniform"), "no place for aggregate=uniform"),
+        (("sync=asylpg", "aggregate.max_delay=3"), r"no place for aggregate\.max_delay"),
         (("sync=asylpg", "topology=all_reduce"), "topology=parameter_server"),
         (("sync=asylpg", "compression=grid", "topology.pull_ratio=0.1"), r"topology\.pull_ratio"),
     ],

@@ -68,9 +68,9 @@ def test_neighbours_have_different_colours(n: int, data: st.DataObject) -> None:
 
 def test_who_may_go_on() -> None:
     rule = conf_option("sync", "d_admm")
-    assert rule.ready([0, -1])
-    assert not rule.ready([0, 1])
+    assert d_admm.ready(rule, [0, -1])
+    assert not d_admm.ready(rule, [0, 1])
     late = conf_option("sync", "d_admm", delay=2, barrier=1)
-    assert late.ready([0, 2])
-    assert not late.ready([1, 2]), "one of them has to be in time"
-    assert not late.ready([0, 3]), "and nobody too late"
+    assert d_admm.ready(late, [0, 2])
+    assert not d_admm.ready(late, [1, 2]), "one of them has to be in time"
+    assert not d_admm.ready(late, [0, 3]), "and nobody too late"

@@ -14,10 +14,12 @@ from ashl.errors import AshlError
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
 from ashl.stage.stage import Stage
+from ashl.sync.ripples_smart import RipplesSmart
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from tests.conf_option import conf_option
-from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, run
+from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
 from tests.swarm.test_swarm import deserting, plain
+from tests.swarm.test_swarm_stages import check_borders
 
 SEEDS = 300
 CHUNK = 60
@@ -42,6 +44,19 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     topology = PartialAllReduce(workers_per_node=rng.choice([None, 1, 2, 3]))
     stage = bound(rng, drawn_sync(rng, n), topology, n, drawn_limits(rng))
     return cluster, replace(stage, seed=seed, nodes=cluster.node)
+
+
+def drawn_stages(seed: int) -> tuple[Cluster, list[Stage]]:
+    """Two or three schedulers after each other."""
+    rng = random.Random(seed)
+    cluster, first = drawn(seed)
+    limits = replace(WITHOUT, steps=rng.randint(20, 300), eval_every_commits=rng.choice([1, 4]))
+    stages = []
+    for index in range(rng.randint(2, 3)):
+        sync, until = drawn_sync(rng, cluster.num_workers), {"commits": rng.uniform(0, 8)}
+        plan = replace(first.plan, until=until)
+        stages.append(replace(first, index=index, sync=sync, plan=plan, limits=limits))
+    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
 
 
 def played(seed: int) -> tuple[Sim, Seen, Stage]:
@@ -74,8 +89,8 @@ def check_groups(seen: Seen, stage: Stage) -> None:
             assert record["rank"] in record["group"]
             meetings[tuple(record["group"])] += 1
     assert all(count % len(group) == 0 for group, count in meetings.items())
-    size = getattr(stage.sync, "group_size", None)
-    if size and not getattr(stage.sync, "inter_intra", False):
+    size = stage.sync.group_size
+    if size and not (isinstance(stage.sync, RipplesSmart) and stage.sync.inter_intra):
         assert all(len(group) <= size for group in meetings)
 
 
@@ -104,6 +119,30 @@ def check_all(seeds: range) -> None:
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_a_swarm(first: int) -> None:
     check_all(range(first, first + CHUNK))
+
+
+def check_stages(seed: int) -> None:
+    """At a border everybody's work counts, and the clock adds up for all; a plan goes on to its last stage."""
+    cluster, stages = drawn_stages(seed)
+    n = cluster.num_workers
+    sim, seen = run(cluster, stages, seed)
+    ends = seen.of("stage")
+    check_mail(sim)
+    check_borders(seen, stages, n)
+    check_time(seen, n, ends[-1]["end_ns"])
+    check_counts(seen, stages[0], ends[-1])
+    assert not any(record["dropped"] for record in seen.of("round") if record["stage"] + 1 < len(ends))
+    for end, stage in zip(ends[:-1], stages, strict=False):
+        assert end["reason"] == "commits"
+        assert sum(end["dropped_by"]) == 0
+        assert sum(end["commits"]) >= n * stage.plan.until["commits"]
+    if ends[-1]["reason"] == "steps":
+        assert ends[-1]["steps"] >= stages[0].limits.steps
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_a_swarm_of_stages(first: int) -> None:
+    each(range(first, first + CHUNK), check_stages, drawn_stages)
 
 
 @pytest.mark.slow

@@ -1,0 +1,167 @@
+"""What a rule and a topology may say, and what a tally answers: contracts are checked when an option is made, nothing
+is ignored, and a question asked twice has one answer."""
+
+import random
+import sys
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+
+from ashl.cli.catalog import catalog, target
+from ashl.config.construct import BASES, construct, found
+from ashl.errors import UsageError
+from ashl.option import Count, option, refuse_unasked
+from ashl.stage.rule import Rule, Topology
+from ashl.stage.tally import Tally
+from ashl.sync.ssp import SSP
+from ashl.topology.all_reduce import AllReduce
+from ashl.topology.parameter_server import BarrierRule, Orders, ParameterServer, ServerRule
+from tests.support import simulated
+from tests.swarm.drawn import bound, drawn_cluster, drawn_limits, run
+
+OPTIONS = [(group, name, file) for group in BASES for name, file in catalog()[group].items()]
+
+
+@pytest.fixture
+def mine(monkeypatch) -> ModuleType:
+    """A module of a user's own, which `_target_` may name."""
+    module = ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", module)
+    return module
+
+
+def made(module: ModuleType, cls: type, where: str, **fields: Any) -> Any:
+    """The option, as a configuration makes it."""
+    cls.__module__, cls.__qualname__ = "mine", cls.__name__
+    setattr(module, cls.__name__, cls)
+    return construct({"_target_": f"mine.{cls.__name__}", **fields}, where, ("mine",))
+
+
+@pytest.mark.parametrize(("group", "name", "file"), OPTIONS, ids=lambda value: str(value).rpartition("/")[2])
+def test_every_shipped_option_says_what_is_asked_for(group: str, name: str, file: Any) -> None:
+    cls = found(target(file), group, ())
+    assert cls._group == group
+    refuse_unasked(cls, group)
+
+
+def test_a_misspelt_hook_is_refused_with_the_right_name(mine) -> None:
+    class Steers(ServerRule):
+        def steers(self, stage: Any, state: Any, tally: Tally, rank: int) -> Orders:
+            return Orders(local_steps=1)
+
+    with pytest.raises(
+        UsageError, match=r"sync names 'mine\.Steers', whose 'steers' nothing asks for; did you mean 'st"
+    ):
+        made(mine, option(Steers), "sync")
+
+
+@pytest.mark.parametrize("name", ["quorom", "observes", "aneal", "averges", "extra"])
+def test_nothing_that_a_rule_says_is_ignored(name: str, mine) -> None:
+    cls = type("Mine", (ServerRule,), {name: lambda self: 1})
+    with pytest.raises(UsageError, match=f"{name!r} nothing asks for"):
+        made(mine, option(cls), "sync")
+
+
+def test_what_is_for_its_own_use_is_a_rules_own(mine) -> None:
+    class Mine(BarrierRule):
+        def _helper(self) -> int:
+            return 1
+
+    assert made(mine, option(Mine), "sync")._helper() == 1
+
+
+def test_a_class_of_another_kind_is_refused(mine) -> None:
+    class Mine:
+        exchange: ClassVar[str] = "difference"
+
+    with pytest.raises(UsageError, match=r"which is no sync: it has to extend the rule that its topology asks"):
+        made(mine, option(Mine), "sync")
+
+
+def test_a_topology_says_what_it_carries(mine) -> None:
+    class Relay(Topology):
+        asks: ClassVar[type[Rule]] = ServerRule
+
+    with pytest.raises(UsageError, match=r"topology names 'mine\.Relay', which does not say 'carries'"):
+        made(mine, option(Relay), "topology")
+
+
+def test_what_a_topology_does_not_carry_is_refused(monkeypatch) -> None:
+    """It was compressed by nobody, and ended with exit code 0."""
+    monkeypatch.setattr(AllReduce, "carries", frozenset())
+    with pytest.raises(UsageError, match="compression=topk makes no sense with sync=bsp"):
+        simulated("topology=all_reduce", "sync=bsp", "schedule=single", "compression=topk")
+    with pytest.raises(UsageError, match=r"no place for aggregate\.scale"):
+        simulated("topology=all_reduce", "sync=bsp", "schedule=single", "aggregate.scale=2")
+
+
+def test_a_field_in_place_of_a_class_variable_is_required(mine) -> None:
+    """Defaults stand in YAML: what the base says must not slip in where a file lacks the line."""
+
+    @option
+    class Mine(ServerRule):
+        local_steps: Count
+
+    with pytest.raises(UsageError, match=r"sync\.local_steps is missing"):
+        made(mine, Mine, "sync")
+    assert made(mine, Mine, "sync", local_steps=3).local_steps == 3
+
+
+class AsksTwice(SSP):
+    """As SSP; what it is told first, it forgets."""
+
+    def admit(self, state: Any, tally: Tally) -> list[int]:
+        tally.behind()
+        tally.within(self.staleness)
+        return super().admit(state, tally)
+
+
+class BarrierTwice(BarrierRule):
+    def admit(self, state: Any, tally: Tally) -> Any:
+        return [rank for rank in tally.behind() if rank in tally.behind() and tally.waiting]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_rule_may_ask_twice(seed: int) -> None:
+    """A question that changed the next answer let nobody go on: a deadlock."""
+    for plain, twice in (
+        (SSP(staleness=seed % 3, local_steps=1), AsksTwice(staleness=seed % 3, local_steps=1)),
+        (BarrierRule(), BarrierTwice()),
+    ):
+        seen = []
+        for rule in (plain, twice):
+            rng = random.Random(seed)
+            cluster = drawn_cluster(rng)
+            topology = ParameterServer(pull_ratio=None)
+            stage = bound(rng, rule, topology, cluster.num_workers, drawn_limits(rng))
+            seen.append(run(cluster, (stage,), seed)[1])
+        assert seen[0].records == seen[1].records
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_tally_answers_as_counting_does(seed: int) -> None:
+    """In whatever order things happen: `behind`, `within`, `slowest` and `fastest` are what they are by definition."""
+    rng = random.Random(seed)
+    n = rng.randint(1, 6)
+    tally = Tally(n)
+    for _ in range(60):
+        computing = [rank for rank in range(n) if rank not in tally.waiting]
+        what = rng.choice(["arrive", "commit", "merge", "release", "begin"])
+        if what == "arrive" and computing:
+            tally.arrive(rng.choice(computing), rng.randint(0, 3), rng.random() < 0.3)
+        elif what == "commit":
+            tally.commit(rng.randrange(n), 1, 8)
+        elif what == "merge":
+            tally.merge()
+        elif what == "release" and tally.waiting:
+            tally.release(rng.choice(sorted(tally.waiting)))
+        elif what == "begin" and not tally.waiting and rng.random() < 0.2:
+            tally.begin(1.0)
+        bound = rng.choice([0, 1, 3])
+        assert (tally.slowest, tally.fastest) == (min(tally.clocks), max(tally.clocks))
+        for _twice in range(2):
+            assert set(tally.behind()) == {rank for rank in tally.waiting if tally.pulled[rank] < tally.version}
+            ahead = {rank for rank in tally.waiting if tally.clocks[rank] <= min(tally.clocks) + bound}
+            assert set(tally.within(bound)) == ahead
+            assert set(tally.within(float("inf"))) == set(tally.waiting)
