@@ -27,7 +27,7 @@ def settled(totals_ns: dict[str, int], time_ns: int) -> dict[str, float]:
 
 
 def summarise(watch: Watch, runtime: str, status: str, reason: str, pace: dict | None = None) -> dict:
-    """The outcome as one flat record (see the README for its keys)."""
+    """The outcome as one flat record (docs/outcome.md explains its keys)."""
     plan, n = watch.plan, watch.plan.num_workers
     counts = watch.counts() or {}
     beats = {beat["rank"]: beat for beat in watch.current_beats()}
