@@ -1,4 +1,4 @@
-"""What the pages say, read for the tests: their links, their anchors, the commands that they show, the tables of options.
+"""What the pages say, read for the tests: links, anchors, the commands that they show, the tables of options.
 
 `python -m tests.pages` writes the tables of docs/configuration.md anew from conf/.
 """
@@ -19,6 +19,7 @@ CONFIGURATION = ROOT / "docs" / "configuration.md"
 COMMANDS = ("train", "sweep", "profile", "list", "compare", "export", "doctor", "ui")
 TABLE = re.compile(r"(<!-- from conf: (\w+) -->\n).*?(<!-- end -->)", re.S)
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
+FILES = (".json", ".yaml", ".py")
 MANY = 3  # more defaults than so many are not listed beside a key
 
 
@@ -49,7 +50,7 @@ def shown(text: str) -> list[str]:
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.S | re.M)
     lines = [part.strip() for block in blocks for line in joined(block) for part in line.split("&&")]
     lines += [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(text))]
-    named = re.compile(rf"(\.venv/bin/)?ashl ({'|'.join(COMMANDS)})\b|torchrun ")
+    named = re.compile(rf"(PYTHONPATH=\. |\.venv/bin/)?ashl ({'|'.join(COMMANDS)})\b|torchrun ")
     return [re.sub(r"\s+#.*$", "", line) for line in lines if named.match(line)]
 
 
@@ -63,6 +64,17 @@ def words_of(line: str) -> list[str]:
     words = shlex.split(line)
     at = next(i for i, word in enumerate(words) if word in COMMANDS)
     return words[at:]
+
+
+def mentioned(text: str, beginnings: set[str]) -> list[tuple[str, str]]:
+    """(key, value) of every `key=value`, and of every `group.key`, between backticks; `beginnings` are first words of
+    keys. Of `stop.*` nothing is said."""
+    spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(text))
+    found = [
+        re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)*)(?:=(.*))?", word.strip("'")) for s in spans for word in s.split()
+    ]
+    keys = [(match[1], match[2] or "") for match in found if match and ("." in match[1] or match[2])]
+    return [(key, value) for key, value in keys if key.partition(".")[0] in beginnings and not key.endswith(FILES)]
 
 
 def modules(text: str) -> set[str]:

@@ -70,9 +70,14 @@ def report(file: Path) -> None:
         with redirect_stdout(io.StringIO()):
             ashl([*SWEEP, WITHOUT_MLFLOW])
         page = next(Path(folder).glob("runs/sweeps/*/report.html"))
-        options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --disable-background-networking".split()
-        place = [f"--user-data-dir={folder}/chromium", f"--window-size={PAGE[0]},{PAGE[1]}", "--screenshot=page.png"]
-        subprocess.run([CHROMIUM, *options, *place, page.as_uri()], check=True, capture_output=True, timeout=120)
+        quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        place = [
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/chromium",
+            f"--window-size={PAGE[0]},{PAGE[1]}",
+            "--screenshot=page.png",
+        ]
+        subprocess.run([CHROMIUM, *quiet, *place, page.as_uri()], check=True, capture_output=True, timeout=120)
         drawn = Image.open("page.png").convert("RGB")
         drawn.quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
 
