@@ -120,16 +120,21 @@ def can_be_planned(point: tuple[str, ...], folder: Path | None, world_size: int 
         pass  # the line is right, and the data are not on this machine
 
 
-@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
-def test_keys_and_options_that_are_mentioned_exist(page: Path) -> None:
+@cache
+def keys() -> set[str]:
+    """Every key of every option, those outside the groups, and the groups."""
     known = catalog()
-    keys = {
+    found = {
         f"{group}.{p.key}" for group, options in known.items() for file in options.values() for p in parameters(file)
     }
-    keys |= {parameter.key for parameter in parameters(CONF / "config.yaml")} | known.keys()
-    own = {tuple(option.split("/")) for option in OPTIONS}
-    for key, value in mentioned(TEXTS[page], {key.partition(".")[0] for key in keys}):
-        assert key in keys, f"{key} in {page.name}"
+    return found | {parameter.key for parameter in parameters(CONF / "config.yaml")} | known.keys()
+
+
+@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+def test_keys_and_options_that_are_mentioned_exist(page: Path) -> None:
+    known, own = catalog(), {tuple(option.split("/")) for option in OPTIONS}
+    for key, value in mentioned(TEXTS[page], {key.partition(".")[0] for key in keys()}):
+        assert key in keys(), f"{key} in {page.name}"
         if key in known and value and "(" not in value and not PLACEHOLDER.fullmatch(value):
             assert all((key, option) in own or option in known[key] for option in value.split(",")), f"{key}={value}"
 
