@@ -150,7 +150,7 @@ def written(text: str) -> str:
 
     def table(found: re.Match[str]) -> str:
         content = outside() if found[2] == "outside" else tables(found[2])
-        return f"{found[1]}{content}\n{found[3]}"
+        return f"{found[1]}\n{content}\n\n{found[3]}"
 
     return TABLE.sub(table, text)
 
