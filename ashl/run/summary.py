@@ -27,7 +27,7 @@ def settled(totals_ns: dict[str, int], time_ns: int) -> dict[str, float]:
 
 
 def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: dict | None = None) -> dict:
-    """The outcome as one flat record (see the README for its keys)."""
+    """The outcome as one flat record (docs/outcome.md explains its keys)."""
     plan, n = monitor.plan, monitor.plan.num_workers
     counts = monitor.counts() or {}
     beats = {beat["rank"]: beat for beat in monitor.current_beats()}

@@ -1,8 +1,5 @@
 """Composition: every option composes; what does not ends in one sentence with the nearest right spelling."""
 
-import re
-import shlex
-
 import pytest
 
 from ashl.cli.catalog import CONF, catalog
@@ -164,23 +161,3 @@ def test_config_dir_that_is_not_there(tmp_path) -> None:
 
 def test_ours_as_own_folder() -> None:
     assert compose(["sync=bsp"], CONF) == compose(["sync=bsp"])
-
-
-def readme() -> list[list[str]]:
-    """The overrides of every complete `ashl train` that README.md shows."""
-    text = (CONF.parent / "README.md").read_text(encoding="utf-8")
-    shown = re.findall(r"`(?:ashl|torchrun [^`]*ashl\.cli) train ([^`[-][^`]*)`", text)
-    assert len(shown) > 4
-    return [shlex.split(line) for line in shown]
-
-
-@pytest.mark.parametrize("overrides", readme(), ids=" ".join)
-def test_what_the_readme_shows_composes(overrides: list[str]) -> None:
-    assert compose(overrides)
-
-
-def test_the_readme_keeps_its_two_commands() -> None:
-    lines = [
-        line for line in (CONF.parent / "README.md").read_text().splitlines() if line.startswith("python3 -m venv")
-    ]
-    assert [line.split()[-2:] for line in lines] == [[".venv/bin/ashl", "train"], ["&&", ".venv/bin/pytest"]]

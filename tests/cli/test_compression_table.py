@@ -1,4 +1,4 @@
-"""The README's table of which compression runs where is what the checks say; rewritten by
+"""The table in docs/compression.md of which compression runs where is what the checks say; rewritten by
 `python -m tests.cli.test_compression_table`."""
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from ashl.planning.legal import check_combination
 from ashl.planning.legal_compression import check_compression
 from tests.conf_option import conf_option
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compression.md"
 HEAD = "| compression | server: bsp | asp, local SGD | pulls | all-reduce | gossip (choco) |"
 LAYOUT = (Layer("0.weight", (64, 64)), Layer("0.bias", (64,)))
 CODECS = sorted(set(catalog()["compression"]) - {"none"})
@@ -58,20 +58,20 @@ def row(name: str) -> str:
     return f"| `{name}` | {' | '.join(cells)} |"
 
 
-def in_readme() -> list[str]:
-    lines = README.read_text(encoding="utf-8").splitlines()
+def in_page() -> list[str]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
     start = lines.index(HEAD) + 2
     return lines[start : start + len(CODECS)]
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_the_readme_says_where_it_runs(name: str) -> None:
-    assert row(name) in in_readme()
+def test_the_page_says_where_it_runs(name: str) -> None:
+    assert row(name) in in_page()
 
 
 if __name__ == "__main__":
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     before, _, after = text.partition(HEAD)
     rest = after.lstrip("\n").split("\n\n", 1)[1]
     table = "\n".join([HEAD, "| --- " * (HEAD.count("|") - 1) + "|", *map(row, CODECS)])
-    README.write_text(f"{before}{table}\n\n{rest}", encoding="utf-8")
+    PAGE.write_text(f"{before}{table}\n\n{rest}", encoding="utf-8")

@@ -1,0 +1,172 @@
+"""What the pages say is there: links, anchors, commands, keys, options, pictures, and examples that run."""
+
+import json
+import re
+import shlex
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import typer
+
+from ashl.cli import plugins
+from ashl.cli.app import app, main
+from ashl.cli.catalog import CONF, catalog, parameters
+from ashl.cli.compose import compose
+from ashl.cli.sweep import grid_lines
+from ashl.errors import DataMissingError
+from ashl.planning.make import make_plan
+from ashl.study.grid import checked
+from tests.pages import CONFIGURATION, PAGES, ROOT, anchors, links, mentioned, modules, shown, words_of, written
+
+README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+OURS = [page for page in PAGES if page.name != "CONTRIBUTING.md"]  # whose methods tests/cli/test_contributing.py runs
+LINES = sorted({line for page in OURS for line in shown(TEXTS[page])})
+CLI = typer.main.get_command(app)
+PLACEHOLDER = re.compile(r"\[?[A-Z][A-Z_]*\]?|\[?\[[A-Z].*|.*\.\.\.")  # FILE, [KEY=VALUE]..., RUN_OR_SWEEP...
+MODULES = ("mine/tiny.py", "mine/moons.py", "mine/equal.py", "mine/root.py")  # in the order of the page
+OPTIONS = ("model/tiny", "dataset/moons", "planner/equal", "aggregate/root", "cluster/desk")
+MAX_WORDS, MAX_PICTURE = 1100, 150_000
+
+
+@pytest.fixture
+def examples(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the modules and options that docs/extending.md shows."""
+    text = TEXTS[EXTENDING]
+    code, options = (re.findall(rf"```{kind}\n(.*?)```", text, re.S) for kind in ("python", "yaml"))
+    named = [*zip(MODULES, code, strict=True), *zip((f"options/{name}.yaml" for name in OPTIONS), options, strict=True)]
+    for path, content in [("mine/__init__.py", ""), *named]:
+        (workplace / path).parent.mkdir(parents=True, exist_ok=True)
+        (workplace / path).write_text(content, encoding="utf-8")
+    monkeypatch.syspath_prepend(workplace)
+    return workplace
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_anchors(page: Path) -> None:
+    broken = []
+    for link in links(TEXTS[page]):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in links(TEXTS[README])}
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES} - {"README.md"} <= linked
+
+
+def test_the_readme_is_short_and_keeps_its_lines() -> None:
+    text = TEXTS[README]
+    assert len(text.split()) <= MAX_WORDS
+    lines = text.splitlines()
+    assert "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/ashl train" in lines
+    assert "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest" in lines
+    assert {"-m slow -n 0", "-m gpu -n 0"} <= set(re.findall(r"-m \w+ -n 0", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_that_are_run_exist(page: Path) -> None:
+    assert [name for name in modules(TEXTS[page]) if find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_is_possible(line: str, examples: Path) -> None:
+    """Its options are known, and where it says what to run, that composes and can be planned."""
+    name, *args = words_of(line)
+    if not args:
+        return
+    named = [word for word in args if not PLACEHOLDER.fullmatch(word.rpartition("=")[2])]
+    given = CLI.commands[name].make_context(name, args, resilient_parsing=False).params  # type: ignore[attr-defined]
+    if name == "list":
+        folder = given["config_dir"] if given["config_dir"] in (None, Path("options")) else None
+        group, option = (word if word in named else None for word in (given["group"], given["option"]))
+        assert group is None or group in catalog(folder)
+        assert group is None or option is None or option in catalog(folder)[group]
+    if name not in ("train", "profile", "sweep") or given["config_dir"] not in (None, Path("options")):
+        return
+    overrides = [word for word in given["overrides"] or () if word in named]
+    world = re.search(r"torchrun .*--nproc-per-node[ =](\d+) .*-m ashl\.cli ", line)
+    assert world or not line.startswith("torchrun")
+    points = swept(overrides, given) if name == "sweep" else {tuple(overrides)}
+    for point in points:
+        can_be_planned(point, given["config_dir"], int(world[1]) if world else None)
+
+
+def swept(overrides: list[str], given: dict) -> set[tuple[str, ...]]:
+    """The first point of a grid and the last one; what lies between has been looked at by its words."""
+    overrides, _ = plugins.sorted_out(overrides, given["launcher"], given["sweeper"])
+    overrides = [re.sub(r"interval\(([^,]+),.*\)", r"\1", override) for override in overrides]
+    lines = grid_lines(overrides, given["config_dir"])
+    first, last = lines[0], lines[-1]
+    return {tuple(alternatives[0] for alternatives in first), tuple(alternatives[-1] for alternatives in last)}
+
+
+@cache
+def can_be_planned(point: tuple[str, ...], folder: Path | None, world_size: int | None) -> None:
+    point = tuple(single for single in point if single != "dataset.download=true")  # nothing is fetched here
+    try:
+        if world_size is not None:
+            make_plan(compose(point, folder), world_size, point)
+        else:
+            checked(point, lambda overrides: compose(overrides, folder), {})
+    except DataMissingError:
+        pass  # the line is right, and the data are not on this machine
+
+
+@cache
+def keys() -> set[str]:
+    """Every key of every option, those outside the groups, and the groups."""
+    known = catalog()
+    found = {
+        f"{group}.{p.key}" for group, options in known.items() for file in options.values() for p in parameters(file)
+    }
+    return found | {parameter.key for parameter in parameters(CONF / "config.yaml")} | known.keys()
+
+
+@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+def test_keys_and_options_that_are_mentioned_exist(page: Path) -> None:
+    known, own = catalog(), {tuple(option.split("/")) for option in OPTIONS}
+    for key, value in mentioned(TEXTS[page], {key.partition(".")[0] for key in keys()}):
+        assert key in keys(), f"{key} in {page.name}"
+        if key in known and value and "(" not in value and not PLACEHOLDER.fullmatch(value):
+            assert all((key, option) in own or option in known[key] for option in value.split(",")), f"{key}={value}"
+
+
+def test_the_tables_of_options_are_those_of_conf() -> None:
+    text = TEXTS[CONFIGURATION]
+    assert written(text) == text, "run `python -m tests.pages`"
+    assert set(re.findall(r"<!-- from conf: (\w+) -->", text)) == {"outside", *catalog()}
+
+
+def test_pictures_are_small_and_whole() -> None:
+    pictures = [ROOT / link for link in links(TEXTS[README]) if link.endswith((".svg", ".png"))]
+    assert len(pictures) == 2
+    assert all(picture.stat().st_size < MAX_PICTURE for picture in pictures)
+    drawn = (ROOT / "docs" / "live_table.svg").read_text(encoding="utf-8")
+    assert "url(http" not in drawn, "a picture must not fetch anything"
+
+
+def test_the_examples_of_the_page_run(examples: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["model=tiny", "dataset=moons", "planner=equal", "aggregate=root", "cluster=desk", "schedule.h_preset=[4]"]
+    small = ["sync=local_sgd", "sync.local_steps=plan", "runtime=sim", "tracking=none", "stop.steps=80", "run.dir=out"]
+    assert main(["train", "--config-dir", "options", "allow_targets=[mine]", *chosen, *small, "-q"]) == 0
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert (summary["num_workers"], summary["final"]["test_accuracy"] > 0.7) == (2, True)
+    assert summary["stages"][0]["local_steps"] == [4, 4]
+    capsys.readouterr()
+    assert main(["list", "model", "tiny", "--config-dir", "options"]) == 0
+    assert "of the hidden layer" in capsys.readouterr().out
+
+
+def test_shell_lines_are_read() -> None:
+    """The test of commands would pass where it finds none."""
+    assert len(LINES) > 40
+    assert {words_of(line)[0] for line in LINES} == set(CLI.commands)  # type: ignore[attr-defined]
+    assert shlex.split(LINES[0])
