@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -27,7 +28,9 @@ def package(workplace, monkeypatch):
         (workplace / path).parent.mkdir(parents=True, exist_ok=True)
         (workplace / path).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(workplace)
-    return workplace
+    yield workplace
+    for name in [name for name in sys.modules if name.split(".")[0] == "mine"]:
+        del sys.modules[name]
 
 
 def summary(package, name: str, *overrides: str) -> dict:
