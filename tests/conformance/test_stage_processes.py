@@ -1,0 +1,57 @@
+"""Plans of several stages on every topology, on both kernels: each goes on to its last stage, with the same bits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ashl.plan.plan import Plan, Spec
+from tests.conformance.test_kernels import QUICK, adds_up, real
+from tests.support import planned, simulated
+
+COMMON = (*QUICK, "schedule=single", "cluster=homogeneous", "stop.steps=96")
+TWICE = {  # the first stage, and what differs in the second one
+    "server": (("sync=bsp",), {"exchange": "difference"}, 1),
+    "all_reduce": (("topology=all_reduce", "sync=local_sgd", "sync.local_steps=2"), {"local_steps": 3}, 3),
+    "gossip": (("topology=gossip", "sync=d_psgd", "sync.local_steps=2"), {"local_steps": 1, "order": "atc"}, 1),
+    "groups": (
+        ("topology=partial_all_reduce", "sync=ripples_static", "sync.section_length=2"),
+        {"section_length": 1},
+        1,
+    ),
+}
+ROAMING = ("topology=gossip", "topology.graph=exponential", "sync=ad_psgd")
+
+
+def of_two(overrides: tuple[str, ...], change: Spec, local_steps: int) -> Plan:
+    """The plan of these overrides up to four commits per worker, and after it a stage that differs."""
+    plan = planned(*COMMON, *overrides)
+    (stage,) = plan.stages
+    workers = tuple(replace(worker, local_steps=local_steps) for worker in stage.workers)
+    second = replace(stage, name="second", sync={**stage.sync, **change}, workers=workers)
+    return replace(plan, stages=(replace(stage, until={"commits": 4}), second))
+
+
+@pytest.mark.parametrize("topology", TWICE)
+def test_a_plan_goes_on_to_its_last_stage(topology: str, tmp_path: Path) -> None:
+    """Partial all-reduce ended after its first stage, as finished."""
+    overrides, change, local_steps = TWICE[topology]
+    (tmp_path / "plan.json").write_text(of_two(overrides, change, local_steps).to_json())
+    chosen = (*COMMON, *overrides, f"plan={tmp_path / 'plan.json'}")
+    sim, summary = simulated(*chosen), real(tmp_path / "run", *chosen)
+    ends = sim.of("stage")
+    assert [end["reason"] for end in ends] == ["commits", "steps"]
+    assert min(ends[0]["commits"]) >= 4
+    assert summary["params_sha256"] == sim.sha256
+    assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "steps"]
+    assert [stage["steps"] for stage in summary["stages"]] == [ends[0]["steps"], ends[1]["steps"] - ends[0]["steps"]]
+    assert summary["steps"] >= 96
+    assert adds_up(summary)
+
+
+def test_workers_that_roam_go_on_to_the_last_stage(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(of_two(ROAMING, {"overlap": False}, 1).to_json())
+    summary = real(tmp_path / "run", *COMMON, *ROAMING, f"plan={tmp_path / 'plan.json'}")
+    assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "steps"]
+    assert summary["steps"] >= 96
+    assert adds_up(summary)
