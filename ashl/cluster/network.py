@@ -5,14 +5,35 @@ Two models. With a declared `exchange_s`, ports have no occupancy and a transfer
 occupies the sender's port for bytes / bandwidth, crosses in `latency_s`, and occupies the receiver's port from the
 moment its head arrives there and the port is free: many workers that push to one server at once queue at its port.
 Head and tail overlap, so an uncontended transfer takes latency + bytes / the slower of the two ports.
+
+A collective is a ring in rank order, as gloo's are: number the workers machine by machine, and it leaves each machine
+once. An all-reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of bytes / g to the next as soon
+as the last one has come from the one before; an all-gather takes g − 1 rounds. Its cost is that of these messages one
+by one, until the last has come, and it holds the ports that the ring runs over from its start to its end: it begins
+when all of them are free, and what is sent meanwhile queues behind it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
 
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Factors
 
 MBIT_BYTES = 125_000
+KEPT = 4096  # costs of rings that are remembered
+
+Port = tuple[int, str, bool]  # rank, "out" or "in", whether of an inner link
+Edge = tuple[int, int, int]  # what a chunk takes at the sender's port, on its way, at the receiver's port
+
+
+class Ring(NamedTuple):
+    """Where a group's collectives run: (from, to, whether inside a machine), and the ports of both ends of each."""
+
+    edges: tuple[tuple[int, int, bool], ...]
+    ports: tuple[Port, ...]
 
 
 class Exchange:
@@ -49,6 +70,21 @@ class Exchange:
         factor = max(self.factors.at(rank, now_ns) for rank in group)
         return round(2 * self.half_s * factor * (g - 1) / g * (nbytes / self.dense_bytes) * NS)
 
+    def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
+        """Half an all-reduce of as many bytes as all members have together."""
+        return self.all_reduce_ns(group, total, now_ns) // 2
+
+    def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
+        """When a collective that takes so long begins: ports have no occupancy, so now."""
+        return now_ns
+
+    def held(self) -> dict[Port, int]:
+        """Until when each port is taken, where it is."""
+        return {}
+
+    def go_on(self, held: dict[Port, int]) -> None:
+        """Ports are taken as `held` says."""
+
 
 class Ports:
     """Latency, bandwidth, and the occupancy of both ends. A machine's inner links are ports of their own."""
@@ -62,13 +98,16 @@ class Ports:
         self.latency_s = cluster.latency_s
         self.bandwidth = cluster.bandwidth_mbit_s * MBIT_BYTES
         self.factors = Factors(cluster, "link")
-        self._free: dict[tuple[int, str, bool], int] = {}
+        self._free: dict[Port, int] = {}
+        self._plain = not cluster.events
+        self._rings: dict[tuple[int, ...], Ring] = {}
+        self._costs: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def inner(self, src: int, dst: int) -> bool:
         node = self.cluster.node
         return node is not None and max(src, dst) < len(node) and node[src] == node[dst]
 
-    def service_ns(self, rank: int, nbytes: int, now_ns: int, inner: bool) -> int:
+    def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool) -> int:
         """How long these bytes hold this rank's port."""
         if rank >= self.cluster.num_workers:  # the server's port; null = never the bottleneck
             server = self.cluster.server_bandwidth_mbit_s
@@ -102,14 +141,75 @@ class Ports:
         return self.latency_ns(src, dst, 0) + max(self.service_ns(end, nbytes, 0, inner) for end in (src, dst))
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """A ring: 2(g − 1) rounds, each of bytes / g over the slowest link."""
-        g = len(group)
-        if g == 1:
-            return 0
-        ring = list(zip(group, (*group[1:], group[0]), strict=True))
-        latency = max(self.latency_ns(a, b, now_ns) for a, b in ring)
-        slowest = max(self.service_ns(r, nbytes, now_ns, self.inner(a, b)) for a, b in ring for r in (a, b))
-        return 2 * (g - 1) * (latency + round(slowest / g))
+        """On a ring whose ports are free."""
+        return self._rounds_ns(group, nbytes, 2 * (len(group) - 1), now_ns)
+
+    def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
+        """The same, once round the ring, with as many bytes as all members have together."""
+        return self._rounds_ns(group, total, len(group) - 1, now_ns)
+
+    def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
+        """When a collective that takes so long begins. Its ports are taken until it ends."""
+        if len(group) == 1:
+            return now_ns
+        free, ports = self._free, self.ring(group).ports
+        start = max(now_ns, *(free.get(port, 0) for port in ports))
+        free.update(dict.fromkeys(ports, start + cost_ns))
+        return start
+
+    def held(self) -> dict[Port, int]:
+        """Until when each port is taken, where it is."""
+        return self._free
+
+    def go_on(self, held: dict[Port, int]) -> None:
+        """Ports are taken as `held` says."""
+        self._free.update(held)
+
+    def ring(self, group: tuple[int, ...]) -> Ring:
+        """In rank order."""
+        ring = self._rings.get(group)
+        if ring is None:
+            if len(self._rings) >= KEPT:
+                self._rings.clear()
+            edges = tuple((a, b, self.inner(a, b)) for a, b in zip(group, (*group[1:], group[0]), strict=True))
+            ports = tuple(port for a, b, inner in edges for port in ((a, "out", inner), (b, "in", inner)))
+            ring = self._rings[group] = Ring(edges, ports)
+        return ring
+
+    def _rounds_ns(self, group: tuple[int, ...], nbytes: int, rounds: int, now_ns: int) -> int:
+        key = (group, nbytes, rounds)
+        if self._plain and (cost := self._costs.get(key)) is not None:
+            return cost
+        if len(self._costs) >= KEPT:
+            self._costs.clear()
+        chunk = nbytes / len(group)
+        edges = [
+            (
+                self.service_ns(a, chunk, now_ns, inner),
+                self.latency_ns(a, b, now_ns),
+                self.service_ns(b, chunk, now_ns, inner),
+            )
+            for a, b, inner in self.ring(group).edges
+        ]
+        cost = self._costs[key] = ring_ns(edges, rounds)
+        return cost
+
+
+def ring_ns(edges: list[Edge], rounds: int) -> int:
+    """How long it takes until all members of a ring have had so many messages from the one before, each sent as soon as
+    the last one has come. `edges[j]` leads from the j-th member to the next."""
+    if len(set(edges)) == 1:  # nobody waits for anybody
+        out, latency, into = edges[0]
+        return rounds * (latency + max(out, into))
+    out, latency, into = np.array(edges, dtype=np.int64).T
+    had, out_free, in_free = np.zeros((3, len(edges)), dtype=np.int64)
+    for _ in range(rounds):
+        start = np.maximum(had, out_free)
+        out_free = start + out
+        head = start + latency
+        in_free = np.maximum(head, in_free) + into
+        had = np.roll(np.maximum(in_free, head + out), 1)
+    return int(had.max(initial=0))
 
 
 def network(cluster: Cluster, dense_bytes: int) -> Exchange | Ports:

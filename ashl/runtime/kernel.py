@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ashl.runtime.effects import ANY, Message, PeerLostError, Recv, Tag
+from ashl.runtime.effects import ANY, AllGather, AllReduce, Message, PeerLostError, Recv, Tag
 from ashl.runtime.node import Node
 
 
@@ -31,12 +31,14 @@ class Task:
 
 
 def waiting_for(effect: Any) -> str:
+    """What a task that is blocked in this effect waits for, in words."""
     if isinstance(effect, Recv):
         names = " or ".join(f"{name!r} (stage {stage}, iteration {k})" for name, stage, k in effect.tags)
         return f"waits for {names} from {'anyone' if effect.src == ANY else f'rank {effect.src}'}"
-    name = type(effect).__name__
-    group = getattr(effect, "group", None)
-    return f"is in {name}" + (f" with ranks {list(group)}" if group else "")
+    if isinstance(effect, AllReduce | AllGather):
+        key = f", key {effect.key}" if effect.key else ""
+        return f"is in {type(effect).__name__} with ranks {list(effect.group)}{key}"
+    return f"is in {type(effect).__name__}"
 
 
 def step(task: Task, value: Any) -> Any:
