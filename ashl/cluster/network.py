@@ -10,12 +10,13 @@ A collective is a ring in rank order, as gloo's are: number the workers machine 
 once. An all-reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of bytes / g to the next as soon
 as the last one has come from the one before; an all-gather takes g − 1 rounds. Its cost is that of these messages one
 by one, until the last has come, and it holds the ports that the ring runs over from its start to its end: it begins
-when all of them are free, and what is sent meanwhile queues behind it.
+when what was sent before has left them, and what is sent afterwards queues behind it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,17 @@ KEPT = 4096  # costs of rings that are remembered
 
 Port = tuple[int, str, bool]  # rank, "out" or "in", whether of an inner link
 Edge = tuple[int, int, int]  # what a chunk takes at the sender's port, on its way, at the receiver's port
+
+
+class Coming(NamedTuple):
+    """A message on its way, first in the order in which its port will serve it."""
+
+    head_ns: int
+    place: int  # in the order of posting
+    src: int
+    nbytes: int
+    tail_ns: int
+    end_ns: int | None  # where a collective waits for it, so that it is known when its last byte is in
 
 
 class Ring(NamedTuple):
@@ -74,16 +86,20 @@ class Exchange:
         """Half an all-reduce of as many bytes as all members have together."""
         return self.all_reduce_ns(group, total, now_ns) // 2
 
+    def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
+        """When the ports that a group's collectives need are free, of all members or of one."""
+        return 0
+
     def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
         """When a collective that takes so long begins: ports have no occupancy, so now."""
         return now_ns
 
-    def held(self) -> dict[Port, int]:
-        """Until when each port is taken, where it is."""
-        return {}
+    def saved(self) -> tuple[Any, ...]:
+        """All that the network knows of what goes on in it."""
+        return ()
 
-    def go_on(self, held: dict[Port, int]) -> None:
-        """Ports are taken as `held` says."""
+    def go_on(self, saved: tuple[Any, ...]) -> None:
+        """From what was saved."""
 
 
 class Ports:
@@ -99,6 +115,8 @@ class Ports:
         self.bandwidth = cluster.bandwidth_mbit_s * MBIT_BYTES
         self.factors = Factors(cluster, "link")
         self._free: dict[Port, int] = {}
+        self._coming: dict[Port, list[Coming]] = {}  # heaps: what is on its way to a receiver's port
+        self._posted = 0
         self._plain = not cluster.events
         self._rings: dict[tuple[int, ...], Ring] = {}
         self._costs: dict[tuple[tuple[int, ...], int, int], int] = {}
@@ -118,7 +136,7 @@ class Ports:
     def latency_ns(self, src: int, dst: int, now_ns: int) -> int:
         return round(max(self.factors.at(src, now_ns), self.factors.at(dst, now_ns)) * self.latency_s * NS)
 
-    def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+    def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
         """Queue at the sender's port: (start of the transfer, arrival of its head, earliest arrival of its tail)."""
         inner = self.inner(src, dst)
         key = (src, "out", inner)
@@ -128,12 +146,34 @@ class Ports:
         head = start + self.latency_ns(src, dst, now_ns)
         return start, head, head + service
 
+    def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+        """The same, and `arrive` will be told when the head is there."""
+        start, head, tail = self.leave(src, dst, nbytes, now_ns)
+        self._posted += 1
+        coming = self._coming.setdefault((dst, "in", self.inner(src, dst)), [])
+        heappush(coming, Coming(head, self._posted, src, nbytes, tail, None))
+        return start, head, tail
+
     def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
         """Queue at the receiver's port, in the order in which heads arrive; returns when the last byte is in."""
         inner = self.inner(src, dst)
         key = (dst, "in", inner)
+        if (coming := self._coming.get(key)) and (end := heappop(coming).end_ns) is not None:
+            return end
         self._free[key] = max(head_ns, self._free.get(key, 0)) + self.service_ns(dst, nbytes, head_ns, inner)
         return max(self._free[key], tail_ns)
+
+    def _settle(self, port: Port) -> None:
+        """Whatever is on its way to this port goes before what will be sent from now on."""
+        rank, _, inner = port
+        settled = []
+        for coming in sorted(self._coming[port]):
+            if coming.end_ns is None:
+                free = max(coming.head_ns, self._free.get(port, 0))
+                self._free[port] = free + self.service_ns(rank, coming.nbytes, coming.head_ns, inner)
+                coming = coming._replace(end_ns=max(self._free[port], coming.tail_ns))
+            settled.append(coming)
+        self._coming[port] = settled  # a sorted list is a heap
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         """One uncontended transfer."""
@@ -148,22 +188,29 @@ class Ports:
         """The same, once round the ring, with as many bytes as all members have together."""
         return self._rounds_ns(group, total, len(group) - 1, now_ns)
 
+    def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
+        """When the ports that a group's collectives need are free, of all members or of one."""
+        ports, free = self.ring(group).ports, self._free
+        return max(free.get(port, 0) for port in ports if rank is None or port[0] == rank)
+
     def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
         """When a collective that takes so long begins. Its ports are taken until it ends."""
         if len(group) == 1:
             return now_ns
-        free, ports = self._free, self.ring(group).ports
-        start = max(now_ns, *(free.get(port, 0) for port in ports))
-        free.update(dict.fromkeys(ports, start + cost_ns))
+        for port in self.ring(group).ports:
+            if self._coming.get(port):
+                self._settle(port)
+        start = max(now_ns, self.free_ns(group))
+        self._free.update(dict.fromkeys(self.ring(group).ports, start + cost_ns))
         return start
 
-    def held(self) -> dict[Port, int]:
-        """Until when each port is taken, where it is."""
-        return self._free
+    def saved(self) -> tuple[Any, ...]:
+        """All that the network knows of what goes on in it."""
+        return self._free, self._coming, self._posted
 
-    def go_on(self, held: dict[Port, int]) -> None:
-        """Ports are taken as `held` says."""
-        self._free.update(held)
+    def go_on(self, saved: tuple[Any, ...]) -> None:
+        """From what was saved."""
+        self._free, self._coming, self._posted = saved
 
     def ring(self, group: tuple[int, ...]) -> Ring:
         """In rank order."""

@@ -174,7 +174,7 @@ class Saving:
             "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
             "nodes": packed(nodes),
             "push_end": list(sim._push_end),
-            "ports": packed(sim.network.held()),
+            "ports": packed(sim.network.saved()),
             "channels": packed({channel.team: channel.free_ns for channel in sim.channels.all()}),
             "asked": packed(self._asked),
         }

@@ -95,19 +95,24 @@ class Sim:
             self._mains = [self.spawn(node, main(node), main=True) for node in self.nodes]
         else:
             resume(self, saved, main)
-        with collecting_seldom():
-            self._drain(tick)
+        try:
+            with collecting_seldom():
+                self._drain(tick)
+            self._check_end()
+        finally:
+            for task in self._tasks:
+                task.coro.close()
+        for node in self.nodes:
+            node.account()
+        return [task.result for task in self._mains]
+
+    def _check_end(self) -> None:
         stuck = [task for task in self._mains if not task.done]
         if stuck:
             raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
         if waiting := self.channels.waiting():
             here = ", ".join(map(str, sorted(waiting[0].arrived)))
             raise AshlError(f"only rank {here} came to {waiting[0].describe()}, and the run has ended")
-        for task in self._tasks:
-            task.coro.close()
-        for node in self.nodes:
-            node.account()
-        return [task.result for task in self._mains]
 
     def _drain(self, tick: Callable[[], None]) -> None:
         """Let happen what is on the heap, until nothing is left."""
