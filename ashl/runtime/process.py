@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import platform
 import queue
 import time
@@ -282,8 +283,8 @@ class TorchKernel:
         message = self._mail.take(effect)
         if message is None:
             self._mail.waiters.append(task)
-            if (due := deadline_ns(effect.before_s)) is not None:
-                self._timer(due, lambda: self._expire(task, effect))
+            if effect.before_s != math.inf:
+                self._timer(deadline_ns(effect.before_s), lambda: self._expire(task, effect))
         return message
 
     def _expire(self, task: Task, effect: fx.Recv) -> None:

@@ -8,6 +8,7 @@ the same parameters and the same trace, bit for bit, in any process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Hashable
 from heapq import heappop, heappush
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from ashl.learn.allocator import collecting_seldom
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel, Channels, Collective
 from ashl.runtime.checkpoint import Saving, resume
+from ashl.runtime.effects import Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import sum_in_rank_order
@@ -34,6 +36,7 @@ class Sim:
         self.now = 0
         self.events = 0
         self.speed, self.network, self.observer = speed, network, observer
+        self._exchange = network if isinstance(network, Exchange) else None
         self.nodes = [Node(self, rank) for rank in range(num_ranks)]
         self._mail = [Mailbox() for _ in range(num_ranks)]
         self._push_end = [0] * num_ranks  # when the last transfer that this rank sent ends
@@ -129,24 +132,25 @@ class Sim:
                 tick()
 
     def _at(self, time_ns: int, target: Any, value: Any) -> None:
-        self._seq += 1
-        heappush(self._heap, (time_ns, self._seq, target, value))
+        self._seq = place = self._seq + 1
+        heappush(self._heap, (time_ns, place, target, value))
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
+        node = task.node
         while True:
             task.waiting = None
             effect = step(task, value)
             kind = effect.__class__
-            if kind is fx.Compute:
+            if kind is Compute:
                 value, end = effect.fn(), self._computed(task, effect)
                 if end > self.now:
                     task.waiting = effect
                     return self._at(end, task, value)
-            elif kind is fx.Send:
-                value = self._send(task.node, effect)
-            elif kind is fx.Recv:
-                value = self._mail[task.node.rank].take(effect)
+            elif kind is Send:
+                value = self._send(node, effect)
+            elif kind is Recv:
+                value = self._mail[node.rank].take(effect)
                 if value is None:
                     return self._block(task, effect)
             elif effect is None:
@@ -157,40 +161,42 @@ class Sim:
                     task.waiting = effect
                     return None
 
-    def _computed(self, task: Task, effect: fx.Compute) -> int:
+    def _computed(self, task: Task, effect: Compute) -> int:
         """When the node's compute unit has done this too: it does one thing after the other."""
-        rank = task.node.rank
-        start = max(self._unit_free[rank], self.now)
+        node, now = task.node, self.now
+        rank = node.rank
+        start = self._unit_free[rank]
+        if start < now:
+            start = now
         cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
         if cost is None:
             raise AshlError(f"the cost of {effect.kind!r} on rank {rank} is not declared; a cost is never zero")
         end = self._unit_free[rank] = start + cost
         if task.main:
-            if start > self.now:
-                task.node.ledger.mark("wait", start)
+            if start > now:
+                node.ledger.mark("wait", start)
             if cost:
-                task.node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
+                node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
         return end
 
-    def _send(self, node: Node, send: fx.Send) -> None:
-        body = send.body
+    def _send(self, node: Node, send: Send) -> None:
+        dst, tag, body, meta = send
         nbytes = 0 if body is None else body.nbytes
-        src, dst = node.rank, send.dst
-        network = self.network
-        if isinstance(network, Exchange):
-            start, end = self.now, self.now + network.cost_ns(src, dst, nbytes, self.now)
-            self._at(end, self._deliver, (dst, fx.Message(src, send.tag, body, send.meta, start)))
+        src, now = node.rank, self.now
+        if self._exchange is not None:
+            end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes else now
+            self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
         else:
-            start, head, end = network.depart(src, dst, nbytes, self.now)
-            message = fx.Message(src, send.tag, body, send.meta, start)
-            self._at(head, self._arrive, (dst, message, nbytes, end))
+            assert isinstance(self.network, Ports)
+            start, head, end = self.network.depart(src, dst, nbytes, now)
+            self._at(head, self._arrive, (dst, Message(src, tag, body, meta, start), nbytes, end))
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
-            node.ledger.traffic(self.now, nbytes, 0)
-            self.nodes[dst].ledger.traffic(self.now, 0, nbytes)
+            node.ledger.traffic(now, nbytes, 0)
+            self.nodes[dst].ledger.traffic(now, 0, nbytes)
 
-    def _arrive(self, item: tuple[int, fx.Message, int, int]) -> None:
+    def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         """The head of a message is at the receiver's port."""
         dst, message, nbytes, tail = item
         assert isinstance(self.network, Ports)
@@ -199,7 +205,7 @@ class Sim:
             self._push_end[message.src] = end
         self._at(end, self._deliver, (dst, message))
 
-    def _deliver(self, item: tuple[int, fx.Message]) -> None:
+    def _deliver(self, item: tuple[int, Message]) -> None:
         dst, message = item
         task = self._mail[dst].put(message)
         if task is not None:
@@ -207,13 +213,13 @@ class Sim:
                 task.node.ledger.blocked(self.now, self._push_end[dst], message.start_ns)
             self._resume(task, message)
 
-    def _block(self, task: Task, recv: fx.Recv) -> None:
+    def _block(self, task: Task, recv: Recv) -> None:
         task.waiting = recv
         self._mail[task.node.rank].waiters.append(task)
-        if (due := deadline_ns(recv.before_s)) is not None:
-            self._at(max(due, self.now), self._expire, (task, recv))
+        if recv.before_s != math.inf:
+            self._at(max(deadline_ns(recv.before_s), self.now), self._expire, (task, recv))
 
-    def _expire(self, item: tuple[Task, fx.Recv]) -> None:
+    def _expire(self, item: tuple[Task, Recv]) -> None:
         task, recv = item
         if task.waiting is recv:
             self._mail[task.node.rank].waiters.remove(task)
