@@ -140,7 +140,7 @@ def events() -> None:
         "Events per second of processor time, without gradients",
         ["", *(f"{n:,} workers" for n in WORKERS)],
         rows,
-        f"medians of 3 runs of about {EVENTS:,} events each; no jitter; with a parameter server where nothing else is said",
+        f"medians of 3 runs of about {EVENTS:,} events each; no jitter; the first three with a parameter server",
     )
 
 
