@@ -62,8 +62,6 @@ class Kernel(Protocol):
 
     def mark(self, node: Node, stage: int, state: Any) -> None: ...
 
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], Any]) -> Any: ...
-
 
 class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
@@ -122,10 +120,6 @@ class Node:
     def mark(self, stage: int, state: Any) -> None:
         """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage."""
         self.kernel.mark(self, stage, state)
-
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
-        """What all members of a team compute alike: `fn()`, in virtual time once for all of them."""
-        return self.kernel.alike(team, key, fn)
 
     @property
     def now_ns(self) -> int:

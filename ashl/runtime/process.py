@@ -75,6 +75,7 @@ class TorchKernel:
         """Checkpoints of real processes are not built yet."""
 
     def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+        """Each process computes it for itself."""
         return fn()
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:

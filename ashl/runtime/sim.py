@@ -46,7 +46,6 @@ class Sim:
         self._tasks: set[Task] = set()
         self.channels = Channels()
         self._mains: list[Task] = []
-        self._alike: dict[tuple, tuple[Any, int]] = {}
         self.saving: Saving | None = None  # while a checkpoint is being made
 
     def clock_ns(self) -> int:
@@ -67,13 +66,6 @@ class Sim:
     def mark(self, node: Node, stage: int, state: Any) -> None:
         if self.saving is not None:
             self.saving.mark(node, stage, state)
-
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], Any]) -> Any:
-        """`fn()` for the first member that asks, the same value for all others."""
-        value, left = self._alike.pop((team, key), None) or (fn(), len(team))
-        if left > 1:
-            self._alike[team, key] = (value, left - 1)
-        return value
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their
