@@ -5,14 +5,47 @@ Two models. With a declared `exchange_s`, ports have no occupancy and a transfer
 occupies the sender's port for bytes / bandwidth, crosses in `latency_s`, and occupies the receiver's port from the
 moment its head arrives there and the port is free: many workers that push to one server at once queue at its port.
 Head and tail overlap, so an uncontended transfer takes latency + bytes / the slower of the two ports.
+
+A collective is a ring in rank order, as gloo's are: number the workers machine by machine, and it leaves each machine
+once. An all-reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of bytes / g to the next as soon
+as the last one has come from the one before; an all-gather takes g − 1 rounds. Its cost is that of these messages one
+by one, until the last has come, and it holds the ports that the ring runs over from its start to its end: it begins
+when what was sent before has left them, and what is sent afterwards queues behind it.
 """
 
 from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Factors
 
 MBIT_BYTES = 125_000
+KEPT = 4096  # costs of rings that are remembered
+
+Port = tuple[int, str, bool]  # rank, "out" or "in", whether of an inner link
+Edge = tuple[int, int, int]  # what a chunk takes at the sender's port, on its way, at the receiver's port
+
+
+class Coming(NamedTuple):
+    """A message on its way, first in the order in which its port will serve it."""
+
+    head_ns: int
+    place: int  # in the order of posting
+    src: int
+    nbytes: int
+    tail_ns: int
+    end_ns: int | None  # where a collective waits for it, so that it is known when its last byte is in
+
+
+class Ring(NamedTuple):
+    """Where a group's collectives run: (from, to, whether inside a machine), and the ports of both ends of each."""
+
+    edges: tuple[tuple[int, int, bool], ...]
+    ports: tuple[Port, ...]
 
 
 class Exchange:
@@ -49,6 +82,25 @@ class Exchange:
         factor = max(self.factors.at(rank, now_ns) for rank in group)
         return round(2 * self.half_s * factor * (g - 1) / g * (nbytes / self.dense_bytes) * NS)
 
+    def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
+        """Half an all-reduce of as many bytes as all members have together."""
+        return self.all_reduce_ns(group, total, now_ns) // 2
+
+    def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
+        """When the ports that a group's collectives need are free, of all members or of one."""
+        return 0
+
+    def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
+        """When a collective that takes so long begins: ports have no occupancy, so now."""
+        return now_ns
+
+    def saved(self) -> tuple[Any, ...]:
+        """All that the network knows of what goes on in it."""
+        return ()
+
+    def go_on(self, saved: tuple[Any, ...]) -> None:
+        """From what was saved."""
+
 
 class Ports:
     """Latency, bandwidth, and the occupancy of both ends. A machine's inner links are ports of their own."""
@@ -62,13 +114,18 @@ class Ports:
         self.latency_s = cluster.latency_s
         self.bandwidth = cluster.bandwidth_mbit_s * MBIT_BYTES
         self.factors = Factors(cluster, "link")
-        self._free: dict[tuple[int, str, bool], int] = {}
+        self._free: dict[Port, int] = {}
+        self._coming: dict[Port, list[Coming]] = {}  # heaps: what is on its way to a receiver's port
+        self._posted = 0
+        self._plain = not cluster.events
+        self._rings: dict[tuple[int, ...], Ring] = {}
+        self._costs: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def inner(self, src: int, dst: int) -> bool:
         node = self.cluster.node
         return node is not None and max(src, dst) < len(node) and node[src] == node[dst]
 
-    def service_ns(self, rank: int, nbytes: int, now_ns: int, inner: bool) -> int:
+    def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool) -> int:
         """How long these bytes hold this rank's port."""
         if rank >= self.cluster.num_workers:  # the server's port; null = never the bottleneck
             server = self.cluster.server_bandwidth_mbit_s
@@ -79,7 +136,7 @@ class Ports:
     def latency_ns(self, src: int, dst: int, now_ns: int) -> int:
         return round(max(self.factors.at(src, now_ns), self.factors.at(dst, now_ns)) * self.latency_s * NS)
 
-    def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+    def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
         """Queue at the sender's port: (start of the transfer, arrival of its head, earliest arrival of its tail)."""
         inner = self.inner(src, dst)
         key = (src, "out", inner)
@@ -89,12 +146,34 @@ class Ports:
         head = start + self.latency_ns(src, dst, now_ns)
         return start, head, head + service
 
+    def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+        """The same, and `arrive` will be told when the head is there."""
+        start, head, tail = self.leave(src, dst, nbytes, now_ns)
+        self._posted += 1
+        coming = self._coming.setdefault((dst, "in", self.inner(src, dst)), [])
+        heappush(coming, Coming(head, self._posted, src, nbytes, tail, None))
+        return start, head, tail
+
     def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
         """Queue at the receiver's port, in the order in which heads arrive; returns when the last byte is in."""
         inner = self.inner(src, dst)
         key = (dst, "in", inner)
+        if (coming := self._coming.get(key)) and (end := heappop(coming).end_ns) is not None:
+            return end
         self._free[key] = max(head_ns, self._free.get(key, 0)) + self.service_ns(dst, nbytes, head_ns, inner)
         return max(self._free[key], tail_ns)
+
+    def _settle(self, port: Port) -> None:
+        """Whatever is on its way to this port goes before what will be sent from now on."""
+        rank, _, inner = port
+        settled = []
+        for coming in sorted(self._coming[port]):
+            if coming.end_ns is None:
+                free = max(coming.head_ns, self._free.get(port, 0))
+                self._free[port] = free + self.service_ns(rank, coming.nbytes, coming.head_ns, inner)
+                coming = coming._replace(end_ns=max(self._free[port], coming.tail_ns))
+            settled.append(coming)
+        self._coming[port] = settled  # a sorted list is a heap
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         """One uncontended transfer."""
@@ -102,14 +181,82 @@ class Ports:
         return self.latency_ns(src, dst, 0) + max(self.service_ns(end, nbytes, 0, inner) for end in (src, dst))
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """A ring: 2(g − 1) rounds, each of bytes / g over the slowest link."""
-        g = len(group)
-        if g == 1:
-            return 0
-        ring = list(zip(group, (*group[1:], group[0]), strict=True))
-        latency = max(self.latency_ns(a, b, now_ns) for a, b in ring)
-        slowest = max(self.service_ns(r, nbytes, now_ns, self.inner(a, b)) for a, b in ring for r in (a, b))
-        return 2 * (g - 1) * (latency + round(slowest / g))
+        """On a ring whose ports are free."""
+        return self._rounds_ns(group, nbytes, 2 * (len(group) - 1), now_ns)
+
+    def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
+        """The same, once round the ring, with as many bytes as all members have together."""
+        return self._rounds_ns(group, total, len(group) - 1, now_ns)
+
+    def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
+        """When the ports that a group's collectives need are free, of all members or of one."""
+        ports, free = self.ring(group).ports, self._free
+        return max(free.get(port, 0) for port in ports if rank is None or port[0] == rank)
+
+    def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
+        """When a collective that takes so long begins. Its ports are taken until it ends."""
+        if len(group) == 1:
+            return now_ns
+        for port in self.ring(group).ports:
+            if self._coming.get(port):
+                self._settle(port)
+        start = max(now_ns, self.free_ns(group))
+        self._free.update(dict.fromkeys(self.ring(group).ports, start + cost_ns))
+        return start
+
+    def saved(self) -> tuple[Any, ...]:
+        """All that the network knows of what goes on in it."""
+        return self._free, self._coming, self._posted
+
+    def go_on(self, saved: tuple[Any, ...]) -> None:
+        """From what was saved."""
+        self._free, self._coming, self._posted = saved
+
+    def ring(self, group: tuple[int, ...]) -> Ring:
+        """In rank order."""
+        ring = self._rings.get(group)
+        if ring is None:
+            if len(self._rings) >= KEPT:
+                self._rings.clear()
+            edges = tuple((a, b, self.inner(a, b)) for a, b in zip(group, (*group[1:], group[0]), strict=True))
+            ports = tuple(port for a, b, inner in edges for port in ((a, "out", inner), (b, "in", inner)))
+            ring = self._rings[group] = Ring(edges, ports)
+        return ring
+
+    def _rounds_ns(self, group: tuple[int, ...], nbytes: int, rounds: int, now_ns: int) -> int:
+        key = (group, nbytes, rounds)
+        if self._plain and (cost := self._costs.get(key)) is not None:
+            return cost
+        if len(self._costs) >= KEPT:
+            self._costs.clear()
+        chunk = nbytes / len(group)
+        edges = [
+            (
+                self.service_ns(a, chunk, now_ns, inner),
+                self.latency_ns(a, b, now_ns),
+                self.service_ns(b, chunk, now_ns, inner),
+            )
+            for a, b, inner in self.ring(group).edges
+        ]
+        cost = self._costs[key] = ring_ns(edges, rounds)
+        return cost
+
+
+def ring_ns(edges: list[Edge], rounds: int) -> int:
+    """How long it takes until all members of a ring have had so many messages from the one before, each sent as soon as
+    the last one has come. `edges[j]` leads from the j-th member to the next."""
+    if len(set(edges)) == 1:  # nobody waits for anybody
+        out, latency, into = edges[0]
+        return rounds * (latency + max(out, into))
+    out, latency, into = np.array(edges, dtype=np.int64).T
+    had, out_free, in_free = np.zeros((3, len(edges)), dtype=np.int64)
+    for _ in range(rounds):
+        start = np.maximum(had, out_free)
+        out_free = start + out
+        head = start + latency
+        in_free = np.maximum(head, in_free) + into
+        had = np.roll(np.maximum(in_free, head + out), 1)
+    return int(had.max(initial=0))
 
 
 def network(cluster: Cluster, dense_bytes: int) -> Exchange | Ports:

@@ -1,8 +1,8 @@
 """Learning on one flat vector: the only file that differentiates.
 
 A model is one flat float32 vector here: the module's trainable parameters in their order, each flattened. One resident
-module serves every worker of a process: its parameters are pointed at views of the vector at hand, so nothing is copied
-in, and N workers cost N vectors instead of N models.
+module serves every worker of a process, so that N workers cost N vectors instead of N models: its parameters are
+pointed at views of the vector at hand, or, where it is so short that making views takes longer, it is copied in.
 
 Buffers do not travel between workers: only parameters and gradients ever do. Training normalises with the statistics of
 the batch at hand (BatchNorm: Ioffe and Szegedy, 2015), and evaluation first estimates the statistics that belong to the
@@ -30,6 +30,7 @@ from ashl.learn.allocator import keep_pages
 
 EVALUATED = 2000  # training samples that train_loss is taken over, at most
 CALIBRATION = (8, 128)  # batches, and samples in each, that BatchNorm's statistics are estimated from
+SHORT = 2**16  # elements: up to here a copy takes less time than views
 CHUNK = 2**21  # input elements that one evaluation batch holds, at most; bounds the memory
 
 
@@ -57,6 +58,11 @@ class Learner:
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
         self.epoch_samples = len(data.train)
         self.num_params = sum(p.numel() for p in self._parameters)
+        self._resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
+        if self.num_params <= SHORT:
+            resident = torch.empty(self.num_params, device=device)
+            self._point_at(resident)
+            self._resident = resident
         self.layers = tuple((name, tuple(p.shape)) for name, p in self._module.named_parameters() if p.requires_grad)
 
     def init(self) -> Tensor:
@@ -142,6 +148,9 @@ class Learner:
     def _point_at(self, params: Tensor) -> None:
         if params.shape != (self.num_params,):
             raise ValueError(f"expected a vector of {self.num_params} parameters, got shape {tuple(params.shape)}")
+        if self._resident is not None:
+            self._resident.copy_(params.detach())
+            return
         views = _unflatten_dense_tensors(params.detach().to(self._device), self._parameters)
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.data = view

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ashl.cluster.network import Ports
 from ashl.errors import AshlError, UsageError
+from ashl.runtime.channel import Channel, Collective, Shared
 from ashl.runtime.kernel import Task
 from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
@@ -31,15 +31,16 @@ from ashl.runtime.packed import packed, unpacked
 if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = Path("checkpoint/state.pt")
-MESSAGE, HEAD, RESULT = "message", "head", "result"  # what may be on its way
+MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"  # what may be on its way
+OF_A_CANCELLED_TASK = -1
 
 
 @dataclass
 class Mark:
     """One rank since the top of its loop: where it stood, what it has received, the places in the order of events that
-    its doings took, and how many of its collectives have ended."""
+    its doings took, how many collectives it has posted, and which of them have begun."""
 
     time_ns: int
     stage: int
@@ -48,8 +49,10 @@ class Mark:
     drawn: int
     came: list[tuple[int, int, str, Any]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    collectives: int = 0
+    posted: int = 0
+    begun: list[int] = field(default_factory=list)
     first: int = 0  # the last place taken before the mark
+    unit_free: int = 0  # when its compute unit has done what it was asked before the mark
 
 
 class Saving:
@@ -58,12 +61,19 @@ class Saving:
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
         self.marks: dict[int, Mark] = {}
-        self._results: dict[int, int] = {}  # place of a collective's result in the order of events, to its rank
+        self._results: dict[int, tuple[int, int]] = {}  # by place: of which rank's collective, and which of them
+        self._shared_places: set[int] = set()  # those that no rank takes by itself
+        self._numbers: dict[Task, int] = {}  # which of its rank's collectives a task waits for
+        self._asked = {  # who had asked for what is computed alike, before its mark
+            (channel.team, key): set(shared.asked)
+            for channel in sim.channels.all()
+            for key, shared in channel.shared.items()
+        }
 
     def until_consistent(self) -> bool:
         """False where the run ended first, or some rank cannot be saved."""
         sim, heap = self.sim, self.sim._heap
-        sim.saving, sim._gather = self, self.gather  # type: ignore[method-assign]
+        sim.saving, sim._post, sim._begin = self, self.post, self.begin  # type: ignore[method-assign]
         try:
             while heap and len(self.marks) < len(sim.nodes):
                 time_ns, place, target, value = heappop(heap)
@@ -79,20 +89,22 @@ class Saving:
                     sim._resume(target, value)
                 if mark := self.marks.get(rank):
                     taken = range(max(before, mark.first) + 1, sim._seq + 1)
-                    mark.places += [p for p in taken if p not in self._results]
+                    mark.places += [p for p in taken if p not in self._shared_places]
                 self.cut = (time_ns, place)
                 if any(task.done for task in sim._mains):
                     return False
             return len(self.marks) == len(sim.nodes)
         finally:
             sim.saving = None
-            del sim._gather  # type: ignore[method-assign]
+            del sim._post, sim._begin  # type: ignore[method-assign]
 
     def mark(self, node: Node, stage: int, state: Any) -> None:
         """This rank is at the top of its loop."""
         sim = self.sim
         if any(task.node is node and not task.main for task in sim._tasks):
             return  # what runs beside it has no top of a loop
+        if any(node.rank in posted.arrived for posted in sim.channels.waiting()):
+            return  # nor has a collective that a cancelled task has left behind
         mail = sim._mail[node.rank].kept()
         self.marks[node.rank] = Mark(
             time_ns=sim.now,
@@ -101,28 +113,50 @@ class Saving:
             mail=packed(mail),
             drawn=sim.speed.drawn(node.rank),
             first=sim._seq,
+            unit_free=sim._unit_free[node.rank],
         )
 
-    def gather(self, task: Task, effect: Any) -> None:
+    def asked(self, node: Node, channel: Channel, key: Hashable) -> None:
+        """A rank asks for what its team computes alike. Once it has a mark, it will ask again."""
+        if node.rank not in self.marks:
+            asked = self._asked.setdefault((channel.team, key), set())
+            asked.add(node.rank)
+            if len(asked) == len(channel.team):
+                del self._asked[channel.team, key]
+
+    def post(self, task: Task, effect: Collective) -> None:
         sim, before = self.sim, self.sim._seq
-        type(sim)._gather(sim, task, effect)
-        for rank, place in zip(effect.group, range(before + 1, sim._seq + 1), strict=False):
-            self._results[place] = rank
-            if mark := self.marks.get(rank):
-                mark.collectives += 1
+        if mark := self.marks.get(task.node.rank):
+            self._numbers[task] = mark.posted
+            mark.posted += 1
+        type(sim)._post(sim, task, effect)
+        self._shared_places.update(range(before + 1, sim._seq + 1))
+
+    def begin(self, channel: Channel) -> None:
+        sim, before = self.sim, self.sim._seq
+        waiting = {number: posted.arrived for number, posted in channel.pending.items()}
+        type(sim)._begin(sim, channel)
+        (begun,) = waiting.keys() - channel.pending.keys()
+        for rank, place in zip(channel.team, range(before + 1, sim._seq + 1), strict=True):
+            number = self._numbers.pop(waiting[begun][rank][0], OF_A_CANCELLED_TASK)
+            self._results[place] = rank, number
+            if number != OF_A_CANCELLED_TASK:
+                self.marks[rank].begun.append(number)
 
     def owner(self, target: Any, value: Any) -> int:
         """The rank that an event happens to; -1 where it happens in the network."""
-        if target.__class__ is Task:
+        if isinstance(target, Task):
             return target.node.rank
         name = target.__name__
-        return -1 if name == "_arrive" else value[0] if name == "_deliver" else value[0].node.rank
+        return -1 if name in ("_arrive", "_serve") else value[0] if name == "_deliver" else value[0].node.rank
 
     def received(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
         """What came from outside with this event; all else a rank does again by itself."""
         if place in self._results:
-            return RESULT, packed((self._results[place], value))
-        name = getattr(target, "__name__", "")
+            return RESULT, packed((*self._results[place], value))
+        name = "" if isinstance(target, Task) else target.__name__
+        if name == "_serve":
+            return TURN, packed(value.team)
         return (MESSAGE, packed(value)) if name == "_deliver" else (HEAD, packed(value)) if name == "_arrive" else None
 
     def document(self) -> dict[str, Any]:
@@ -140,7 +174,9 @@ class Saving:
             "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
             "nodes": packed(nodes),
             "push_end": list(sim._push_end),
-            "ports": packed(getattr(sim.network, "_free", {})),
+            "ports": packed(sim.network.saved()),
+            "channels": packed({channel.team: channel.free_ns for channel in sim.channels.all()}),
+            "asked": packed(self._asked),
         }
 
 
@@ -149,7 +185,11 @@ def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> 
     coroutine; `saved["packages"]` says whose classes a state may be of."""
     packages = tuple(saved["packages"])
     marks = [Mark(**mark) for mark in saved["marks"]]
-    replay = Replay(sim, [deque(mark.places) for mark in marks], [mark.collectives for mark in marks])
+    replay = Replay(sim, marks)
+    for team, free_ns in unpacked(saved["channels"], packages).items():
+        sim.channels.of(team, 0).free_ns = free_ns
+    for (team, key), asked in unpacked(saved["asked"], packages).items():
+        sim.channels.of(team, 0).shared.setdefault(key, Shared()).asked.update(asked)
     heap, cut = sim._heap, tuple(saved["cut"])
     for rank, mark in enumerate(marks):
         node = sim.nodes[rank]
@@ -157,6 +197,7 @@ def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> 
         sim._mains.append(task)
         sim._tasks.add(task)
         sim.speed.draw_from(rank, mark.drawn)
+        sim._unit_free[rank] = mark.unit_free
         for message in unpacked(mark.mail, packages):
             sim._mail[rank].put(message)
         heap.append((mark.time_ns, rank - len(marks), task, None))
@@ -167,8 +208,7 @@ def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> 
     replay.until(cut)
     sim.now, sim._seq, sim.events = saved["time_ns"], saved["seq"], saved["events"]
     sim._push_end[:] = saved["push_end"]
-    if isinstance(sim.network, Ports):
-        sim.network._free.update(unpacked(saved["ports"], packages))
+    sim.network.go_on(unpacked(saved["ports"], packages))
     for node, known in zip(sim.nodes, unpacked(saved["nodes"], packages), strict=True):
         for name, value in known["ledger"].items():
             setattr(node.ledger, name, value)
@@ -178,20 +218,25 @@ def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> 
 class Replay:
     """Until the moment of the checkpoint: events take the places they had, and nothing leaves a rank."""
 
-    def __init__(self, sim: Sim, places: list[deque[int]], collectives: list[int]) -> None:
-        self.sim, self.places, self.collectives = sim, places, collectives
+    def __init__(self, sim: Sim, marks: list[Mark]) -> None:
+        self.sim = sim
+        self.places = [deque(mark.places) for mark in marks]
+        self.begun = [set(mark.begun) for mark in marks]
+        self.posted = [0] * len(marks)
+        self.tasks: dict[tuple[int, int], Task] = {}  # who waits for a rank's n-th collective since its mark
 
     def event(self, what: str, value: Any) -> tuple[Any, Any]:
         """(target, value) of something that comes from outside."""
-        if what == RESULT:
-            rank, result = value
-            return self.sim._mains[rank], result
-        return (self.sim._deliver if what == MESSAGE else self.sim._arrive), value
+        if what == TURN:
+            channel = self.sim.channels.of(value, 0)
+            channel.waking = True
+            return self.sim._serve, channel
+        return {MESSAGE: self.sim._deliver, HEAD: self.sim._arrive, RESULT: self.result}[what], value
 
     def until(self, cut: tuple[int, int]) -> None:
         sim, heap = self.sim, self.sim._heap
         observer, sim.observer = sim.observer, Deaf(sim.observer)
-        sim._at, sim._send, sim._gather = self.at, self.send, self.gather  # type: ignore[method-assign]
+        sim._at, sim._send, sim._post = self.at, self.send, self.post  # type: ignore[method-assign]
         try:
             while heap and heap[0][:2] <= cut:
                 sim.now, _, target, value = heappop(heap)
@@ -200,23 +245,34 @@ class Replay:
                 elif not target.done:
                     sim._resume(target, value)
         finally:
-            del sim._at, sim._send, sim._gather  # type: ignore[method-assign]
+            del sim._at, sim._send, sim._post  # type: ignore[method-assign]
             sim.observer = observer
+        for i, (time_ns, place, target, value) in enumerate(heap):
+            if target == self.result and value[:2] in self.tasks:
+                heap[i] = (time_ns, place, self.tasks[value[:2]], value[2])
 
     def at(self, time_ns: int, target: Any, value: Any) -> None:
-        task = target if target.__class__ is Task else value[0]
+        task = target if isinstance(target, Task) else value[0]
         heappush(self.sim._heap, (time_ns, self.places[task.node.rank].popleft(), target, value))
 
     def send(self, node: Node, send: Any) -> None:
         """It has been sent: it has arrived, or is under way."""
         self.places[node.rank].popleft()
 
-    def gather(self, task: Task, effect: Any) -> None:
+    def post(self, task: Task, effect: Collective) -> None:
         rank = task.node.rank
-        if self.collectives[rank]:
-            self.collectives[rank] -= 1  # its result is among what came, or under way
+        number = self.posted[rank]
+        self.posted[rank] += 1
+        if number in self.begun[rank]:
+            self.tasks[rank, number] = task  # its result is among what came, or under way
         else:
-            type(self.sim)._gather(self.sim, task, effect)
+            type(self.sim)._post(self.sim, task, effect)
+
+    def result(self, item: tuple[int, int, Any]) -> None:
+        """What a collective gave to the rank that had posted it."""
+        rank, number, value = item
+        if number != OF_A_CANCELLED_TASK and not (task := self.tasks[rank, number]).done:
+            self.sim._resume(task, value)
 
 
 class Deaf:

@@ -25,7 +25,8 @@ class Message(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not "compute"."""
+    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not "compute". A node
+    computes one thing at a time, of whatever kind, in the order in which its tasks ask."""
 
     fn: Callable[[], Any]
     work: float
@@ -69,12 +70,18 @@ class Drop(NamedTuple):
 
 class AllReduce(NamedTuple):
     """Sum or maximum over `group` (sorted ranks), in rank order. The last `riders` elements are scalars that ride along
-    and count for neither bytes nor time."""
+    and count for neither bytes nor time.
+
+    Several collectives of a group may be under way at once, from tasks of their own. All members post them in the same
+    order, kind and `key` alike; of those that all have posted the lowest key goes first (`ashl.runtime.channel`). Key 0
+    is the next one. What has been posted is carried out, also when its task is cancelled.
+    """
 
     tensor: Any
     group: tuple[int, ...]
     op: str = "sum"
     riders: int = 0
+    key: int = 0
 
     def __await__(self) -> Generator[AllReduce, Any, Any]:
         return (yield self)
@@ -82,11 +89,12 @@ class AllReduce(NamedTuple):
 
 class AllGather(NamedTuple):
     """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last `riders` bytes ride along
-    and count for neither bytes nor time."""
+    and count for neither bytes nor time. Order and `key` as of `AllReduce`."""
 
     tensor: Any
     group: tuple[int, ...]
     riders: int = 0
+    key: int = 0
 
     def __await__(self) -> Generator[AllGather, Any, list]:
         return (yield self)
@@ -111,7 +119,8 @@ class Join(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """End a spawned task where it stands; a compute that runs is left to finish and its result is thrown away."""
+    """End a spawned task where it stands; a compute or a collective that it has posted is carried out all the same, and
+    the result is thrown away."""
 
     task: Any
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
-import torch
+from torch import is_autocast_enabled, is_grad_enabled
 
-from ashl.runtime.effects import ANY, Message, PeerLostError, Recv, Tag
+from ashl.runtime.effects import ANY, AllGather, AllReduce, Message, PeerLostError, Recv, Tag
 from ashl.runtime.node import Node
 
 
 class Task:
     """A coroutine on one node, and what it waits for."""
 
-    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "waiting")
+    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "send", "waiting")
 
     def __init__(self, node: Node, coro: Coroutine, main: bool) -> None:
         self.node, self.coro, self.main = node, coro, main
+        self.send = coro.send  # looked up once: it is called for every effect
         self.waiting: Any = None  # the effect it is blocked in
         self.done = False
         self.result: Any = None
@@ -31,12 +31,14 @@ class Task:
 
 
 def waiting_for(effect: Any) -> str:
+    """What a task that is blocked in this effect waits for, in words."""
     if isinstance(effect, Recv):
         names = " or ".join(f"{name!r} (stage {stage}, iteration {k})" for name, stage, k in effect.tags)
         return f"waits for {names} from {'anyone' if effect.src == ANY else f'rank {effect.src}'}"
-    name = type(effect).__name__
-    group = getattr(effect, "group", None)
-    return f"is in {name}" + (f" with ranks {list(group)}" if group else "")
+    if isinstance(effect, AllReduce | AllGather):
+        key = f", key {effect.key}" if effect.key else ""
+        return f"is in {type(effect).__name__} with ranks {list(effect.group)}{key}"
+    return f"is in {type(effect).__name__}"
 
 
 def step(task: Task, value: Any) -> Any:
@@ -45,13 +47,13 @@ def step(task: Task, value: Any) -> Any:
     An `await` inside a torch context would leak that context into whichever task runs next, so it is an error.
     """
     try:
-        effect = task.coro.throw(value) if isinstance(value, PeerLostError) else task.coro.send(value)
+        effect = task.send(value) if value.__class__ is not PeerLostError else task.coro.throw(value)
     except StopIteration as end:
         task.done, task.result = True, end.value
         return None
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled():
-        raise AssertionError("await inside a torch context")
-    return effect
+    if is_grad_enabled() and not is_autocast_enabled():
+        return effect
+    raise AssertionError("await inside a torch context")
 
 
 class Mailbox:
@@ -68,6 +70,13 @@ class Mailbox:
 
     def take(self, recv: Recv) -> Message | PeerLostError | None:
         """The first message that is already here, if there is one; else the loss of the peer it would come from."""
+        if self.messages and (message := self._taken(recv)) is not None:
+            return message
+        if self.lost:
+            return next((loss for rank, loss in self.lost.items() if recv.src in (ANY, rank)), None)
+        return None
+
+    def _taken(self, recv: Recv) -> Message | None:
         first: tuple[int, Tag, int] | None = None
         for tag in recv.tags:
             if queue := self.messages.get(tag):
@@ -76,17 +85,15 @@ class Mailbox:
                         if first is None or number < first[0]:
                             first = (number, tag, i)
                         break
-        if first is not None:
-            _, tag, i = first
-            queue = self.messages[tag]
-            message = queue[i][1]
-            del queue[i]
-            if not queue:
-                del self.messages[tag]
-            return message
-        if self.lost:
-            return next((loss for rank, loss in self.lost.items() if recv.src in (ANY, rank)), None)
-        return None
+        if first is None:
+            return None
+        _, tag, i = first
+        queue = self.messages[tag]
+        message = queue[i][1]
+        del queue[i]
+        if not queue:
+            del self.messages[tag]
+        return message
 
     def kept(self) -> list[Message]:
         """All that has come and was not taken, in order of arrival."""
@@ -94,14 +101,18 @@ class Mailbox:
 
     def put(self, message: Message) -> Task | None:
         """Deliver; returns the task that was waiting for it, or keeps the message."""
+        tag, src = message.tag, message.src
         for i, task in enumerate(self.waiters):
             recv = task.waiting
-            if message.tag in recv.tags and recv.src in (ANY, message.src):
+            if (recv.src == ANY or recv.src == src) and tag in recv.tags:
                 del self.waiters[i]
                 return task
-        if message.tag not in self.dropped:
+        if tag not in self.dropped:
             self.arrived += 1
-            self.messages.setdefault(message.tag, deque()).append((self.arrived, message))
+            queue = self.messages.get(tag)
+            if queue is None:
+                queue = self.messages[tag] = deque()
+            queue.append((self.arrived, message))
         return None
 
     def lose(self, loss: PeerLostError) -> list[Task]:
@@ -117,5 +128,5 @@ class Mailbox:
             self.messages.pop(tag, None)
 
 
-def deadline_ns(before_s: float) -> int | None:
-    return None if math.isinf(before_s) else round(before_s * 1e9)
+def deadline_ns(before_s: float) -> int:
+    return round(before_s * 1e9)

@@ -38,8 +38,12 @@ class Ledger:
 
     def blocked(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
         """The task was blocked until now: pushing first, then waiting, then pulling what it waited for."""
-        self.mark("push", min(push_end_ns, now_ns))
-        self.mark("wait", min(pull_start_ns, now_ns))
+        if now_ns <= self.cursor:
+            return
+        if push_end_ns > self.cursor:
+            self.mark("push", min(push_end_ns, now_ns))
+        if pull_start_ns > self.cursor:
+            self.mark("wait", min(pull_start_ns, now_ns))
         self.mark("pull", now_ns)
 
     def traffic(self, start_ns: int, up: int, down: int) -> None:

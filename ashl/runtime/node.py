@@ -58,9 +58,9 @@ class Kernel(Protocol):
 
     def spawn(self, node: Node, coro: Coroutine) -> Any: ...
 
-    def mark(self, node: Node, stage: int, state: Any) -> None: ...
+    def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T: ...
 
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], Any]) -> Any: ...
+    def mark(self, node: Node, stage: int, state: Any) -> None: ...
 
 
 class Node:
@@ -88,11 +88,13 @@ class Node:
     def drop(self, *tags: Tag) -> Drop:
         return Drop(tags)
 
-    def all_reduce(self, tensor: Any, group: tuple[int, ...], op: str = "sum", riders: int = 0) -> AllReduce:
-        return AllReduce(tensor, group, op, riders)
+    def all_reduce(
+        self, tensor: Any, group: tuple[int, ...], op: str = "sum", riders: int = 0, key: int = 0
+    ) -> AllReduce:
+        return AllReduce(tensor, group, op, riders, key)
 
-    def all_gather(self, tensor: Any, group: tuple[int, ...], riders: int = 0) -> AllGather:
-        return AllGather(tensor, group, riders)
+    def all_gather(self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0) -> AllGather:
+        return AllGather(tensor, group, riders, key)
 
     def sleep(self, seconds: float) -> Sleep:
         return Sleep(seconds)
@@ -107,13 +109,17 @@ class Node:
         """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for."""
         return self.kernel.spawn(self, coro)
 
+    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+        """What all members of a team compute alike: `fn()`, which must be pure and whose value nobody changes.
+
+        In virtual time it runs once for each (team, key), and every member gets the same object; on real processes it
+        just runs. It costs no time. A run that goes on from a checkpoint may run it once more.
+        """
+        return self.kernel.alike(self, team, key, fn)
+
     def mark(self, stage: int, state: Any) -> None:
         """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage."""
         self.kernel.mark(self, stage, state)
-
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
-        """What all members of a team compute alike: `fn()`, in virtual time once for all of them."""
-        return self.kernel.alike(team, key, fn)
 
     @property
     def now_ns(self) -> int:

@@ -7,6 +7,7 @@ overshoots by a tenth of a millisecond does not add up over a run.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -46,13 +47,15 @@ class Pace:
         self.rank, self.clock = rank, clock_ns
         self.steps = Punctuality()
         self.transfers: defaultdict[int, Punctuality] = defaultdict(Punctuality)  # by the rank that they came from
-        self.speed = self.network = None
+        self.speed: Speed | None = None
+        self.network: Exchange | Ports | None = None
         self.compute = self.link = None
+        self._lock = threading.Lock()  # ports are asked for by the main thread, by listeners and by teams' threads
         if isinstance(cluster, Cluster):
             self.speed = Speed(cluster, batch, seed)
             self.compute, self.link = Factors(cluster, "compute"), Factors(cluster, "link")
             if cluster.exchange_s is not None or cluster.bandwidth_mbit_s is not None:
-                self.network: Exchange | Ports | None = network(cluster, dense_bytes)
+                self.network = network(cluster, dense_bytes)
 
     def computed(self, kind: str, work: float, start_ns: int) -> int:
         """Wait until a computation that started then should end; returns when it counts as ended."""
@@ -76,7 +79,8 @@ class Pace:
         if isinstance(self.network, Exchange):
             end = now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
             return now_ns, end, end
-        _, head, tail = self.network.depart(self.rank, dst, nbytes, now_ns)
+        with self._lock:
+            _, head, tail = self.network.leave(self.rank, dst, nbytes, now_ns)
         return head, head, tail
 
     def arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
@@ -84,7 +88,8 @@ class Pace:
         if isinstance(self.network, Ports):
             inner = self.network.inner(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner)
-            due = self.network.arrive(src, self.rank, nbytes, header_ns, tail)
+            with self._lock:
+                due = self.network.arrive(src, self.rank, nbytes, header_ns, tail)
             self.transfers[src].told(due - header_ns, now_ns - header_ns)
             return due
         if self.network is not None:  # its sender has paced it
@@ -95,9 +100,26 @@ class Pace:
             return round(header_ns + factor * (now_ns - header_ns))
         return now_ns
 
-    def collective_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int | None:
-        """What an all-reduce costs from the arrival of its last member; None = as long as it takes."""
-        return None if self.network is None else self.network.all_reduce_ns(group, nbytes, now_ns)
+    def free_ns(self, team: tuple[int, ...]) -> int:
+        """When this rank's ports are free for a collective of a team."""
+        return 0 if self.network is None else self.network.free_ns(team, self.rank)
+
+    def all_reduced(self, team: tuple[int, ...], nbytes: int, now_ns: int) -> tuple[int, int | None]:
+        """When an all-reduce begins that may begin now, and what it costs; None = as long as it takes. It holds the
+        rank's ports."""
+        if self.network is None:
+            return now_ns, None
+        return self._held(self.network, team, self.network.all_reduce_ns(team, nbytes, now_ns), now_ns)
+
+    def all_gathered(self, team: tuple[int, ...], total: int, now_ns: int) -> tuple[int, int | None]:
+        """The same of an all-gather of so many bytes."""
+        if self.network is None:
+            return now_ns, None
+        return self._held(self.network, team, self.network.all_gather_ns(team, total, now_ns), now_ns)
+
+    def _held(self, network: Exchange | Ports, team: tuple[int, ...], cost_ns: int, now_ns: int) -> tuple[int, int]:
+        with self._lock:
+            return network.hold(team, cost_ns, now_ns), cost_ns
 
     def report(self) -> dict[str, Any]:
         """How well the machine kept the declared pace: of steps, and of the transfers that came here, by sender."""

@@ -1,14 +1,15 @@
 """The torch kernel: the same coroutines on a real process, fed by the real world.
 
-One process per rank. The main task runs in the main thread; a compute runs inline while the node has no other live task
-and on one compute thread otherwise. Messages come from listener threads through one queue. Ranks start their clocks
-together, after a barrier.
+One process per rank. The main task runs in the main thread; a compute or a collective runs inline while the node has no
+other live task, and otherwise on the one compute thread, or the one thread of the collective's team. Messages come from
+listener threads through one queue. Ranks start their clocks together, after a barrier.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import platform
 import queue
 import time
@@ -16,21 +17,21 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ashl.runtime import collectives, subset_sum
 from ashl.runtime import effects as fx
+from ashl.runtime.channel import Collective
+from ashl.runtime.communicator import Communicator, End, Outcome
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Links
 
 KEPT_UP_NS = 2_000_000
-BATCHED = 64  # unpaced collectives whose waiting is found out together
+T = TypeVar("T")
 
 
 class TorchKernel:
@@ -50,8 +51,8 @@ class TorchKernel:
         self.observer = observer
         self.node = Node(self, rank)
         self._zero = 0
-        self._exact, self._groups = exact, groups
         self.pace = make_pace(self.clock_ns)
+        self._communicator = Communicator(rank, groups, exact, self.pace, self.clock_ns)
         self._peers, self._max_bytes = peers, max_bytes
         self._mail = Mailbox()
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -63,8 +64,9 @@ class TorchKernel:
         self._push_end = 0
         self._main: Task | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._computing = 0  # how many computes the thread has not finished
+        self._unit_free = 0  # when the last one on it counts as ended
         self._moved = time.monotonic_ns()  # when a task last went on
-        self._starts: list[tuple[int, int]] = []  # of unpaced collectives: (start, end)
 
     def clock_ns(self) -> int:
         return time.monotonic_ns() - self._zero
@@ -72,7 +74,7 @@ class TorchKernel:
     def mark(self, node: Node, stage: int, state: Any) -> None:
         """Checkpoints of real processes are not built yet."""
 
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], Any]) -> Any:
+    def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         """Each process computes it for itself."""
         return fn()
 
@@ -83,7 +85,8 @@ class TorchKernel:
         return task
 
     def run(self, main: Callable[[Node], Coroutine]) -> Any:
-        """Run `main(node)` to its end; what else was spawned ends with it. The clock starts now, on all ranks."""
+        """Run `main(node)` to its end; what else was spawned ends with it, once the collectives that this rank has
+        posted have ended. The clock starts now, on all ranks."""
         self._links = Links(self._peers, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes)
         self._zero = common_zero()
         self._main = self.spawn(self.node, main(self.node), main=True)
@@ -92,7 +95,9 @@ class TorchKernel:
                 self._resume(*self._ready.popleft())
             else:
                 self._next()
-        self._resolve_starts()
+        self._rebook(self._communicator.close())
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
         self.node.account()
         return self._main.result
 
@@ -131,7 +136,7 @@ class TorchKernel:
         elif isinstance(item, fx.PeerLostError):
             self._ready.extend((task, item) for task in self._mail.lose(item))
         else:
-            item()  # the end of a compute on the thread
+            item()  # the end of a compute or a collective on a thread
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:
@@ -149,7 +154,7 @@ class TorchKernel:
                 return
             task.waiting = effect
             if isinstance(effect, fx.Compute):
-                if self._live > 1:
+                if self._live > 1 or self._computing:
                     return self._compute_aside(task, effect)
                 value = self._compute(effect, task.main)
             elif isinstance(effect, fx.Send):
@@ -159,7 +164,10 @@ class TorchKernel:
                 if value is None:
                     return
             elif isinstance(effect, fx.AllReduce | fx.AllGather):
-                value = self._collective(effect, task.main)
+                end = self._communicator.end(effect.group)
+                if self._live > 1 or end.pending:
+                    return self._collect_aside(end, task, effect)
+                value = self._collected(end.inline(effect, task.main), task.main)
             elif isinstance(effect, fx.Sleep):
                 self._timer(self.clock_ns() + round(effect.seconds * 1e9), lambda: self._wake(task, None))
                 return
@@ -194,27 +202,60 @@ class TorchKernel:
         return value
 
     def _compute_aside(self, task: Task, effect: fx.Compute) -> None:
-        """On the compute thread, so that the node's other tasks go on."""
+        """On the compute thread, so that the node's other tasks go on. It does one thing after the other."""
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="compute")
-        start = self.node.ledger.cursor if task.main else self.clock_ns()
+        self._computing += 1
+        asked = self.node.ledger.cursor if task.main else self.clock_ns()
 
         def work() -> None:
+            start = max(asked, self._unit_free)
             try:
                 value, error = effect.fn(), None
             except Exception as raised:
                 value, error = None, raised
-            end = self.pace.computed(effect.kind, effect.work, start)
-            self._inbox.put(lambda: done(value, error, end))
+            end = self._unit_free = self.pace.computed(effect.kind, effect.work, start)
+            self._inbox.put(lambda: done(value, error, start, end))
 
-        def done(value: Any, error: Exception | None, end: int) -> None:
+        def done(value: Any, error: Exception | None, start: int, end: int) -> None:
+            self._computing -= 1
             if error is not None:
                 raise error
             if task.main:
+                self.node.ledger.mark("wait", start)
                 self.node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
             if not task.done:
                 self._ready.append((task, value))
 
         self._thread.submit(work)
+
+    def _collect_aside(self, end: End, task: Task, effect: Collective) -> None:
+        """On the team's thread."""
+
+        def done(outcome: Outcome | Exception) -> None:
+            if isinstance(outcome, Exception):
+                raise outcome
+            value = self._collected(outcome, task.main)
+            if not task.done:
+                self._ready.append((task, value))
+
+        end.post(effect, task.main, lambda outcome: self._inbox.put(lambda: done(outcome)))
+
+    def _collected(self, outcome: Outcome, main: bool) -> Any:
+        """Enter a collective into the books; returns its value."""
+        ledger = self.node.ledger
+        ledger.traffic(outcome.begin_ns, outcome.moved, outcome.moved)
+        if main:
+            ledger.mark("wait", outcome.begin_ns)
+            ledger.mark("push", (outcome.begin_ns + outcome.end_ns) // 2)
+            ledger.mark("pull", outcome.end_ns)
+        self._rebook(outcome.waited_ns)
+        return outcome.value
+
+    def _rebook(self, waited_ns: list[int]) -> None:
+        """Of collectives that were called transfers it is known now how long they waited."""
+        for waited in waited_ns:
+            self.node.ledger.rebook("push", "wait", waited - waited // 2)
+            self.node.ledger.rebook("pull", "wait", waited // 2)
 
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.body is None else effect.body.nbytes
@@ -243,8 +284,8 @@ class TorchKernel:
         message = self._mail.take(effect)
         if message is None:
             self._mail.waiters.append(task)
-            if (due := deadline_ns(effect.before_s)) is not None:
-                self._timer(due, lambda: self._expire(task, effect))
+            if effect.before_s != math.inf:
+                self._timer(deadline_ns(effect.before_s), lambda: self._expire(task, effect))
         return message
 
     def _expire(self, task: Task, effect: fx.Recv) -> None:
@@ -263,66 +304,6 @@ class TorchKernel:
         self._live -= 1
         if task.joiner is not None:
             self._wake(task.joiner, None)
-
-    def _collective(self, effect: fx.AllReduce | fx.AllGather, main: bool) -> Any:
-        """Blocks this process, as collectives do. Paced, it lasts as declared from the arrival of the last member."""
-        ledger, group, tensor = self.node.ledger, effect.group, effect.tensor
-        g, world = len(group), dist.get_world_size()
-        pg = self._groups.get(group)
-        loose = g < world and pg is None  # nobody has made a process group for it
-        nbytes = tensor.nbytes - effect.riders * tensor.element_size()
-        asked_ns = ledger.cursor
-        cost = self.pace.collective_ns(group, nbytes, asked_ns)
-        begin = self.clock_ns()
-        if cost is not None and g > 1:
-            subset_sum.meet(group, self.node.rank) if loose else dist.barrier(pg)
-            begin = self.clock_ns()
-            if main:
-                ledger.mark("wait", begin)
-        if isinstance(effect, fx.AllReduce):
-            value: Any
-            if loose and g > 1:
-                assert effect.op == "sum"
-                value = subset_sum.all_reduce(tensor, group, self.node.rank)
-            else:
-                value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact)
-            moved = 2 * (g - 1) * nbytes // g
-        else:
-            assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
-            value = collectives.all_gather(tensor, group, pg)
-            total = sum(t.nbytes for t in value) - g * effect.riders
-            moved = total * (g - 1) // g
-            if cost is not None:  # a ring that goes round once; how long the others' bytes are is known only now
-                cost = (self.pace.collective_ns(group, total, asked_ns) or 0) // 2
-        ledger.traffic(begin, moved, moved)
-        end = self.clock_ns()
-        if cost is not None:
-            self.pace.transfers[self.node.rank].told(cost, end - begin)
-            if end < begin + cost:
-                time.sleep((begin + cost - end) / 1e9)
-                end = begin + cost
-        if main:
-            ledger.mark("push", (begin + end) // 2)
-            ledger.mark("pull", end)
-            if cost is None and g == world > 1:
-                self._starts.append((begin, end))
-                if len(self._starts) == BATCHED:
-                    self._resolve_starts()
-        return value
-
-    def _resolve_starts(self) -> None:
-        """Unpaced collectives: nobody knows at the time who came last. Every so often all compare when they came, and
-        the time before the last one came is called waiting."""
-        if not self._starts:
-            return
-        begins = torch.tensor([begin for begin, _ in self._starts])
-        last: Tensor = begins.clone()
-        dist.all_reduce(last, dist.ReduceOp.MAX)
-        for (begin, end), latest in zip(self._starts, last.tolist(), strict=True):
-            waited = max(0, min(latest, end) - begin)
-            self.node.ledger.rebook("push", "wait", waited - waited // 2)
-            self.node.ledger.rebook("pull", "wait", waited // 2)
-        self._starts = []
 
 
 def common_zero() -> int:

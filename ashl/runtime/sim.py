@@ -1,26 +1,32 @@
 """The simulator: exact virtual time, real arithmetic, one thread.
 
 A heap orders what happens by virtual time in integer nanoseconds, ties by the order of posting. `Compute` runs the real
-function at once and gives its result back when its cost has passed; `Send` asks the network model when the message
-arrives. The same plan gives the same parameters and the same trace, bit for bit, in any process.
+function at once and gives its result back when its cost has passed, counted from when the node's compute unit is free;
+`Send` asks the network model when the message arrives; collectives go through their team's channel. The same plan gives
+the same parameters and the same trace, bit for bit, in any process.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Hashable
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, TypeVar
 
 from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.runtime import effects as fx
+from ashl.runtime.channel import Channel, Channels, Collective
 from ashl.runtime.checkpoint import Saving, resume
+from ashl.runtime.effects import Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
+
+T = TypeVar("T")
 
 
 class Sim:
@@ -30,15 +36,16 @@ class Sim:
         self.now = 0
         self.events = 0
         self.speed, self.network, self.observer = speed, network, observer
+        self._exchange = network if isinstance(network, Exchange) else None
         self.nodes = [Node(self, rank) for rank in range(num_ranks)]
         self._mail = [Mailbox() for _ in range(num_ranks)]
         self._push_end = [0] * num_ranks  # when the last transfer that this rank sent ends
+        self._unit_free = [0] * num_ranks  # when this rank's compute unit has done all that it was asked
         self._heap: list[tuple[int, int, Any, Any]] = []
         self._seq = 0
         self._tasks: set[Task] = set()
-        self._collectives: dict[tuple, dict[int, tuple[Task, Any]]] = {}
+        self.channels = Channels()
         self._mains: list[Task] = []
-        self._alike: dict[tuple, tuple[Any, int]] = {}
         self.saving: Saving | None = None  # while a checkpoint is being made
 
     def clock_ns(self) -> int:
@@ -50,16 +57,15 @@ class Sim:
         self._at(self.now, task, None)
         return task
 
+    def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+        channel = self.channels.of(team, self.now)
+        if self.saving is not None:
+            self.saving.asked(node, channel, key)
+        return channel.alike(node.rank, key, fn)
+
     def mark(self, node: Node, stage: int, state: Any) -> None:
         if self.saving is not None:
             self.saving.mark(node, stage, state)
-
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], Any]) -> Any:
-        """`fn()` for the first member that asks, the same value for all others."""
-        value, left = self._alike.pop((team, key), None) or (fn(), len(team))
-        if left > 1:
-            self._alike[team, key] = (value, left - 1)
-        return value
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their
@@ -77,22 +83,31 @@ class Sim:
         """Run `main(node)` on every rank until all have ended; returns their results in rank order. With a checkpoint,
         go on from there: `main(node, saved=(stage, state))`.
 
-        `tick` is called every few thousand events, to draw progress. Raises AshlError on a deadlock, naming who waits.
+        `tick` is called every few hundred events, to draw progress. Raises AshlError on a deadlock, naming who waits,
+        and where some ranks have come to a collective and the others ended without.
         """
         if saved is None:
             self._mains = [self.spawn(node, main(node), main=True) for node in self.nodes]
         else:
             resume(self, saved, main)
-        with collecting_seldom():
-            self._drain(tick)
-        stuck = [task for task in self._mains if not task.done]
-        if stuck:
-            raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
-        for task in self._tasks:
-            task.coro.close()
+        try:
+            with collecting_seldom():
+                self._drain(tick)
+            self._check_end()
+        finally:
+            for task in self._tasks:
+                task.coro.close()
         for node in self.nodes:
             node.account()
         return [task.result for task in self._mains]
+
+    def _check_end(self) -> None:
+        stuck = [task for task in self._mains if not task.done]
+        if stuck:
+            raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
+        if waiting := self.channels.waiting():
+            here = ", ".join(map(str, sorted(waiting[0].arrived)))
+            raise AshlError(f"only rank {here} came to {waiting[0].describe()}, and the run has ended")
 
     def _drain(self, tick: Callable[[], None]) -> None:
         """Let happen what is on the heap, until nothing is left."""
@@ -109,24 +124,25 @@ class Sim:
                 tick()
 
     def _at(self, time_ns: int, target: Any, value: Any) -> None:
-        self._seq += 1
-        heappush(self._heap, (time_ns, self._seq, target, value))
+        self._seq = place = self._seq + 1
+        heappush(self._heap, (time_ns, place, target, value))
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
+        node = task.node
         while True:
             task.waiting = None
             effect = step(task, value)
             kind = effect.__class__
-            if kind is fx.Compute:
-                value, cost = effect.fn(), self._cost(task, effect)
-                if cost:
+            if kind is Compute:
+                value, end = effect.fn(), self._computed(task, effect)
+                if end > self.now:
                     task.waiting = effect
-                    return self._at(self.now + cost, task, value)
-            elif kind is fx.Send:
-                value = self._send(task.node, effect)
-            elif kind is fx.Recv:
-                value = self._mail[task.node.rank].take(effect)
+                    return self._at(end, task, value)
+            elif kind is Send:
+                value = self._send(node, effect)
+            elif kind is Recv:
+                value = self._mail[node.rank].take(effect)
                 if value is None:
                     return self._block(task, effect)
             elif effect is None:
@@ -137,35 +153,42 @@ class Sim:
                     task.waiting = effect
                     return None
 
-    def _cost(self, task: Task, effect: fx.Compute) -> int:
-        cost = self.speed.cost_ns(task.node.rank, effect.kind, effect.work, self.now)
+    def _computed(self, task: Task, effect: Compute) -> int:
+        """When the node's compute unit has done this too: it does one thing after the other."""
+        node, now = task.node, self.now
+        rank = node.rank
+        start = self._unit_free[rank]
+        if start < now:
+            start = now
+        cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
         if cost is None:
-            raise AshlError(
-                f"the cost of {effect.kind!r} on rank {task.node.rank} is not declared; a cost is never zero"
-            )
-        if task.main and cost:
-            task.node.ledger.mark("compress" if effect.kind == "compress" else "compute", self.now + cost)
-        return cost
+            raise AshlError(f"the cost of {effect.kind!r} on rank {rank} is not declared; a cost is never zero")
+        end = self._unit_free[rank] = start + cost
+        if task.main:
+            if start > now:
+                node.ledger.mark("wait", start)
+            if cost:
+                node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
+        return end
 
-    def _send(self, node: Node, send: fx.Send) -> None:
-        body = send.body
+    def _send(self, node: Node, send: Send) -> None:
+        dst, tag, body, meta = send
         nbytes = 0 if body is None else body.nbytes
-        src, dst = node.rank, send.dst
-        network = self.network
-        if isinstance(network, Exchange):
-            start, end = self.now, self.now + network.cost_ns(src, dst, nbytes, self.now)
-            self._at(end, self._deliver, (dst, fx.Message(src, send.tag, body, send.meta, start)))
+        src, now = node.rank, self.now
+        if self._exchange is not None:
+            end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes else now
+            self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
         else:
-            start, head, end = network.depart(src, dst, nbytes, self.now)
-            message = fx.Message(src, send.tag, body, send.meta, start)
-            self._at(head, self._arrive, (dst, message, nbytes, end))
+            assert isinstance(self.network, Ports)
+            start, head, end = self.network.depart(src, dst, nbytes, now)
+            self._at(head, self._arrive, (dst, Message(src, tag, body, meta, start), nbytes, end))
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
-            node.ledger.traffic(self.now, nbytes, 0)
-            self.nodes[dst].ledger.traffic(self.now, 0, nbytes)
+            node.ledger.traffic(now, nbytes, 0)
+            self.nodes[dst].ledger.traffic(now, 0, nbytes)
 
-    def _arrive(self, item: tuple[int, fx.Message, int, int]) -> None:
+    def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         """The head of a message is at the receiver's port."""
         dst, message, nbytes, tail = item
         assert isinstance(self.network, Ports)
@@ -174,7 +197,7 @@ class Sim:
             self._push_end[message.src] = end
         self._at(end, self._deliver, (dst, message))
 
-    def _deliver(self, item: tuple[int, fx.Message]) -> None:
+    def _deliver(self, item: tuple[int, Message]) -> None:
         dst, message = item
         task = self._mail[dst].put(message)
         if task is not None:
@@ -182,13 +205,13 @@ class Sim:
                 task.node.ledger.blocked(self.now, self._push_end[dst], message.start_ns)
             self._resume(task, message)
 
-    def _block(self, task: Task, recv: fx.Recv) -> None:
+    def _block(self, task: Task, recv: Recv) -> None:
         task.waiting = recv
         self._mail[task.node.rank].waiters.append(task)
-        if (due := deadline_ns(recv.before_s)) is not None:
-            self._at(max(due, self.now), self._expire, (task, recv))
+        if recv.before_s != math.inf:
+            self._at(max(deadline_ns(recv.before_s), self.now), self._expire, (task, recv))
 
-    def _expire(self, item: tuple[Task, fx.Recv]) -> None:
+    def _expire(self, item: tuple[Task, Recv]) -> None:
         task, recv = item
         if task.waiting is recv:
             self._mail[task.node.rank].waiters.remove(task)
@@ -216,7 +239,7 @@ class Sim:
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
         """Effects off the hot path: (blocked, value)."""
         if isinstance(effect, fx.AllReduce | fx.AllGather):
-            self._gather(task, effect)
+            self._post(task, effect)
             return True, None
         if isinstance(effect, fx.Sleep):
             self._at(self.now + round(effect.seconds * 1e9), self._awake, (task, None))
@@ -244,33 +267,43 @@ class Sim:
         task.done, task.waiting = True, None
         self._end(task)
 
-    def _gather(self, task: Task, effect: fx.AllReduce | fx.AllGather) -> None:
-        """A collective starts when its last member has come."""
-        arrived = self._collectives.setdefault((type(effect), effect.group), {})
-        assert task.node.rank in effect.group
-        assert task.node.rank not in arrived
-        arrived[task.node.rank] = (task, effect.tensor)
-        if len(arrived) < len(effect.group):
-            return
-        del self._collectives[type(effect), effect.group]
-        tensors = [arrived[rank][1] for rank in effect.group]
-        g = len(tensors)
-        size_only = isinstance(tensors[0], SizeOnly)
+    def _post(self, task: Task, effect: Collective) -> None:
+        """A collective begins when its last member has come and its team's channel is free."""
+        channel = self.channels.of(effect.group, self.now)
+        channel.post(task, effect)
+        if channel.ready and not channel.waking:
+            self._serve(channel)
+
+    def _serve(self, channel: Channel) -> None:
+        """Let the channel go on: now, or when what is under way has ended."""
+        if channel.free_ns <= self.now:
+            self._begin(channel)
+        channel.waking = channel.ready > 0
+        if channel.waking:
+            self._at(channel.free_ns, self._serve, channel)
+
+    def _begin(self, channel: Channel) -> None:
+        """Carry out the collective that is next."""
+        posted = channel.take()
+        effect, group = posted.effect, channel.team
+        result, cost, moved = self._collected(effect, [posted.arrived[rank][1] for rank in group])
+        start = self.network.hold(group, cost, self.now)
+        channel.free_ns = end = start + cost
+        for rank in group:
+            member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
+            ledger.traffic(start, moved, moved)
+            if member.main:
+                ledger.mark("wait", start)
+                ledger.mark("push", start + cost // 2)
+                ledger.mark("pull", end)
+            self._at(end, member, result)
+
+    def _collected(self, effect: Collective, tensors: list[Any]) -> tuple[Any, int, int]:
+        """(result, cost in ns, bytes that each member of the ring sends and receives)."""
+        g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
         if isinstance(effect, fx.AllReduce):
             nbytes = tensors[0].nbytes - (0 if size_only else effect.riders * tensors[0].element_size())
-            result = sum_in_rank_order(tensors, effect.op)
-            cost = self.network.all_reduce_ns(effect.group, nbytes, self.now)
-            moved = 2 * (g - 1) * nbytes // g  # each way, by each member of a ring
-        else:
-            result = tensors
-            total = sum(t.nbytes for t in tensors) - (0 if size_only else g * effect.riders)
-            moved = total * (g - 1) // g
-            cost = self.network.all_reduce_ns(effect.group, total, self.now) // 2  # a ring that goes round once
-        for rank in effect.group:
-            member, ledger = arrived[rank][0], self.nodes[rank].ledger
-            ledger.traffic(self.now, moved, moved)
-            if member.main:
-                ledger.mark("wait", self.now)
-                ledger.mark("push", self.now + cost // 2)
-                ledger.mark("pull", self.now + cost)
-            self._at(self.now + cost, member, result)
+            cost = self.network.all_reduce_ns(group, nbytes, self.now)
+            return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g
+        total = sum(t.nbytes for t in tensors) - (0 if size_only else g * effect.riders)
+        return tensors, self.network.all_gather_ns(group, total, self.now), total * (g - 1) // g

@@ -2,8 +2,8 @@
 
 To make a process group takes all ranks, and on demand it hangs where members have made a different number of groups
 before. Here member j gets chunk j of everybody's vector, sums it in rank order and gives the sum to the others: that
-moves 2(g − 1)/g of the vector each way, as a ring does, and gives the same bits as any other sum in rank order. A rank
-is in one sum at a time, so both ends of a link see the same sums in the same order, and one tag for each plane will do.
+moves 2(g − 1)/g of the vector each way, as a ring does, and gives the same bits as any other sum in rank order. A team
+has one sum at a time, and its messages are marked with a number of its own, so that a link may serve several teams.
 """
 
 from __future__ import annotations
@@ -16,32 +16,40 @@ from torch import Tensor
 
 from ashl.runtime.sums import sum_in_rank_order
 
-MEET, CHUNKS, SUMS = 3, 4, 5  # tags; those below are the transport's
+MEET, CHUNKS, SUMS = range(3)  # planes of a team
+FIRST, TEAMS = 16, 2**29  # tags below are the transport's; gloo's end at 2^31
 
 
-def meet(group: tuple[int, ...], rank: int) -> None:
-    """Return once all members have come."""
-    g = len(group)
-    _swap([torch.zeros(1, dtype=torch.uint8)] * g, list(torch.zeros(g, 1, dtype=torch.uint8)), group, rank, MEET)
+def greatest(told: Tensor, group: tuple[int, ...], rank: int, team: int) -> Tensor:
+    """The maximum over the group of a few numbers, each by itself; returns once all members have come. `team` marks the
+    group's messages."""
+    g, me = len(group), group.index(rank)
+    from_all = [told if i == me else torch.empty_like(told) for i in range(g)]
+    _swap([told] * g, from_all, group, rank, tag(team, MEET))
+    return torch.stack(from_all).amax(0)
 
 
-def all_reduce(tensor: Tensor, group: tuple[int, ...], rank: int) -> Tensor:
-    """A new vector [d] with the sum over the group, of which `rank` is a member."""
+def all_reduce(tensor: Tensor, group: tuple[int, ...], rank: int, team: int) -> Tensor:
+    """A new vector [d] with the sum over the group, of which `rank` is a member. `team` marks the group's messages."""
     g, me = len(group), group.index(rank)
     if g == 2:  # as many bytes in one hop
         both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
-        _swap([tensor, tensor], both, group, rank, CHUNKS)
+        _swap([tensor, tensor], both, group, rank, tag(team, CHUNKS))
         return sum_in_rank_order(both)
     d = tensor.numel()
     padded = torch.nn.functional.pad(tensor, (0, -d % g))
     mine = list(padded.chunk(g))
     parts = [mine[me] if i == me else torch.empty_like(mine[me]) for i in range(g)]
-    _swap(mine, parts, group, rank, CHUNKS)
+    _swap(mine, parts, group, rank, tag(team, CHUNKS))
     total = torch.empty_like(padded)
     sums = list(total.chunk(g))
     sums[me].copy_(sum_in_rank_order(parts))
-    _swap([sums[me]] * g, sums, group, rank, SUMS)
+    _swap([sums[me]] * g, sums, group, rank, tag(team, SUMS))
     return total[:d]
+
+
+def tag(team: int, plane: int) -> int:
+    return FIRST + 3 * (team % TEAMS) + plane
 
 
 def _swap(out: Sequence[Tensor], into: Sequence[Tensor], group: tuple[int, ...], rank: int, tag: int) -> None:

@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 
+from ashl.size_only import SizeOnly
+
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
     """((x_0 + x_1) + x_2) + ... or the running maximum; the terms themselves are never changed. 16-bit floats are added
     up as float32, so that the sum is rounded once."""
-    if getattr(tensors[0], "dtype", None) in HALVES:
-        return sum_in_rank_order([t.float() for t in tensors], op).to(tensors[0].dtype)
     total = tensors[0]
+    if isinstance(total, SizeOnly):
+        return SizeOnly(total.nbytes, sum(t.word for t in tensors))
+    if total.dtype in HALVES:
+        return sum_in_rank_order([t.float() for t in tensors], op).to(total.dtype)
     for i, tensor in enumerate(tensors[1:]):
         if op == "max":
             total = torch.maximum(total, tensor)

@@ -127,13 +127,75 @@ def test_a_declared_all_reduce(link, exchange_s) -> None:
     assert net.all_reduce_ns((0,), 4000, 0) == 0
 
 
-@given(links, st.floats(0, 0.1))
-def test_an_all_reduce_over_links_is_a_ring(link, latency) -> None:
-    """2(n − 1) rounds of bytes/n over the slowest link."""
-    n = len(link)
-    net = network(cluster(n, link=link, latency_s=latency), 4000)
-    expected = 2 * (n - 1) * max(link) * (latency + 1 / n) * 1e9
+@given(st.integers(2, 9), st.floats(1, 8), st.floats(0, 0.1))
+def test_an_all_reduce_over_equal_links(n, link, latency) -> None:
+    """2(n − 1) rounds of bytes/n."""
+    net = network(cluster(n, link=(link,) * n, latency_s=latency), 4000)
+    expected = 2 * (n - 1) * link * (latency + 1 / n) * 1e9
     assert net.all_reduce_ns(tuple(range(n)), NBYTES, 0) == pytest.approx(expected, abs=4 * n)
+
+
+def message_by_message(machines: Cluster, group: tuple[int, ...], nbytes: int, rounds: int) -> int:
+    """When the last member of a ring in rank order has had its last chunk, each sent as soon as the one before it came:
+    plain sends and receives."""
+    ends = []
+
+    async def main(node: Node) -> None:
+        if node.rank in group:
+            place = group.index(node.rank)
+            after, before = group[(place + 1) % len(group)], group[place - 1]
+            for step in range(rounds):
+                await node.send(after, ("chunk", 0, step), SizeOnly(nbytes // len(group)))
+                await node.recv(("chunk", 0, step), src=before)
+            ends.append(node.now_ns)
+
+    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Deaf())
+    machine.run(main, tick=lambda: None)
+    return max(ends)
+
+
+def collected(machines: Cluster, group: tuple[int, ...], nbytes: int, gather: bool) -> set[int]:
+    """When the members have the result of a collective."""
+    ends = set()
+
+    async def main(node: Node) -> None:
+        if node.rank in group:
+            if gather:
+                await node.all_gather(SizeOnly(nbytes // len(group)), group)
+            else:
+                await node.all_reduce(SizeOnly(nbytes), group)
+            ends.add(node.now_ns)
+
+    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Deaf())
+    machine.run(main, tick=lambda: None)
+    return ends
+
+
+@st.composite
+def rings(draw: st.DrawFn) -> tuple[Cluster, tuple[int, ...]]:
+    n = draw(st.integers(2, 7))
+    equal = draw(st.booleans())
+    link = (draw(st.floats(1, 8)),) * n if equal else tuple(draw(st.floats(1, 8)) for _ in range(n))
+    nodes = draw(st.none() | st.tuples(*[st.integers(0, 2)] * n))
+    inner = {"node": nodes, "inner_bandwidth_mbit_s": draw(st.floats(0.5, 20))} if nodes else {}
+    group = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
+    return cluster(n, link=link, latency_s=draw(st.floats(0, 2)), **inner), group
+
+
+@given(rings())
+def test_a_collective_takes_as_long_as_the_messages_of_its_ring(drawn) -> None:
+    """To the nanosecond, on equal and unequal links, inside machines and between them."""
+    machines, group = drawn
+    g, nbytes = len(group), 420_000  # any ring divides it
+    assert collected(machines, group, nbytes, False) == {message_by_message(machines, group, nbytes, 2 * (g - 1))}
+    assert collected(machines, group, nbytes, True) == {message_by_message(machines, group, nbytes, g - 1)}
+
+
+def test_a_slow_link_adds_its_latency_twice_and_not_in_every_round() -> None:
+    """One of four members is four times slower: six chunks of a second each pass its ports one after the other. The way
+    there and the way from there add their latency once each; those in between are hidden behind the chunks."""
+    machines = cluster(4, link=(4.0, 1.0, 1.0, 1.0), latency_s=0.01)
+    assert network(machines, 4000).all_reduce_ns((0, 1, 2, 3), NBYTES, 0) == 6 * 1000 * MS + 2 * 40 * MS
 
 
 def test_messages_without_a_body_cost_the_latency_only() -> None:

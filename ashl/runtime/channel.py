@@ -1,0 +1,137 @@
+"""The one channel of a team: its collectives go one at a time, in an order that is the same on all members.
+
+Rule: every member posts the team's collectives in the same order, of the same kinds and with the same keys. Of those
+that all members have posted, the lowest key goes first, and of equal keys the one posted first; one that has begun is
+never interrupted. Who breaks the rule is told so in virtual time; on real processes the ranks that differ would hang or
+mix their data, as with any library of collectives.
+
+So a member that knows how many all have posted knows what is next, which takes one number from everybody; and where
+the oldest that is left has key 0 nobody need ask, since nothing goes before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+
+from ashl.errors import AshlError
+from ashl.runtime.effects import AllGather, AllReduce
+from ashl.runtime.kernel import Task
+
+T = TypeVar("T")
+Collective = AllReduce | AllGather
+UNKNOWN = object()
+
+
+class Posted:
+    """A collective of a team that is to be carried out: its place in the order of posting, and who has come to it."""
+
+    __slots__ = ("arrived", "effect", "number")
+
+    def __init__(self, number: int, effect: Collective) -> None:
+        self.number, self.effect = number, effect
+        self.arrived: dict[int, tuple[Task, Any]] = {}  # by rank: who waits for the result, and its tensor
+
+    def describe(self) -> str:
+        return f"{type(self.effect).__name__} with key {self.effect.key} of ranks {list(self.effect.group)}"
+
+
+def first_of(ready: Iterable[Posted]) -> Posted:
+    """The one that goes next of those that all members have posted."""
+    return min(ready, key=lambda posted: (posted.effect.key, posted.number))
+
+
+class Shared:
+    """What the members of a team compute alike, until all have asked."""
+
+    __slots__ = ("asked", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = UNKNOWN
+        self.asked: set[int] = set()
+
+
+class Channel:
+    """A team in virtual time, where one object stands for the ends of all members."""
+
+    __slots__ = ("counts", "free_ns", "pending", "ready", "shared", "team", "waking")
+
+    def __init__(self, team: tuple[int, ...]) -> None:
+        self.team = team
+        self.counts = dict.fromkeys(team, 0)  # how many each member has posted
+        self.pending: dict[int, Posted] = {}  # by number; none of them has begun
+        self.ready = 0  # how many of those have all their members
+        self.free_ns = 0  # when the one that goes on now will have ended
+        self.waking = False  # whether an event will come then
+        self.shared: dict[Hashable, Shared] = {}
+
+    def post(self, task: Task, effect: Collective) -> None:
+        """Raises AshlError where a member breaks the rule."""
+        rank = task.node.rank
+        number = self.counts.get(rank)
+        if number is None:
+            raise AshlError(f"rank {rank} is no member of its {Posted(0, effect).describe()}")
+        posted = self.pending.get(number)
+        if posted is None:
+            posted = self.pending[number] = Posted(number, effect)
+        elif effect.key != posted.effect.key or effect.__class__ is not posted.effect.__class__:
+            raise AshlError(
+                f"the members of a team must post its collectives in the same order: rank {rank} posts "
+                f"{Posted(0, effect).describe()} where rank {next(iter(posted.arrived))} posted {posted.describe()}"
+            )
+        self.counts[rank] = number + 1
+        posted.arrived[rank] = task, effect.tensor
+        self.ready += len(posted.arrived) == len(self.team)
+
+    def take(self) -> Posted:
+        """Begin the one that is next."""
+        all_here = len(self.team)
+        posted = first_of(posted for posted in self.pending.values() if len(posted.arrived) == all_here)
+        del self.pending[posted.number]
+        self.ready -= 1
+        return posted
+
+    def idle(self, now_ns: int) -> bool:
+        """Whether nothing is lost when the channel is forgotten."""
+        return not self.pending and not self.shared and self.free_ns <= now_ns
+
+    def alike(self, rank: int, key: Hashable, fn: Callable[[], T]) -> T:
+        """`fn()` of whoever asks first."""
+        shared = self.shared.get(key)
+        if shared is None:
+            shared = self.shared[key] = Shared()
+        if shared.value is UNKNOWN:
+            shared.value = fn()
+        shared.asked.add(rank)
+        if len(shared.asked) == len(self.team):
+            del self.shared[key]
+        return shared.value
+
+
+class Channels:
+    """The channels of all teams, made when they are first asked for and forgotten when nothing goes on in them."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, ...], Channel] = {}
+        self._last = Channel(())
+        self._most = 64
+
+    def of(self, team: tuple[int, ...], now_ns: int) -> Channel:
+        last = self._last
+        if last.team is team:  # the members of a large team mostly come one after the other, and to hash it takes long
+            return last
+        channel = self._of.get(team)
+        if channel is None:
+            if len(self._of) >= self._most:
+                self._of = {known: one for known, one in self._of.items() if not one.idle(now_ns)}
+                self._most = max(64, 2 * len(self._of))
+            channel = self._of[team] = Channel(team)
+        self._last = channel
+        return channel
+
+    def all(self) -> list[Channel]:
+        return list(self._of.values())
+
+    def waiting(self) -> list[Posted]:
+        """Collectives to which not all members have come, or that wait for their turn."""
+        return [posted for channel in self._of.values() for posted in channel.pending.values()]

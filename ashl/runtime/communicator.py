@@ -1,0 +1,245 @@
+"""Collectives of one rank on real processes: its ends of the channels of its teams.
+
+A collective is carried out inline, in the thread that asks, while nothing else of the rank could go on meanwhile; else
+on a thread of its team's own. The rule of `ashl.runtime.channel` holds either way, so members need not agree on which:
+each knows what the others have posted before, and where a key above 0 leaves a choice, or a paced run has to know when
+the last member has come, they tell each other how many they have posted and when
+their ports are free, in one hop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ashl.errors import AshlError
+from ashl.runtime import collectives, subset_sum
+from ashl.runtime.channel import Collective
+from ashl.runtime.effects import AllReduce
+from ashl.runtime.kernel import waiting_for
+from ashl.runtime.pace import Pace
+
+BATCHED = 64  # unpaced collectives whose waiting is found out together
+LINGER_S = 30.0  # how long a rank that has ended waits for collectives that it has posted
+Team = tuple[int, ...]
+
+
+class Outcome(NamedTuple):
+    """What came of a collective: when it began and ended on the rank's clock, the bytes that the rank sent and received
+    in it, and what is known now of earlier ones: how long each waited for its last member."""
+
+    value: Any
+    begin_ns: int
+    end_ns: int
+    moved: int
+    waited_ns: list[int]
+
+
+class Pending(NamedTuple):
+    """One that this rank has posted, the n-th of its team's; `done` is called with what came of it, or why nothing
+    did, from the team's thread."""
+
+    number: int
+    effect: Collective
+    main: bool
+    done: Callable[[Outcome | Exception], None]
+
+
+class Start(NamedTuple):
+    """An unpaced collective of all ranks, and whether it took the main task's time."""
+
+    begin_ns: int
+    end_ns: int
+    main: bool
+
+
+class End:
+    """This rank's end of one team's channel."""
+
+    def __init__(self, team: Team, carry_out: Callable[[End], tuple[Pending, Outcome]]) -> None:
+        self.team, self._carry_out = team, carry_out
+        self.posted = 0
+        self.pending: list[Pending] = []  # in the order of posting
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._inline = self._closing = False
+        self._error: Exception | None = None
+
+    def inline(self, effect: Collective, main: bool) -> Outcome:
+        """Carry out a collective in this thread; to be called while nothing is pending."""
+        with self._changed:
+            self._inline = True  # hands off, thread
+            self._append(effect, main, lambda outcome: None)
+        outcome = self._carry_out(self)[1]
+        self._inline = False
+        return outcome
+
+    def post(self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]) -> None:
+        """Leave a collective to the team's thread."""
+        with self._changed:
+            self._append(effect, main, done)
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, daemon=True, name=f"collectives-{self.team}")
+            self._thread.start()
+
+    def ready(self, common: int) -> Pending:
+        """What goes next where all members have posted `common` of them."""
+        return min(
+            (pending for pending in self.pending if pending.number < common),
+            key=lambda pending: (pending.effect.key, pending.number),
+        )
+
+    def drop(self, pending: Pending) -> None:
+        """This one is done."""
+        with self._changed:
+            self.pending.remove(pending)
+
+    def close(self, until_s: float) -> str | None:
+        """Nothing more will be posted. Waits until what is pending has ended, up to this moment of the host's monotonic
+        clock; returns what has not, in words. Raises what ended the thread, if something did."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(max(0.0, until_s - time.monotonic()))
+            if self._thread.is_alive():
+                return waiting_for(self.pending[0].effect)
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _append(self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]) -> None:
+        self.pending.append(Pending(self.posted, effect, main, done))
+        self.posted += 1
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: (self.pending and not self._inline) or self._closing)
+                if not self.pending:
+                    return
+            try:
+                pending, outcome = self._carry_out(self)
+            except Exception as error:  # a peer is gone: nothing of this team will ever end
+                self._error = error
+                self.pending[0].done(error)
+                return
+            pending.done(outcome)
+
+
+class Communicator:
+    """All channels of this rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        groups: Mapping[Team, dist.ProcessGroup],
+        exact: bool,
+        pace: Pace,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """`groups` are those that the plan lists; a sum over any other part of the ranks does without."""
+        self._rank, self._groups, self._exact, self._pace, self._clock = rank, groups, exact, pace, clock_ns
+        self._ends: dict[Team, End] = {}
+        self._tags: dict[int, Team] = {}  # of teams without a process group
+        self._starts: list[Start] = []
+
+    def end(self, team: Team) -> End:
+        """This rank's end of the channel of a team."""
+        end = self._ends.get(team)
+        if end is None:
+            if self._rank not in team:
+                raise AshlError(f"rank {self._rank} is no member of the team {list(team)}")
+            end = self._ends[team] = End(team, self._carry_out)
+        return end
+
+    def close(self) -> list[int]:
+        """The rank has ended; returns how long collectives waited, as far as it was not known. Raises AshlError where
+        something was posted that not all members of its team have posted."""
+        until_s = time.monotonic() + LINGER_S
+        if stuck := [words for end in self._ends.values() if (words := end.close(until_s))]:
+            raise AshlError(f"rank {self._rank} has ended and still {stuck[0]}, to which not all of them came")
+        return self._waited()
+
+    def _carry_out(self, end: End) -> tuple[Pending, Outcome]:
+        """Whatever is next in a team's channel."""
+        pending, g, free_ns = end.pending[0], len(end.team), 0
+        paced = g > 1 and self._pace.network is not None
+        if g > 1 and (paced or pending.effect.key):
+            common, free_ns = self._agree(end.team, end.posted, self._pace.free_ns(end.team))
+            pending = end.ready(common)
+        asked_ns = max(self._clock(), free_ns)
+        value, moved, begin, cost = self._transfer(pending.effect, asked_ns)
+        end_ns = self._clock()
+        if cost is not None:
+            self._pace.transfers[self._rank].told(cost, end_ns - begin)
+            if end_ns < begin + cost:
+                time.sleep((begin + cost - end_ns) / 1e9)
+                end_ns = begin + cost
+        waited = []
+        if not paced and g == dist.get_world_size() > 1:
+            self._starts.append(Start(begin, end_ns, pending.main))
+            waited = self._waited() if len(self._starts) == BATCHED else []
+        end.drop(pending)
+        return pending, Outcome(value, begin, end_ns, moved, waited)
+
+    def _agree(self, team: Team, posted: int, free_ns: int) -> tuple[int, int]:
+        """(how many collectives all have posted, when the ports of all are free); clocks were started together."""
+        told = torch.tensor([-posted, free_ns])
+        if self._loose(team):
+            told = subset_sum.greatest(told, team, self._rank, self._tag(team))
+        else:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._groups.get(team))
+        return -int(told[0]), int(told[1])
+
+    def _transfer(self, effect: Collective, asked_ns: int) -> tuple[Any, int, int, int | None]:
+        """(value, bytes moved each way, when it began, declared cost if there is one)."""
+        group, tensor, g = effect.group, effect.tensor, len(effect.group)
+        pg, loose = self._groups.get(group), self._loose(group)
+        if isinstance(effect, AllReduce):
+            nbytes = tensor.nbytes - effect.riders * tensor.element_size()
+            begin, cost = self._pace.all_reduced(group, nbytes, asked_ns)
+            if loose and g > 1:
+                assert effect.op == "sum"
+                value = subset_sum.all_reduce(tensor, group, self._rank, self._tag(group))
+            else:
+                value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact)
+            return value, 2 * (g - 1) * nbytes // g, begin, cost
+        assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
+        parts = collectives.all_gather(tensor, group, pg)
+        total = sum(part.nbytes for part in parts) - g * effect.riders  # known only now
+        return parts, total * (g - 1) // g, *self._pace.all_gathered(group, total, asked_ns)
+
+    def _loose(self, team: Team) -> bool:
+        """Whether nobody has made a process group for it."""
+        return len(team) < dist.get_world_size() and team not in self._groups
+
+    def _tag(self, team: Team) -> int:
+        """What marks the messages of a team without a process group. Raises AshlError where two are marked alike."""
+        tag = zlib.crc32(repr(team).encode()) % subset_sum.TEAMS
+        if self._tags.setdefault(tag, team) != team:
+            raise AshlError(
+                f"the teams {team} and {self._tags[tag]} cannot be told apart; list one of them in the plan"
+            )
+        return tag
+
+    def _waited(self) -> list[int]:
+        """Unpaced collectives: nobody knows at the time who came last. Every so often all compare when they came, and
+        the time before the last one came is called waiting; returned for each that took the main task's time."""
+        starts, self._starts = self._starts, []
+        if not starts:
+            return []
+        last = torch.tensor([start.begin_ns for start in starts])
+        dist.all_reduce(last, dist.ReduceOp.MAX)
+        return [
+            max(0, min(latest, start.end_ns) - start.begin_ns)
+            for start, latest in zip(starts, last.tolist(), strict=True)
+            if start.main
+        ]

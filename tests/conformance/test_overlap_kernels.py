@@ -1,0 +1,142 @@
+"""What the tasks of one node share, alike on both kernels: one compute unit, ports, and one channel for each team."""
+
+import pytest
+
+from ashl.cluster.spec import RealCluster
+from ashl.errors import AshlError
+from ashl.runtime import communicator
+from tests import overlapping as play
+from tests.kernels import in_virtual_time, on_processes
+from tests.laws.machines import cluster
+
+DECLARED = cluster(2, step_s=0.1, compress_s=0.1, exchange_s=0.2)  # a sum of the whole model between two takes 0.1 s
+REAL = RealCluster(num_workers=2)
+
+
+def results(ended):
+    assert [rank.error for rank in ended] == [None] * len(ended)
+    return [rank.result for rank in ended]
+
+
+def test_a_node_computes_one_thing_at_a_time():
+    expected = [pytest.approx([0.1, 0.3, 0.6])] * 2
+    virtual = in_virtual_time(play.two_computes, DECLARED)
+    assert results(virtual) == expected
+    assert virtual[0].spent == {**dict.fromkeys(virtual[0].spent, 0.0), "wait": 0.3, "compute": 0.3}
+    real = on_processes(play.two_computes, DECLARED, 2)
+    for rank in results(real):
+        assert all(took >= declared for took, declared in zip(rank, (0.1, 0.3, 0.6), strict=True))
+    assert real[0].spent["compute"] == pytest.approx(0.3, abs=0.02)
+    assert real[0].spent["wait"] >= 0.27
+
+
+def test_several_sums_at_once_go_by_their_keys():
+    """The first that all have posted goes first, then the lowest key, equal keys in order; the node computes on."""
+    virtual = results(in_virtual_time(play.two_at_once, DECLARED))
+    assert virtual[0] == virtual[1]
+    computed, *sums = virtual[0]
+    assert computed == 0.1
+    assert [value for value, _ in sums] == [3.0, 30.0, 300.0, 3000.0]
+    assert [time for _, time in sums] == pytest.approx([0.1, 0.4, 0.2, 0.3])
+    for rank in results(on_processes(play.two_at_once, DECLARED, 2)):
+        assert [value for value, _ in rank[1:]] == [3.0, 30.0, 300.0, 3000.0]
+        (_, third), (_, second), (_, first), (_, next_first) = rank[1:]
+        assert first < next_first < second, "of those under way the lowest key goes first"
+        assert max(third, second, next_first) >= 0.4
+        assert rank[0] < 0.3, "while sums are under way the node computes"
+    assert [[value for value, _ in rank[1:]] for rank in results(on_processes(play.two_at_once, REAL, 2))] == [
+        [3.0, 30.0, 300.0, 3000.0]
+    ] * 2
+
+
+def test_layers_sent_as_soon_as_they_are_ready_on_processes():
+    virtual = results(in_virtual_time(play.layer_by_layer, DECLARED))
+    plain = results(in_virtual_time(play.plain, DECLARED))
+    quick = cluster(2, step_s=0.01, exchange_s=0.04)
+    real = {main: results(on_processes(main, quick, 2)) for main in (play.plain, play.layer_by_layer)}
+    assert real[play.plain][0][0] == real[play.plain][1][0] == plain[0][0] == virtual[0][0]
+    assert real[play.layer_by_layer][0][0] == real[play.layer_by_layer][1][0] == virtual[0][0]
+    assert real[play.plain][0][1] >= 10 * (0.06 + 0.08)
+    assert 10 * (0.03 + 0.08) <= real[play.layer_by_layer][0][1] < 0.95 * real[play.plain][0][1]
+
+
+@pytest.mark.parametrize("machines", [DECLARED, REAL], ids=["paced", "real"])
+def test_kinds_are_told_apart(machines):
+    expected = [[[12, 24], 4.0, [7, 14]]] * 2
+    assert results(in_virtual_time(play.kinds_mixed, DECLARED)) == expected
+    assert results(on_processes(play.kinds_mixed, machines, 2)) == expected
+
+
+@pytest.mark.parametrize("machines", [DECLARED, REAL], ids=["paced", "real"])
+@pytest.mark.parametrize("groups", [(), ((0, 1), (0, 1, 2))], ids=["loose", "listed"])
+def test_teams_that_share_ranks_have_a_channel_each(groups, machines):
+    expected = [[6.0, 3.0], [6.0, 3.0], [6.0], None]
+    wide = cluster(4, exchange_s=0.2)
+    assert results(in_virtual_time(three, wide)) == expected
+    assert results(on_processes(three, wide if machines is DECLARED else machines, 4, groups)) == expected
+
+
+async def three(node):
+    return await play.three_and_two_ranks(node) if node.rank < 3 else None
+
+
+PORTS = cluster(2, latency_s=0.01, bandwidth_mbit_s=0.32)  # 4000 bytes in 0.1 s; a sum: two rounds of 0.01 + 0.05
+
+
+def test_a_send_queues_behind_a_collective():
+    (summed,), (also, came) = results(in_virtual_time(play.a_send_beside_a_collective, PORTS))
+    assert summed == also == pytest.approx(0.12)
+    assert came == pytest.approx(0.12 + 0.01 + 0.1)
+    (summed,), (_, came) = results(on_processes(play.a_send_beside_a_collective, PORTS, 2))
+    assert summed >= 0.12
+    assert came >= summed + 0.1
+
+
+def test_a_collective_queues_behind_a_send():
+    (summed,), (also, came) = results(in_virtual_time(play.a_collective_behind_a_send, PORTS))
+    assert came == pytest.approx(0.11)
+    assert summed == also == pytest.approx(0.11 + 0.12), "from when both ports are free"
+    (summed,), (also, came) = results(on_processes(play.a_collective_behind_a_send, PORTS, 2))
+    assert came >= 0.11
+    assert min(summed, also) >= 0.22
+
+
+@pytest.mark.parametrize("machines", [DECLARED, REAL], ids=["paced", "real"])
+def test_a_cancelled_tasks_collective_is_carried_out(machines):
+    assert results(in_virtual_time(play.cancelled, DECLARED)) == [1.0, 1.0]
+    assert results(on_processes(play.cancelled, machines, 2)) == [1.0, 1.0]
+
+
+def test_what_is_pending_at_the_end_ends():
+    assert results(in_virtual_time(play.left_pending, DECLARED)) == ["ended", "ended"]
+    assert results(on_processes(play.left_pending, DECLARED, 2)) == ["ended", "ended"]
+
+
+def test_a_collective_that_not_all_have_posted_is_an_error_at_the_end():
+    with pytest.raises(AshlError, match=r"only rank 0 came to AllReduce with key 2 of ranks \[0, 1\]"):
+        in_virtual_time(play.one_sided, DECLARED)
+    ended = on_processes(hasty, DECLARED, 2)
+    assert "rank 0 has ended and still is in AllReduce with ranks [0, 1], key 2" in ended[0].error
+    assert ended[1].error != "still running"
+
+
+async def hasty(node):
+    communicator.LINGER_S = 0.5
+    return await play.one_sided(node)
+
+
+def test_another_order_is_an_error():
+    order = r"in the same order: rank 1 posts AllReduce with key 2 .* where rank 0 posted AllReduce with key 1"
+    with pytest.raises(AshlError, match=order):
+        in_virtual_time(play.crossed, DECLARED)
+
+
+def test_a_lost_peer_ends_what_waits_for_it():
+    ended = on_processes(play.a_peer_dies, DECLARED, 2, within_s=30)
+    assert ended[1].error == "ValueError: rank 1 falls over"
+    assert "closed by peer" in ended[0].error or "reset by peer" in ended[0].error
+
+
+def test_computed_alike():
+    assert results(in_virtual_time(play.computed_alike, DECLARED)) == [[0, 1, 2]] * 2
+    assert results(on_processes(play.computed_alike, REAL, 2)) == [[0, 1, 2]] * 2

@@ -1,0 +1,132 @@
+"""A small coroutine on either kernel: in virtual time, and on gloo processes of this machine."""
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster, RealCluster
+from ashl.cluster.speed import Speed
+from ashl.runtime.node import Node
+from ashl.runtime.pace import Pace
+from ashl.runtime.plane import NEVER
+from ashl.runtime.process import TorchKernel
+from ashl.runtime.sim import Sim
+
+DENSE = 4000  # bytes of the model that `exchange_s` is declared for
+Main = Callable[[Node], Coroutine]
+
+
+class Quiet:
+    """An observer that keeps the ledgers."""
+
+    stopping = scores = None
+    rounds = False
+
+    def __init__(self) -> None:
+        self.totals: dict[int, dict[str, int]] = {}
+
+    def emit(self, record: dict) -> None:
+        if record["kind"] == "ledger":
+            self.totals[record["rank"]] = record["totals_ns"]
+
+    def snapshot(self, record: dict, params: Any) -> None: ...
+
+
+class Ended(NamedTuple):
+    """What a rank returned or why it failed, and what its time went into, in seconds."""
+
+    result: Any
+    error: str | None
+    spent: dict[str, float]
+
+
+def in_virtual_time(main: Main, machines: Cluster, ranks: int | None = None) -> list[Ended]:
+    seen = Quiet()
+    ranks = ranks or machines.num_workers
+    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), seen)
+    results = sim.run(main, tick=lambda: None)
+    return [Ended(result, None, in_seconds(seen.totals[rank])) for rank, result in enumerate(results)]
+
+
+def in_seconds(totals_ns: dict[str, int]) -> dict[str, float]:
+    return {kind: ns / 1e9 for kind, ns in totals_ns.items()}
+
+
+def on_processes(
+    main: Main,
+    machines: Cluster | RealCluster,
+    ranks: int,
+    groups: Sequence[tuple[int, ...]] = (),
+    within_s: float = 60,
+) -> list[Ended]:
+    """`main` is a function of a module; `groups` are given process groups of their own. All ranks are linked."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ashl.runtime.process"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ends, processes = [], []
+    for rank in range(ranks):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=play, args=(there, port, rank, ranks, main, machines, tuple(groups)))
+        process.start()
+        there.close()
+        ends.append(here)
+        processes.append(process)
+    try:
+        return [heard(end, within_s) for end in ends]
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def heard(end: Connection, within_s: float) -> Ended:
+    if not end.poll(within_s):
+        return Ended(None, "still running", {})
+    try:
+        return Ended(*end.recv())
+    except EOFError:
+        return Ended(None, "died", {})
+
+
+def play(
+    end: Connection, port: int, rank: int, ranks: int, main: Main, machines: Any, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    """One rank, in a process of its own, which leaves without destructors as those of a run do."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
+    made = {group: dist.new_group(list(group), timeout=NEVER) for group in groups}
+    seen = Quiet()
+    kernel = TorchKernel(
+        rank,
+        seen,
+        lambda clock: Pace(machines, rank, 1, 0, DENSE, clock),
+        peers=tuple(peer for peer in range(ranks) if peer != rank),
+        max_bytes=100_000_000,
+        exact=True,
+        groups=made,
+    )
+    try:
+        result = kernel.run(main)
+        store.set(f"done/{rank}", "1")
+        store.wait([f"done/{peer}" for peer in range(ranks)])
+        kernel.goodbye(5)
+        end.send((result, None, in_seconds(seen.totals[rank])))
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < ranks:  # the store is in this process
+            pass
+    except Exception as error:
+        traceback.print_exc()
+        end.send((None, f"{type(error).__name__}: {error}", {}))
+    os._exit(0)

@@ -1,0 +1,160 @@
+"""Coroutines whose tasks overlap on a node, for both kernels."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ashl.runtime.node import Node
+
+TAG = ("x", 0, 0)
+
+
+async def computing(node: Node, work: float, kind: str = "compute") -> float:
+    await node.compute(lambda: None, work, kind)
+    return node.now
+
+
+async def two_computes(node: Node) -> list[float]:
+    """When each of three computes of one node has ended, the main task's last: (1, 2 and 3 units of work)."""
+    first, second = node.spawn(computing(node, 1)), node.spawn(computing(node, 2, "compress"))
+    await node.sleep(0)
+    last = await computing(node, 3)
+    return [await node.join(first), await node.join(second), last]
+
+
+async def summed(node: Node, value: float, key: int = 0, team: tuple[int, ...] = (0, 1), size: int = 1000) -> Any:
+    """(a number of the sum, when it came)."""
+    total = await node.all_reduce(torch.full((size,), value), team, key=key)
+    return float(total[0]), node.now
+
+
+async def a_send_beside_a_collective(node: Node) -> list[float]:
+    """When the sum, and when the message that rank 0 posts right after it, has come."""
+    task = node.spawn(summed(node, 1.0))
+    await node.sleep(0.05)
+    if node.rank == 0:
+        await node.send(1, TAG, torch.zeros(1000))
+        return [(await node.join(task))[1]]
+    await node.recv(TAG)
+    came = node.now
+    return [(await node.join(task))[1], came]
+
+
+async def a_collective_behind_a_send(node: Node) -> list[float]:
+    """The same, the message first."""
+    if node.rank == 0:
+        await node.send(1, TAG, torch.zeros(1000))
+        return [(await summed(node, 1.0))[1]]
+    task = node.spawn(summed(node, 1.0))
+    await node.recv(TAG)
+    came = node.now
+    return [(await node.join(task))[1], came]
+
+
+async def two_at_once(node: Node) -> list[Any]:
+    """Four sums under way at once while the node computes for 1: posted with keys 3, 2, 1 and 1."""
+    tasks = []
+    for place, key in enumerate((3, 2, 1, 1)):
+        tasks.append(node.spawn(summed(node, 10.0**place * (node.rank + 1), key)))
+        await node.sleep(0)
+    computed = await computing(node, 1)
+    return [computed, *[await node.join(task) for task in tasks]]
+
+
+async def training(node: Node, steps: int, layers: int, overlap: bool, work: Callable[[], None] = lambda: None) -> Any:
+    """Steps of a forward of 2 and `layers` backwards of 1 each; then one sum after the other, or each as soon as its
+    layer is done, the layer that is needed first with the lowest key. Returns the sums and when it ended."""
+    sums: list[float] = []
+    for step in range(steps):
+        await node.compute(work, 2)
+        tasks, whole = [], partial(summed, node, team=(0, 1))
+        for layer in reversed(range(layers)):
+            await node.compute(work, 1)
+            value = float(step * layers + layer + node.rank)
+            tasks.append(node.spawn(whole(value, key=1 + layer)) if overlap else whole(value))
+        for task in tasks:
+            sums.append((await node.join(task) if overlap else await task)[0])
+    return sums, node.now
+
+
+async def plain(node: Node) -> Any:
+    return await training(node, 10, 4, overlap=False)
+
+
+async def layer_by_layer(node: Node) -> Any:
+    return await training(node, 10, 4, overlap=True)
+
+
+async def three_and_two_ranks(node: Node) -> list[Any]:
+    """Sums of two teams that share ranks 0 and 1, at once, without process groups of their own."""
+    teams = [team for team in ((0, 1, 2), (0, 1)) if node.rank in team]
+    tasks = [node.spawn(summed(node, float(node.rank + 1), key=1, team=team)) for team in teams]
+    return [(await node.join(task))[0] for task in tasks]
+
+
+async def gathered(node: Node, key: int) -> list[int]:
+    parts = await node.all_gather(torch.full((node.rank + 1,), 7 + key, dtype=torch.uint8), (0, 1), key=key)
+    return [int(part.sum()) for part in parts]
+
+
+async def kinds_mixed(node: Node) -> list[Any]:
+    """A sum and two gathers at once, by both ranks in the same order."""
+    tasks = [node.spawn(gathered(node, 5)), node.spawn(summed(node, 2.0, key=4)), node.spawn(gathered(node, 0))]
+    first, total, last = [await node.join(task) for task in tasks]
+    return [first, total[0], last]
+
+
+async def cancelled(node: Node) -> float:
+    """Rank 1 cancels a task whose sum it has posted; the others get theirs, and the next sum is right."""
+    task = node.spawn(summed(node, 1.0, key=2))
+    await node.sleep(0)
+    if node.rank == 1:
+        await node.cancel(task)
+        assert await node.join(task) is None
+    else:
+        assert (await node.join(task))[0] == 2.0
+    return (await summed(node, float(node.rank)))[0]
+
+
+async def left_pending(node: Node) -> str:
+    """Both post a sum and end without waiting for it."""
+    node.spawn(summed(node, 1.0, key=2))
+    await node.sleep(0)
+    return "ended"
+
+
+async def one_sided(node: Node) -> str:
+    """Only rank 0 posts a sum, and both end."""
+    if node.rank == 0:
+        node.spawn(summed(node, 1.0, key=2))
+    await node.sleep(0.01)
+    return "ended"
+
+
+async def crossed(node: Node) -> None:
+    """The ranks post in different orders."""
+    keys = (1, 2) if node.rank == 0 else (2, 1)
+    tasks = [node.spawn(summed(node, 1.0, key)) for key in keys]
+    for task in tasks:
+        await node.join(task)
+
+
+async def a_peer_dies(node: Node) -> None:
+    """Rank 1 fails while rank 0's sum is under way."""
+    if node.rank == 1:
+        await node.sleep(0.2)
+        raise ValueError("rank 1 falls over")
+    task = node.spawn(summed(node, 1.0, key=1))
+    await node.join(task)
+
+
+async def computed_alike(node: Node) -> list[int]:
+    """What the ranks of a team share: the same object in virtual time, equal ones on processes."""
+    made = []
+    for step in range(3):
+        value = node.alike((0, 1), ("sum", step), lambda step=step: [step])
+        await node.sleep(0.001 * (node.rank + 1))
+        made.append(value[0])
+    return made

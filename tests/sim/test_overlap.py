@@ -1,0 +1,224 @@
+"""What overlaps on a node in virtual time, against closed forms, to the nanosecond; and over a checkpoint."""
+
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster
+from ashl.cluster.speed import Speed
+from ashl.runtime.node import Node
+from ashl.runtime.sim import Sim
+from ashl.size_only import SizeOnly
+from tests.kernels import DENSE, Quiet, in_virtual_time
+from tests.laws.machines import MS, cluster
+from tests.overlapping import layer_by_layer, plain
+
+TENTHS = cluster(2, step_s=0.1, exchange_s=0.4)  # a step of one unit takes 0.1 s, a sum of the whole model 0.2 s
+
+
+def test_ten_steps_of_four_layers_one_sum_after_the_other() -> None:
+    """Each step: forward 0.2, four backwards of 0.1, then four sums of 0.2: 0.2 + 0.4 + 0.8 = 1.4 s."""
+    assert [rank.result[1] for rank in in_virtual_time(plain, TENTHS)] == [14.0, 14.0]
+
+
+def test_ten_steps_of_four_layers_each_sent_as_soon_as_it_is_ready() -> None:
+    """The last layer's gradient is there after 0.2 + 0.1 s. From then on the channel is never idle, since the others
+    come every 0.1 s and a sum takes 0.2: 0.3 + 4·0.2 = 1.1 s. The sums are those of the plain loop."""
+    overlapped, one_by_one = in_virtual_time(layer_by_layer, TENTHS), in_virtual_time(plain, TENTHS)
+    assert [rank.result[1] for rank in overlapped] == [11.0, 11.0]
+    assert [rank.result[0] for rank in overlapped] == [rank.result[0] for rank in one_by_one]
+    assert overlapped[0].spent["compute"] == 6.0, "hidden transfers are no time of the worker"
+
+
+def chain(machines: Cluster, forward: int, backward: list[int], sizes: list[int], keyed: bool) -> int:
+    """When one step over these layers ends, in ms: backwards from the last to the first, each sum sent at once."""
+    ends = []
+
+    async def main(node: Node) -> None:
+        await node.compute(lambda: None, forward)
+        tasks = []
+        for layer in reversed(range(len(sizes))):
+            await node.compute(lambda: None, backward[layer])
+            tasks.append(node.spawn(one(node, sizes[layer], layer + 1 if keyed else 0)))
+        for task in tasks:
+            await node.join(task)
+        ends.append(node.now_ns)
+
+    async def one(node: Node, size: int, key: int) -> None:
+        await node.all_reduce(SizeOnly(size * DENSE), (0, 1), key=key)
+
+    Sim(2, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(main, tick=lambda: None)
+    assert len(set(ends)) == 1
+    return ends[0] // MS
+
+
+layers = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6)
+
+
+@given(st.integers(1, 9), layers, st.booleans(), st.integers(1, 4))
+def test_a_chain_of_layers_takes_its_closed_form(forward, drawn, keyed, slower) -> None:
+    """F + max_k (R_k + S_k): R_k when the slower worker has layer k's gradient, S_k the sums of layers 1 to k. In which
+    order those go that wait does not matter for the end."""
+    backward, sizes = [b for b, _ in drawn], [c for _, c in drawn]
+    machines = cluster(2, compute=(1.0, float(slower)), step_s=0.001, exchange_s=0.002)
+    ready = [slower * sum(backward[k:]) for k in range(len(drawn))]
+    channel = [sum(sizes[: k + 1]) for k in range(len(drawn))]
+    expected = slower * forward + max(r + s for r, s in zip(ready, channel, strict=True))
+    assert chain(machines, forward, backward, sizes, keyed) == expected
+
+
+def test_the_worked_chain_of_four_layers() -> None:
+    """Backwards 3, 1, 2, 4 and sums 5, 1, 1, 6, forward 5: sent as they are ready, 22; after the barrier, 28."""
+    machines = cluster(2, step_s=0.001, exchange_s=0.002)
+    assert chain(machines, 5, [3, 1, 2, 4], [5, 1, 1, 6], keyed=True) == 22
+    assert chain(machines, 5, [3, 1, 2, 4], [13, 0, 0, 0], keyed=True) == 28
+
+
+def ends_of(machines: Cluster, teams: tuple[tuple[int, ...], ...]) -> list[int]:
+    """When a collective of each team ends, in ms, all posted at once."""
+    ends = [0] * len(teams)
+
+    async def one(node: Node, number: int) -> None:
+        await node.all_reduce(SizeOnly(DENSE), teams[number])
+        ends[number] = node.now_ns // MS
+
+    async def main(node: Node) -> None:
+        for task in [node.spawn(one(node, i)) for i, team in enumerate(teams) if node.rank in team]:
+            await node.join(task)
+
+    ranks = machines.num_workers
+    Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(main, tick=lambda: None)
+    return ends
+
+
+def test_teams_share_ports_and_nothing_else() -> None:
+    """With declared exchanges ports have no occupancy, so that two teams do not hold each other up, and one team waits
+    for itself; over links a shared member's ports serve one after the other."""
+    declared = cluster(4, exchange_s=0.2)
+    assert ends_of(declared, ((0, 1), (1, 2), (0, 1))) == [100, 100, 200]
+    links = cluster(4, bandwidth_mbit_s=0.32)  # 4000 bytes in 100 ms: a sum of two takes two rounds of 50
+    assert ends_of(links, ((0, 1), (1, 2), (0, 1))) == [100, 200, 300]
+    assert ends_of(links, ((0, 1), (2, 3))) == [100, 100]
+
+
+def test_inner_and_outer_collectives_do_not_share_ports() -> None:
+    two_machines = cluster(4, node=(0, 0, 1, 1), bandwidth_mbit_s=0.32, inner_bandwidth_mbit_s=3.2)
+    assert ends_of(two_machines, ((0, 1), (2, 3), (0, 2))) == [10, 10, 100]
+
+
+def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
+    """Two units of work at once are done after two; whoever came first is served first, whatever the kind."""
+    ends = {}
+
+    async def work(node: Node, name: str, kind: str) -> None:
+        await node.compute(lambda: None, 1, kind)
+        ends[name] = node.now_ns // MS
+
+    async def main(node: Node) -> None:
+        beside = [node.spawn(work(node, name, kind)) for name, kind in (("a", "compute"), ("b", "apply"))]
+        await node.sleep(0)
+        await work(node, "c", "compress")
+        for task in beside:
+            await node.join(task)
+
+    machines = cluster(1, step_s=0.1, server_step_s=0.01, compress_s=0.001)
+    in_virtual_time(main, machines)
+    assert ends == {"a": 100, "b": 110, "c": 111}
+
+
+def test_alike_is_computed_once_and_then_forgotten() -> None:
+    calls, seen = [], []
+
+    def make(step: int) -> list[int]:
+        calls.append(step)
+        return [step]
+
+    async def main(node: Node) -> None:
+        for step in range(3):
+            seen.append(node.alike((0, 1, 2), step, partial(make, step)))
+            await node.sleep(0.001 * (node.rank + 1))
+
+    machines = cluster(3)
+    sim = Sim(3, Speed(machines, 1, 0), network(machines, DENSE), Quiet())
+    sim.run(main, tick=lambda: None)
+    assert calls == [0, 1, 2]
+    assert len({id(value) for value in seen}) == 3
+    assert not sim.channels.all()[0].shared
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Kept(Quiet):
+    """An observer that keeps everything."""
+
+    def __init__(self, records: list[dict]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: dict) -> None:
+        self.records.append(record)
+
+
+async def overlapping(node: Node, saved: tuple[int, Any] | None = None) -> None:
+    """Rounds of three layers, sums of a team under way while the node computes and others send, some of them into the
+    next round of others."""
+    state = saved[1] if saved else {"k": 0, "x": torch.zeros(3)}
+    team, other = (0, 1, 2), (0, 1, 2, 3)
+    while state["k"] < 12:
+        node.mark(0, state)
+        k, tasks = state["k"], []
+        for layer in (2, 1, 0) if node.rank in team else ():
+            await node.compute(lambda: None, 1 + layer)
+            value = torch.full((500 * (layer + 1),), float(k + node.rank))
+            tasks.append(node.spawn(summed(node, value, team, layer)))
+        await node.send((node.rank + 1) % 4, ("ring", 0, k), torch.full((300,), float(k)))
+        got = await node.recv(("ring", 0, k))
+        sums = [float((await node.join(task))[0]) for task in tasks]
+        scale = node.alike(other, k, lambda k=k: float(k) / 2)
+        total = await node.all_reduce(torch.tensor([sum(sums) + scale]), other) if k % 3 == 2 else torch.zeros(1)
+        state = {"k": k + 1, "x": state["x"] + torch.tensor([sum(sums), float(got.body[0]), float(total)])}
+        node.emit("step", k=k, now=node.now_ns, x=state["x"].tolist())
+        node.round(steps=1, staleness=0, loss=0.0)
+
+
+async def summed(node: Node, value: torch.Tensor, team: tuple[int, ...], key: int) -> torch.Tensor:
+    return await node.all_reduce(value, team, key=key)
+
+
+@pytest.mark.parametrize("links", [{"exchange_s": 0.3}, {"bandwidth_mbit_s": 0.4, "latency_s": 0.003}], ids=str)
+def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
+    machines = cluster(4, compute=(1.0, 1.3, 1.7, 2.0), link=(1.0, 2.0, 1.0, 1.0), jitter=0.3, step_s=0.02, **links)
+
+    def simulation(records: list[dict]) -> Sim:
+        return Sim(4, Speed(machines, 1, 3), network(machines, DENSE), Kept(records))
+
+    whole: list[dict] = []
+    simulation(whole).run(overlapping, tick=lambda: None)
+    records: list[dict] = []
+    kept = []
+
+    def keep(document: dict) -> int:
+        file = io.BytesIO()
+        torch.save(document, file)
+        kept.append((file.getvalue(), len(records)))
+        return document["time_ns"] + 170 * MS
+
+    sim = simulation(records)
+    sim.save_at(100 * MS, keep)
+    sim.run(overlapping, tick=lambda: None)
+    assert records == whole, "making a checkpoint changes nothing"
+    assert len(kept) > 5
+    for file, count in kept:
+        saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
+        again = whole[:count]
+        sim = simulation(again)
+        sim.run(overlapping, tick=lambda: None, saved=saved)
+        assert again == whole
+        assert not [channel.shared for channel in sim.channels.all() if channel.shared], "all have asked"
