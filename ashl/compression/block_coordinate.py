@@ -37,7 +37,7 @@ class BlockCoordinate(Sparse, Linear, Wrappers):
     scaled: bool
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         random = self.order == "random"
         unbiased, contraction, drains = self.scaled and random, not self.scaled and random, not (self.scaled or random)
         return Flags(unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True)

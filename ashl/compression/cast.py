@@ -38,7 +38,7 @@ class Cast(Code, Wrappers):
     dtype: Literal["fp16", "bf16"]
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         return Flags(contraction=self.dtype == "bf16", linear=True)
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:

@@ -32,7 +32,7 @@ class RandomK(Seeded):
     indices: Literal["seed"] | IndexCode
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         return Flags(contraction=True, variable=self.indices in VARIABLE)
 
     def place_bytes(self, k: int, d: int) -> int:

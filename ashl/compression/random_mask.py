@@ -30,7 +30,7 @@ class RandomMask(Seeded, Linear):
     code: ClassVar[int] = 50
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         return Flags(contraction=True, linear=self.values == "fp32")
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:

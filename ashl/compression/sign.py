@@ -48,7 +48,7 @@ class Sign(Code, Wrappers):
     layers: bool
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         scaled, votes = self.scale == "mean", self.vote == "majority"
         return Flags(contraction=scaled and not votes, reduces=votes, scale_free=not scaled or votes)
 

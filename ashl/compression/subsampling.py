@@ -34,7 +34,7 @@ class Subsampling(Seeded, Linear):
     shared: bool
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         exact = self.values == "fp32"
         return Flags(unbiased=exact, linear=exact and self.shared)
 

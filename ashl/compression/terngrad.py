@@ -55,7 +55,7 @@ class TernGrad(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         return Flags(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
     def shaped(self, layout: Layout) -> Any:

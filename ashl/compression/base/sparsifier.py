@@ -100,7 +100,7 @@ class Indexed(Selection):
     indices: IndexCode
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         return self.promises._replace(variable=self.promises.variable or self.indices in VARIABLE)
 
     def place_bytes(self, k: int, d: int) -> int:
