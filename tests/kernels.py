@@ -14,10 +14,11 @@ import torch.distributed as dist
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Node
+from ashl.runtime.node import Node, Vector
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.records import LedgerTotals, Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
 
 DENSE = 4000  # bytes of the model that `exchange_s` is declared for
@@ -27,17 +28,18 @@ Main = Callable[[Node], Coroutine]
 class Quiet:
     """An observer that keeps the ledgers."""
 
-    stopping = scores = None
     rounds = False
 
     def __init__(self) -> None:
+        self.stopping: str | None = None
+        self.scores: dict[str, float | None] | None = None
         self.totals: dict[int, dict[str, int]] = {}
 
-    def emit(self, record: dict) -> None:
-        if record["kind"] == "ledger":
-            self.totals[record["rank"]] = record["totals_ns"]
+    def emit(self, record: Record) -> None:
+        if isinstance(record, LedgerTotals):
+            self.totals[record.rank] = record.totals_ns
 
-    def snapshot(self, record: dict, params: Any) -> None: ...
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
 
 
 class Ended(NamedTuple):

@@ -88,7 +88,7 @@ def train(
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not quiet:
         outcome(console, summary, run_dir, link)
-    for text in filter(None, (monitor.health.warning, warning)):
+    for text in filter(None, (monitor.books.health.warning, warning)):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
         raise failure
@@ -160,9 +160,9 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
         return "interrupted", PAUSED
     if monitor.final is None:  # the ranks did not leave in order: nobody waited for them any longer
         return "interrupted", monitor.stopping or "interrupted"
-    reason = monitor.stages[-1]["reason"]
-    if monitor.final["diverged"]:
-        return "diverged", monitor.not_finite or monitor.final["diverged"]
+    reason = monitor.books.stages[-1].reason or ""
+    if monitor.final.diverged:
+        return "diverged", monitor.not_finite or monitor.final.diverged
     return ("interrupted" if reason == "interrupted" else "finished"), reason
 
 

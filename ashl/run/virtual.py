@@ -12,6 +12,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import Job
 from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint
+from ashl.runtime.node import Vector
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
@@ -23,7 +24,7 @@ class PausedError(Exception):
     def __init__(self, document: dict[str, Any]) -> None:
         super().__init__("paused")
         self.time_s = document["time_ns"] / 1e9
-        self.models = [mark["state"]["items"]["params"] for mark in document["marks"]]
+        self.models: list[Vector] = [mark["state"]["items"]["params"] for mark in document["marks"]]
 
 
 def simulate(

@@ -179,7 +179,7 @@ class Communicator:
         value, moved, begin, cost = self._transfer(pending.effect, asked_ns)
         end_ns = self._clock()
         if cost is not None:
-            self._pace.transfers[self._rank].told(cost, end_ns - begin)
+            self._pace.transfers[self._rank].add(cost, end_ns - begin)
             if end_ns < begin + cost:
                 time.sleep((begin + cost - end_ns) / 1e9)
                 end_ns = begin + cost
