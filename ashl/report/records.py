@@ -183,6 +183,10 @@ def is_summary(summary: Mapping[str, Any]) -> bool:
     if not isinstance(workers, list) or not all(isinstance(part, dict) for part in [*parts, *workers]):
         return False
     scores = all(are_numbers(part, ("train_loss", "test_loss", "test_accuracy")) for part in parts)
+    measures = summary.get("measures") or {}
+    if not isinstance(measures, dict) or not all(isinstance(found, dict) for found in measures.values()):
+        return False
+    scores &= all(are_numbers(found, ("last", "mean")) for found in measures.values())
     return scores and are_numbers(summary, NUMBERS) and all(are_numbers(w, [*w.keys()]) for w in workers)
 
 

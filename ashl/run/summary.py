@@ -73,7 +73,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "stages": stage_summaries(monitor, workers),
         "params_sha256": monitor.sha256,
         "compression": books.health.report(),
-        "measures": summed_up(monitor.measures()),
+        "measures": summed_up(monitor.measures()) or None,
         "pace": pace,
     }
 

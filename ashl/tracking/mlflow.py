@@ -294,6 +294,8 @@ def finals(summary: dict) -> Iterator[tuple[str, float]]:
         if key in ("final", "best"):
             prefix = "" if key == "final" else "best_"
             yield from ((prefix + name, number) for name, number in finals(value or {}))
+        elif key == "measures":
+            yield from ((f"measure/{name}", found["last"]) for name, found in (value or {}).items())
         elif isinstance(value, int | float) and not isinstance(value, bool) and key not in ("schema", "seed"):
             yield key, float(value)
     if time_s := summary.get("time_s"):
