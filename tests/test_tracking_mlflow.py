@@ -159,7 +159,7 @@ def test_what_arrives(store):
 
 def test_the_key_metric_comes_first():
     names = [name for name, *_ in mlflow.points(METRICS | {"test/acc": 0.5, "test/loss": None})]
-    assert names == ["test/acc", "train/loss", "wait/w0", "time/s"]
+    assert names == ["test/acc", "train/loss", "wait/w0", "time/s", "measure/grad_norm"]
 
 
 def test_a_flat_configuration_is_as_good_as_a_nested_one():

@@ -219,10 +219,9 @@ def received(store: dist.Store, num_params: int) -> Iterator[tuple[Record, Tenso
     """The records that have come, with the model or update that belongs to one. Anything else is an error."""
     while store.queue_len(RECORDS):
         for line in store.queue_pop(RECORDS).decode().splitlines():
-            record, vector = loads(line), None
-            if isinstance(record, Snapshot | UpdateShown) and record.nbytes is not None:
-                vector = vectors.fetch(store, record.rank, record.nbytes, num_params)
-            yield record, vector
+            record = loads(line)
+            shown = isinstance(record, Snapshot | UpdateShown)
+            yield record, vectors.fetch(store, record, num_params) if shown else None
 
 
 def dead(processes: dict[int, BaseProcess], left: set[int]) -> list[int]:

@@ -21,7 +21,7 @@ from ashl.runtime.records import Alive, Record, Snapshot, UpdateShown, dumps
 
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
-PENDING = 4  # snapshots of a rank that wait here, and in the store; beyond that, one that is not the last is skipped
+PENDING = 4  # snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are spared
 RECORDS, STOPPING, SCORES = "records", "stopping", "scores"
 
 
@@ -35,7 +35,7 @@ class Reporter:
         self.beat: Callable[[], Record] = lambda: Alive(rank)
         self._store = store
         self._out: deque[tuple[Record, Tensor | None]] = deque()
-        self._vectors = 0  # among them
+        self._held: dict[type, int] = {Snapshot: 0, UpdateShown: 0}  # among them, with their vectors
         self._lock, self._flush_lock = threading.Lock(), threading.Lock()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="reporter")
@@ -49,9 +49,9 @@ class Reporter:
             self._out.append((record, None))
             return
         with self._lock:
-            if self._vectors >= PENDING and not is_last(record):
+            if self._held[type(record)] >= PENDING and not is_last(record):
                 return
-            self._vectors += 1
+            self._held[type(record)] += 1
         self._out.append((record, vector))
 
     def close(self) -> None:
@@ -92,12 +92,11 @@ class Reporter:
         """Send the vector ahead of its record; None where the monitor has not kept up and this one can be spared."""
         assert isinstance(record, Snapshot | UpdateShown)
         with self._lock:
-            self._vectors -= 1
-        rank, nbytes = record.rank, 4 * vector.numel()
-        if not is_last(record) and vectors.waiting(self._store, rank, nbytes) >= PENDING:
+            self._held[type(record)] -= 1
+        if not is_last(record) and vectors.waiting(self._store, record, vector) >= PENDING:
             return None
         beat = lambda: self._push([dumps(self.beat())])  # noqa: E731 (a large model takes its time, and is not late)
-        return record._replace(nbytes=vectors.post(self._store, rank, vector, beat))
+        return record._replace(nbytes=vectors.post(self._store, record, vector, beat))
 
 
 def is_last(record: Record) -> bool:
