@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ashl.report.leaderboard import Leaderboard, Row
+from ashl.report.phrases import answer, number_of
 from ashl.report.records import LeftOut
-from ashl.report.words import answer, number_of
 from ashl.tracking.console import number, percent
 
 MAX_NAMED = 10  # runs that ended badly, in full
@@ -128,12 +128,14 @@ def method(board: Leaderboard) -> str:
     """How the columns came about, in a few sentences."""
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
-    told = [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."] if parts else []
+    sentences = (
+        [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."] if parts else []
+    )
     if any(row.against and row.against.low is not None for row in board.rows):
-        told.append("'Against' the baseline: mean over paired seeds, 95 % by Student's t.")
+        sentences.append("'Against' the baseline: mean over paired seeds, 95 % by Student's t.")
     if any(math.isinf(row.spread.high) for row in board.rows):
-        told.append("A run that did not reach the target counts as later than all that did.")
-    return " ".join(told)
+        sentences.append("A run that did not reach the target counts as later than all that did.")
+    return " ".join(sentences)
 
 
 def _list(console: Console, title: str, found: Sequence[LeftOut]) -> None:

@@ -196,7 +196,7 @@ class Monitor:
         return metrics_line(counts, found, time_s, self.host_s, workers, extra)
 
     def measures(self) -> list[Measures]:
-        """What the ranks have measured, as they told it last."""
+        """What the ranks have measured, as they said last."""
         return [said.measures for _, said in sorted((self.beats | self.ledgers).items())]
 
     def workers(self) -> list[Beat]:

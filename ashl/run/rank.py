@@ -86,7 +86,7 @@ def redirect(path: Path) -> None:
 
 
 def play(place: Place, plan_json: str) -> int:
-    """Join the job, play this rank's part, leave; returns the exit code. What goes wrong is told to the monitor."""
+    """Join the job, play this rank's part, leave; returns the exit code. What goes wrong is reported to the monitor."""
     plan = Plan.from_json(plan_json)
     base: Any = dist.TCPStore(place.host, place.port, is_master=False, timeout=NEVER)
     store = dist.PrefixStore(place.prefix, base)

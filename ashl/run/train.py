@@ -123,7 +123,7 @@ def drive(plan: Plan, run_dir: Path, monitor: Monitor, job: launch.Membership | 
 
 
 def checkpoints(config: dict[str, Any], pause_s: float | None) -> dict[str, Any]:
-    """What `simulate` is told of checkpoints."""
+    """What `simulate` knows of checkpoints."""
     return {"identity": identity(config), "every_s": config["run"]["checkpoint_s"], "pause_s": pause_s}
 
 

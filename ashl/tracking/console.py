@@ -162,13 +162,15 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     pace = summary.get("pace") or {}
     if pace.get("slower_by", 0.0) > SLOWER:
         parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers")]
-        told = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
-        yield "pace", f"{told} longer than declared: this machine is too slow for this cluster"
+        late = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
+        yield "pace", f"{late} longer than declared: this machine is too slow for this cluster"
     yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
-    if looked := summary.get("compression"):  # at the workers' last messages that were looked at
-        told = [f"{number(looked['bits'])} bits an element"]
-        told += [f"{name} {number(looked[name])}" for name in ("lost", "cosine") if looked.get(name) is not None]
-        yield "messages", ", ".join(told)
+    if lost := summary.get("compression"):  # at the last messages that the workers reported
+        parts = [f"{number(lost['bits'])} bits an element"]
+        parts += [f"{name} {number(lost[name])}" for name in ("lost", "cosine") if lost.get(name) is not None]
+        yield "messages", ", ".join(parts)
+    if measures := summary.get("measures"):
+        yield "measures", ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items())
 
 
 def _workers(summary: dict) -> Table:

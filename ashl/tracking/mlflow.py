@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LOG = "mlflow.log"  # in the run folder: what went wrong; the lock on it says that the writer lives
 ARTIFACTS = (SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html")
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "diverged": "FAILED", "interrupted": "KILLED"}
-PERIOD_S = 1.0  # between two looks at metrics.jsonl
+PERIOD_S = 1.0  # between two readings of metrics.jsonl
 LAST_WORDS_S = 60  # what a writer may take once its input is closed; a parent that still lives usually waits less
 MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000  # MLflow's limits: two for one call, one for a value's characters
 
@@ -227,7 +227,7 @@ class Copy:
         return page_of(self.job["uri"], str(self.experiment)), warning
 
     def hear(self, line: dict) -> None:
-        """A run is all that there is to copy: nothing is told of it but its end."""
+        """A run is all that there is to copy: nothing is said of it but its end."""
 
     def loss(self) -> str | None:
         """What became of the database, if it is not the one that the run was begun in; SQLite itself may not notice."""
