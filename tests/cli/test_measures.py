@@ -36,8 +36,8 @@ class Trainer:
 
 
 class Measuring:
-    def role(self, stage, rank):
-        loop = stage.topology.role(stage, rank)
+    def loop(self, stage, rank):
+        loop = super().loop(stage, rank) or stage.topology.role(stage, rank)
 
         async def measured(node, stage, state):
             return await loop(node, replace(stage, trainer=Trainer(stage.trainer, node)), state)
