@@ -19,8 +19,14 @@ from ashl.tracking.console import number, percent
 MAX_NAMED = 10  # runs that ended badly, in full
 
 TITLE, NAME = 14, 24  # characters: of a line of a title, of a name before it is wrapped
-RARE = ("consensus distance", "best", "loss", "between", "MB down")  # where there is no room, the first go first
-PLAIN = ("steps/s", "MB up", "accuracy", "waiting", "reached", "seeds", "against")  # and the runs' own before these
+RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")  # without room, they go first,
+USUAL = (
+    "accuracy",
+    "waiting",
+    "reached",
+    "seeds",
+    "against",
+)  # and these last: after what the runs themselves measured
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -58,7 +64,7 @@ def fitting(
         longest = max(map(len, (*fill(title, TITLE).split("\n"), *map(cell, rows))))
         wide[title] = 2 + (min(longest, NAME) if title in ("setting", "where") else longest)
     absent: list[str] = []
-    for title in (*RARE, *measures, *PLAIN):
+    for title in (*RARE, *measures, *USUAL):
         if sum(wide.values()) <= width:
             break
         if wide.pop(title, None):
