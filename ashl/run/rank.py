@@ -142,7 +142,7 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
     kernel.goodbye(GOODBYE_S)
 
 
-def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], Any]:
+def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """One for each group that the plan lists. All ranks make all of them, in the same order."""
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
     return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}

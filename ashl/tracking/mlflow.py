@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from ashl.tracking import jsonl, view
 from ashl.tracking import store as stores
@@ -149,7 +149,25 @@ def main() -> None:
     serve(Copy)
 
 
-def serve(make: Callable[[Path, dict], Any]) -> None:
+class Copier(Protocol):
+    """What a writer's process does; what failed may be called again."""
+
+    @property
+    def run_dir(self) -> Path: ...
+
+    @property
+    def job(self) -> dict: ...
+
+    def advance(self) -> None: ...
+
+    def hear(self, line: dict) -> None: ...
+
+    def loss(self) -> str | None: ...
+
+    def close(self) -> tuple[str | None, str | None]: ...
+
+
+def serve(make: Callable[[Path, dict], Copier]) -> None:
     """The whole of a writer's process. Its argument is the folder, its input begins with the job, a line of JSON, and
     its answer is the deep link and a warning; `make(folder, job)` is what copies."""
     os.nice(10)  # the run comes first
@@ -162,7 +180,7 @@ def serve(make: Callable[[Path, dict], Any]) -> None:
         json.dump(_follow(make(folder, job)), answer)
 
 
-def _follow(copy: Any) -> tuple[str | None, str | None]:
+def _follow(copy: Copier) -> tuple[str | None, str | None]:
     """Copy until the input is closed, trying again after each failure; returns the deep link and a warning."""
     ended = False
     while True:
