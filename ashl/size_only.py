@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -17,6 +18,10 @@ class SizeOnly(NamedTuple):
 
     def __sub__(self, other: object) -> SizeOnly:
         return self
+
+    def norm(self) -> float:
+        """No number: so that a loop may measure its updates where there are none."""
+        return math.nan
 
     __radd__ = __add__  # type: ignore[assignment]
     __mul__ = __rmul__ = __sub__  # type: ignore[assignment]

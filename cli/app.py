@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
@@ -20,6 +20,22 @@ from .profile import profile
 from .sweep import sweep
 from .train import train
 from .ui import ui
+
+
+@runtime_checkable
+class Complaint(Protocol):
+    """What Typer's complaints have in common: not in all of its versions is there a public class of theirs."""
+
+    def format_message(self) -> str: ...
+
+
+@runtime_checkable
+class UnknownOption(Complaint, Protocol):
+    """Its complaint of an option that there is not."""
+
+    option_name: str
+    possibilities: Sequence[str] | None
+
 
 app = typer.Typer(
     help="Which sync mode, topology, compression and schedule trains fastest on my unequal machines?",
@@ -86,17 +102,17 @@ def _run(args: list[str]) -> int:
     except typer.Abort as abort:  # what Typer makes of an EOFError, wherever that came from
         raise abort.__cause__ or abort from None
     except Exception as error:
-        if not hasattr(error, "format_message"):  # Typer's complaints have it, and no public class of their own
+        if not isinstance(error, Complaint):
             raise
         raise UsageError(_rephrased(error, args[0])) from error
 
 
-def _rephrased(error: Any, command: str) -> str:
+def _rephrased(error: Complaint, command: str) -> str:
     """Typer's complaint as one sentence with the fix."""
     text, hint = " ".join(error.format_message().split()).rstrip("."), "; `ashl --help` shows what there is."
     if text.startswith("No such command"):
         return f"There is no command {command}{meant(command, COMMANDS, hint)}"
-    if text.startswith("No such option"):
+    if isinstance(error, UnknownOption) and text.startswith("No such option"):
         option, key = error.option_name, error.option_name.lstrip("-").replace("-", "_")
         hint = f"; settings are written without dashes, as in {key}=1."
         return f"There is no option {option}{meant(option, error.possibilities or (), hint)}"

@@ -220,5 +220,5 @@ def _keys(config: Mapping, prefix: str = "") -> Iterator[str]:
 def sentence(error: Exception) -> str:
     """What a Hydra or OmegaConf message says, on one line and without its technical tail."""
     text = str(error).split("\n")[0].strip()
-    key = getattr(error, "full_key", None)
+    key = error.full_key if isinstance(error, OmegaConfBaseException) else None
     return f"{key}: {text}." if key else f"{text.rstrip('.')}."

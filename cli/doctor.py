@@ -4,6 +4,7 @@ import os
 import platform
 import socket
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -78,8 +79,8 @@ def _compression() -> None:
 def _rows(found: Mapping[str, Sequence["Law"]]) -> Iterator[tuple[str, ...]]:
     for name, laws in found.items():
         kept = [law.kept for law in laws if law.kept is not None]
-        told = [law for law in laws if law.name.startswith(("bits", "lost"))]
-        cells = (f"{law.measured} ({law.stated})" if law.stated != "-" else law.measured for law in told)
+        shown = [law for law in laws if law.name.startswith(("bits", "lost"))]
+        cells = (f"{law.measured} ({law.stated})" if law.stated != "-" else law.measured for law in shown)
         yield name, f"{sum(kept)} of {len(kept)}", *(cell.replace("at most ", "≤ ") for cell in cells)
 
 
@@ -94,7 +95,7 @@ def _versions() -> Iterator[Row]:
 
 
 def _machine() -> Iterator[Row]:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     yield "cores", f"{allowed} of {os.cpu_count()} may be used"
 
 

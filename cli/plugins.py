@@ -20,7 +20,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import IntervalSweep
+from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -187,6 +187,7 @@ def axis_of(text: str, config_dir: Path | None) -> "Axis | None":
     if len(singles) == 1:
         return None
     last = len(singles) - 1
-    ordered = change.is_range_sweep() and not getattr(change.value(), "shuffle", False)
+    given = None if change.is_delete() else change.value()
+    ordered = isinstance(given, RangeSweep) and not given.shuffle
     numbers = f"interval(0,{last})" if ordered else f"choice({','.join(map(str, range(last + 1)))})"
     return Axis(key, singles, numbers=numbers)

@@ -119,7 +119,7 @@ def search(
         plugins.explore,
         launcher=launcher,
         sweeper=sweeper,
-        overrides=[*own, *theirs, *(axis.told(number) for number, axis in enumerate(asked.axes))],
+        overrides=[*own, *theirs, *(axis.asked(number) for number, axis in enumerate(asked.axes))],
     )
     summaries = study.search(
         asked,

@@ -28,10 +28,11 @@ Main = Callable[[Node], Coroutine]
 class Quiet:
     """An observer that keeps the ledgers."""
 
-    stopping = scores = None
     rounds = False
 
     def __init__(self) -> None:
+        self.stopping: str | None = None
+        self.scores: dict[str, float | None] | None = None
         self.totals: dict[int, dict[str, int]] = {}
 
     def emit(self, record: Record) -> None:

@@ -15,7 +15,9 @@ from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import make_plan
-from ashl.run.mean_model import ModelSet
+from ashl.run.mean_model import ModelSet, Whole
+from ashl.runtime.node import Vector
+from ashl.runtime.records import Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 
@@ -35,18 +37,19 @@ class Ran:
     parts: ModelSet | None = None  # where every worker has a model of its own
     learner: Learner | None = None
 
-    def emit(self, record: dict) -> None:
-        self.records.append(record)
+    def emit(self, record: Record) -> None:
+        self.records.append(flat(record))
 
-    def snapshot(self, record: dict, params: Any) -> None:
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+        if isinstance(record, UpdateShown):
+            return
+        whole = Whole(record, vector)
         if self.parts is not None:
-            if record.get("final") and params is not None:
-                self.models[record["rank"]] = params
-            whole = self.parts.add(record, params)
-            if whole is None:
-                return
-            record, params = whole
-        self.snapshots.append((record, params))
+            if record.final and vector is not None:
+                self.models[record.rank] = vector
+            whole = self.parts.add(record, vector)
+        if whole is not None:
+            self.snapshots.append((flat(whole.snapshot) | {"consensus_distance": whole.distance}, whole.params))
 
     def of(self, kind: str) -> list[dict]:
         return [record for record in self.records if record["kind"] == kind]
@@ -77,6 +80,12 @@ class Ran:
     def ledgers(self) -> list[dict[str, int]]:
         n = self.plan.num_workers
         return [r["totals_ns"] for r in sorted(self.of("ledger"), key=lambda r: r["rank"]) if r["rank"] < n]
+
+
+def flat(record: Record) -> dict[str, Any]:
+    """A record as plain values, its counts among them."""
+    fields = as_fields(record)
+    return fields | (fields.pop("counts", None) or {})
 
 
 def planned(*overrides: str) -> Plan:

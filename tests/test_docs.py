@@ -185,7 +185,9 @@ def test_a_topology_is_two_files(
     told = outcome("told", *mode, "topology=broadcast", "runtime=sim")
     assert told["params_sha256"] == whole["params_sha256"]
     assert told["bytes_up"] == 2 * whole["bytes_up"]  # n(n − 1) models instead of a ring's 2(n − 1), for n = 4
-    assert outcome("real", *mode, "topology=broadcast", "runtime=local")["params_sha256"] == whole["params_sha256"]
+    real = outcome("real", *mode, "topology=broadcast", "runtime=local")
+    assert real["params_sha256"] == whole["params_sha256"]
+    assert real["measures"]["update_norm"] == told["measures"]["update_norm"], "the page's metric"
     own = ["--config-dir", "options", "allow_targets=[mine]", "runtime=sim", "--dry-run"]
     assert main(["train", *own, *mode, "topology=broadcast", "compression=topk"]) == 2
     assert "compression=topk makes no sense" in capsys.readouterr().err

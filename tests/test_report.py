@@ -10,11 +10,11 @@ from rich.console import Console
 
 from ashl.errors import UsageError
 from ashl.report.leaderboard import Leaderboard, ordering, rank
+from ashl.report.phrases import answer
 from ashl.report.records import read
 from ashl.report.replicates import settings_of
 from ashl.report.stats import effect, seeds_needed, spread
 from ashl.report.terminal import show
-from ashl.report.words import answer
 from tests.run_folders import write_run, write_sweep
 
 KEYS = [(seed, 0) for seed in range(10)]

@@ -8,8 +8,8 @@ import pytest
 from ashl.report.crossover import Terrain, as_number, flip, statement, terrain
 from ashl.report.crossover_map import figure
 from ashl.report.leaderboard import rank
+from ashl.report.phrases import answer
 from ashl.report.records import read
-from ashl.report.words import answer
 from tests.run_folders import write_sweep
 
 EXCHANGE, JITTER, COMPUTE = "cluster.exchange_s", "cluster.jitter", "cluster.compute"

@@ -61,7 +61,7 @@ HOMES = {
     "ashl.runtime.sim": ("ashl/runtime/", "ashl/run/virtual.py", "ashl/planning/predict.py"),
     "ashl.runtime.process": ("ashl/runtime/", "ashl/run/"),
 }
-SEEN_BY_ALGORITHMS = ("ashl.runtime.node", "ashl.runtime.effects", "ashl.runtime.sums")
+SEEN_BY_ALGORITHMS = ("ashl.runtime.node", "ashl.runtime.effects", "ashl.runtime.records", "ashl.runtime.sums")
 
 
 def files(*folders: str) -> list[Path]:

@@ -41,8 +41,8 @@ def record_run(run_dir: Path) -> None:
     recorder = Recorder(run_dir, "all")
     for index in range(5):
         for rank in range(3):  # the last one is a server
-            recorder.round(round_record(rank, index))
-    recorder.round({"kind": "switch", "stage": 1, "rank": 0, "time_s": 1.5})
+            recorder.event(round_record(rank, index))
+    recorder.event({"kind": "stage", "stage": 1, "rank": 0, "time_s": 1.5})
     recorder.metric({"time_s": 1.5, "step": 15, "test/acc": 0.5})
     recorder.close(SUMMARY)
 
@@ -75,7 +75,7 @@ def test_what_is_no_number_becomes_null(tmp_path):
 
 def test_without_events_there_is_no_trace(tmp_path):
     recorder = Recorder(tmp_path, "none")
-    recorder.round(round_record(0, 0))
+    recorder.event(round_record(0, 0))
     recorder.close(SUMMARY)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
 
@@ -85,7 +85,7 @@ def test_sampling_keeps_the_start_and_grows_with_the_logarithm():
     assert kept[:1024] == list(range(1024))
     octaves = [sum(1 << k <= index < 2 << k for index in kept) for k in range(10, 16)]
     assert octaves == [512] * 6
-    assert is_sampled({"kind": "switch", "round": kept[-1] + 1})
+    assert is_sampled({"kind": "stage", "round": kept[-1] + 1})
 
 
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
     written, failure = 0, None
     try:
         while failure is None:
-            recorder.round(round_record(0, written))
+            recorder.event(round_record(0, written))
             written += 1
     except AshlError as error:
         failure = error
@@ -151,7 +151,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
         "import itertools, sys; from pathlib import Path; from ashl.tracking.recorder import Recorder\n"
         "recorder = Recorder(Path(sys.argv[1]), 'all')\n"
         "for k in itertools.count():\n"
-        "    recorder.round({'kind': 'round', 'round': k, 'pad': 'x' * (k % 997)})\n"
+        "    recorder.event({'kind': 'round', 'round': k, 'pad': 'x' * (k % 997)})\n"
         "    if k == 100: print(flush=True)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
@@ -201,4 +201,4 @@ def test_the_trace_is_in_chromes_format(tmp_path):
         assert [entry["name"] for entry in inner[1:]] == ["compute", "push", "wait", "pull"]
         assert sum(entry["dur"] for entry in inner[1:]) == pytest.approx(outer["dur"], abs=1e-6)
     (instant,) = (entry for entry in found if entry["ph"] == "i")
-    assert (instant["name"], instant["ts"]) == ("switch", 1.5e6)
+    assert (instant["name"], instant["ts"]) == ("stage", 1.5e6)

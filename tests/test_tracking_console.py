@@ -8,27 +8,26 @@ import pytest
 from rich.console import Console
 
 from ashl.tracking import console as screen
-from ashl.tracking.console import Progress, outcome
+from ashl.tracking.console import Frame, Progress, WorkerFrame, outcome
 
 LINK = "http://127.0.0.1:5000/#/experiments/1/runs?" + "x" * 100
 
 
-def snapshot(host_s: float, num_workers: int = 2) -> dict:
-    worker = {"step": 1234, "samples_per_s": 456.7, "wait_share": 0.25, "staleness": 1.5, "loss": None}
-    return {
-        "time_s": 75.0,
-        "host_s": host_s,
-        "steps": 12345,
-        "commits": 12345,
-        "loss": 0.1234,
-        "accuracy": 0.931,
-        "samples_per_s": 7890.1,
-        "wait_share": 0.125,
-        "progress": 0.5,
-        "eta_host_s": 8.0,
-        "stage": "ssp",
-        "workers": [worker | {"rank": rank} for rank in range(num_workers)],
-    }
+def frame(host_s: float, num_workers: int = 2) -> Frame:
+    return Frame(
+        time_s=75.0,
+        host_s=host_s,
+        stage="ssp",
+        steps=12345,
+        commits=12345,
+        loss=0.1234,
+        accuracy=0.931,
+        samples_per_s=7890.1,
+        wait_share=0.125,
+        progress=0.5,
+        eta_host_s=8.0,
+        workers=[WorkerFrame(rank, 1234, 456.7, 0.25, 1.5, None) for rank in range(num_workers)],
+    )
 
 
 def summary(**changes: object) -> dict:
@@ -69,7 +68,7 @@ def test_a_pipe_gets_a_plain_line_every_two_seconds():
     console = pipe(width=20)
     with Progress(console, name="demo", target_accuracy=0.97) as progress:
         for tenths in range(50):
-            progress.update(snapshot(tenths / 10))
+            progress.update(frame(tenths / 10))
     lines = text(console).splitlines()
     assert len(lines) == 3
     assert set(lines) == {
@@ -80,8 +79,8 @@ def test_a_pipe_gets_a_plain_line_every_two_seconds():
 def test_a_terminal_gets_a_table_that_is_gone_at_the_end():
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     with Progress(console, name="[demo]", target_accuracy=None) as progress:
-        progress.update(snapshot(0.0, num_workers=20))
-        progress.update(snapshot(0.1) | {"stage": "too fresh"})
+        progress.update(frame(0.0, num_workers=20))
+        progress.update(frame(0.1)._replace(stage="too fresh"))
         shown = text(console)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert "[demo]  ssp   time 1 min 15 s" in plain
@@ -96,23 +95,23 @@ def test_a_terminal_gets_a_table_that_is_gone_at_the_end():
 def test_quiet_says_nothing():
     console = Console(file=io.StringIO(), force_terminal=True)
     with Progress(console, name="demo", quiet=True) as progress:
-        progress.update(snapshot(0.0))
+        progress.update(frame(0.0))
     assert text(console) == ""
 
 
-def test_a_snapshot_may_know_little():
+def test_a_frame_may_know_little():
     console = pipe()
-    unknown = dict.fromkeys(snapshot(0.0)) | {"host_s": 0.0}
+    unknown = Frame(0.0, 0.0, "", 0, 1, None, None, None, None, None, None, [])
     with Progress(console, name="demo") as progress:
         progress.update(unknown)
-    assert text(console) == "time -  steps -  loss -  samples/s -  waiting -\n"
+    assert text(console) == "time 0 s  steps 0  loss -  samples/s -  waiting -\n"
 
 
 def test_no_color_is_respected(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     with Progress(console, name="demo") as progress:
-        progress.update(snapshot(0.0))
+        progress.update(frame(0.0))
     outcome(console, summary(), Path("runs/demo"), LINK)
     assert not re.search(r"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])\b[0-9;]*m", text(console))
 

@@ -19,6 +19,7 @@ CONFIG = {
     "cluster": {"_target_": "ashl.cluster.spec.Cluster", "compute": [1.0, 2.0]},
 }
 METRICS = {"time_s": 0.5, "host_s": 0.1, "step": 40, "commits": 40, "train/loss": 1.5, "wait/w0": 0.25, "time/s": 0.5}
+METRICS |= {"measure/grad_norm": 4.5}
 
 
 def summary(status: str) -> dict:
@@ -34,6 +35,7 @@ def summary(status: str) -> dict:
         "final": {"test_accuracy": 0.123456789, "test_loss": None},
         "best": {"test_accuracy": 0.5, "time_s": 2.0},
         "workers": [{"wait_s": 0.75}],
+        "measures": {"grad_norm": {"last": 2.5, "mean": 3.0}},
     }
 
 
@@ -134,6 +136,8 @@ def test_what_arrives(store):
         ("train/loss", 80, 1.5),
         ("wait/w0", 40, 0.25),
         ("wait/w0", 80, 0.25),
+        ("measure/grad_norm", 40, 4.5),
+        ("measure/grad_norm", 80, 4.5),
         ("time/s", 40, 0.5),
         ("time/s", 80, 1.0),
     }
@@ -145,6 +149,7 @@ def test_what_arrives(store):
         "final/test_accuracy": 0.123457,
         "final/best_test_accuracy": 0.5,
         "final/best_time_s": 2.0,
+        "final/measure/grad_norm": 2.5,
         "final/wait_share_w0": 0.25,
     }
     folder = Path(urllib.request.url2pathname(artifacts.removeprefix("file://")))
@@ -154,7 +159,7 @@ def test_what_arrives(store):
 
 def test_the_key_metric_comes_first():
     names = [name for name, *_ in mlflow.points(METRICS | {"test/acc": 0.5, "test/loss": None})]
-    assert names == ["test/acc", "train/loss", "wait/w0", "time/s"]
+    assert names == ["test/acc", "train/loss", "wait/w0", "time/s", "measure/grad_norm"]
 
 
 def test_a_flat_configuration_is_as_good_as_a_nested_one():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
+from ashl.runtime.node import Vector
+from ashl.runtime.records import LedgerTotals, Record, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from ashl.stage.rule import extra_ranks
@@ -41,13 +42,13 @@ class Silent:
         self.scores: dict[str, float | None] | None = None
         self.steps = self.end_ns = self.wait_ns = 0
 
-    def emit(self, record: dict) -> None:
-        if record["kind"] == "stage":
-            self.steps, self.end_ns = record["steps"], record["end_ns"]
-        elif record["kind"] == "ledger" and record["rank"] < self.num_workers:
-            self.wait_ns += record["totals_ns"]["wait"]
+    def emit(self, record: Record) -> None:
+        if isinstance(record, StageEnd):
+            self.steps, self.end_ns = record.counts.steps, record.end_ns
+        elif isinstance(record, LedgerTotals) and record.rank < self.num_workers:
+            self.wait_ns += record.totals_ns["wait"]
 
-    def snapshot(self, record: dict, params: Any) -> None:
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         """Nothing is learned, so there is nothing to evaluate."""
 
 

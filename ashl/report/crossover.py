@@ -206,23 +206,23 @@ def statement(ground: Terrain) -> tuple[str, ...]:
     wins = {name: sum(cell.winner == name for cell in ground.cells.values()) for name in ground.contestants}
     counts = ", ".join(f"{name} wins {count}" for name, count in wins.items() if count)
     unsure = sum(not cell.sure for cell in ground.cells.values())
-    doubt = f"; in {unsure} of them the first two are not separated" if unsure else ""
-    told = [f"Of {len(ground.cells)} clusters, {counts}, by {ground.measure.title}{doubt}."]
+    unsure_text = f"; in {unsure} of them the first two are not separated" if unsure else ""
+    sentences = [f"Of {len(ground.cells)} clusters, {counts}, by {ground.measure.title}{unsure_text}."]
     base = ground.base
     if base is None:
-        return tuple(told)
+        return tuple(sentences)
     where = " and ".join(f"{axis.name} = {axis.values[i]:g}" for axis, i in zip(ground.axes, base, strict=True))
     cell = ground.cells[base]
     unsure_here = "" if cell.sure else " (not separated)"
-    told.append(f"At {where} (written first) {cell.winner} wins{margin_text(ground, cell)}{unsure_here}.")
+    sentences.append(f"At {where} (written first) {cell.winner} wins{margin_text(ground, cell)}{unsure_here}.")
     change = flip(ground, base)
     if change is None:
-        return (*told, "No change inside this grid flips that.")
+        return (*sentences, "No change inside this grid flips that.")
     steps = [_step(axis, start, to) for axis, (start, to) in change.changes.items()]
     about = "about " if change.exact else "at the latest "
     by = "where the two curves cross, by interpolation" if change.exact else "the nearest cell with another winner"
     changes = " and ".join(steps).format(about=about)
-    return (*told, f"The smallest change that flips it: {changes} ({by}); then {change.new} wins.")
+    return (*sentences, f"The smallest change that flips it: {changes} ({by}); then {change.new} wins.")
 
 
 def _step(axis: Axis, start: float, to: float) -> str:

@@ -26,7 +26,7 @@ from ashl.report.svg import (
 )
 
 WIDTH, LEFT, TOP, LEGEND = 940, 90, 20, 280
-MAX_DRAWN = len(COLORS)  # contestants with a look of their own
+MAX_DRAWN = len(COLORS)  # contestants with a pattern of their own
 ANGLES = (None, 45, -45, 0, 90, 22, -22, 67)  # of the hatching of each contestant's cells
 
 
@@ -67,9 +67,9 @@ def _cell(ground: Terrain, cell: Cell | None, box: tuple[float, float, float, fl
     edge = {"stroke": "#fff", "stroke_width": 1.5}
     if cell is None:
         return rect(*box, "no setting got there", fill="#f3f3f3", **edge) + text(x + wide / 2, y + high / 2 + 4, "–")
-    look = ground.contestants.index(cell.winner) % MAX_DRAWN
+    number = ground.contestants.index(cell.winner) % MAX_DRAWN
     hint = "; ".join(f"{name}: {ground.measure.text(abs(cost))}" for name, cost in cell.ranking[:6])
-    ground_color = rect(*box, hint, fill=f"url(#win-{look})", **edge)
+    ground_color = rect(*box, hint, fill=f"url(#win-{number})", **edge)
     halo = {"stroke": "#fff", "stroke_width": 4, "paint_order": "stroke", "text_anchor": "middle"}
     letter = named[cell.winner] + ("" if cell.sure else "?")
     size = 17 if high > 34 else 13
@@ -144,8 +144,8 @@ def _lines(ground: Terrain) -> str:
             }
             parts += [path(drawn, **style), *(marker(MARKERS[index], *point, COLORS[index]) for point in drawn)]
         y = TOP + 12 + 22 * index
-        look = {"stroke": COLORS[index], "stroke_width": 2.2, "stroke_dasharray": DASHES[index] or None}
-        parts += [line(WIDTH - LEGEND + 30, y, WIDTH - LEGEND + 64, y, **look)]
+        style = {"stroke": COLORS[index], "stroke_width": 2.2, "stroke_dasharray": DASHES[index] or None}
+        parts += [line(WIDTH - LEGEND + 30, y, WIDTH - LEGEND + 64, y, **style)]
         parts += [marker(MARKERS[index], WIDTH - LEGEND + 47, y, COLORS[index])]
         parts.append(text(WIDTH - LEGEND + 72, y + 4, short(name, LEGEND - 80)))
     base = ground.base

@@ -119,12 +119,12 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
         left, below = WIDTH - LEGEND + 34, TOP + 14 + 22 * len(curves)
         parts.append(line(left, below, left + 34, below, stroke=INK, stroke_dasharray="3 3"))
         parts.append(text(left + 42, below + 4, f"target: {100 * target:g} %", fill=SOFT))
-    looks = {row: index % len(COLORS) for index, row in enumerate(rows)}
+    styles = {row: index % len(COLORS) for index, row in enumerate(rows)}
     banded = [row for row in curves if len(curves) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline]
-    parts += [_band(curves[row], across, up, COLORS[looks[row]]) for row in banded]
-    parts += [_line(found, across, up, looks[row], row is rows[0]) for row, found in reversed(curves.items())]
+    parts += [_band(curves[row], across, up, COLORS[styles[row]]) for row in banded]
+    parts += [_line(found, across, up, styles[row], row is rows[0]) for row, found in reversed(curves.items())]
     parts += _numbers({row: (across(f.xs[-1]), up(f.mean[-1])) for row, f in curves.items()}, board)
-    parts += [_legend(board, row, index, looks[row]) for index, row in enumerate(curves)]
+    parts += [_legend(board, row, index, styles[row]) for index, row in enumerate(curves)]
     return drawing(WIDTH, HEIGHT, f"{NAMES[y]} against {XS[x]}", *parts)
 
 
@@ -134,21 +134,21 @@ def _band(found: Curve, across: Scale, up: Scale, color: str) -> str:
     return shape([*there, *reversed(back)], fill=color, fill_opacity="0.1", stroke="none")
 
 
-def _line(found: Curve, across: Scale, up: Scale, look: int, first: bool) -> str:
+def _line(found: Curve, across: Scale, up: Scale, style: int, first: bool) -> str:
     points = [(across(x), up(y)) for x, y in zip(found.xs, found.mean, strict=True)]
-    color = COLORS[look]
+    color = COLORS[style]
     drawn = path(
         points,
         fill="none",
         stroke=color,
         stroke_width=2.8 if first else 1.8,
-        stroke_dasharray=DASHES[look] or None,
+        stroke_dasharray=DASHES[style] or None,
         stroke_linejoin="round",
     )
     # Markers stand at another phase in each series, so that lines that run together can still be told apart.
-    start, end = points[0][0] + SPACING / len(COLORS) * look, points[-1][0]
+    start, end = points[0][0] + SPACING / len(COLORS) * style, points[-1][0]
     places = [start + SPACING * k for k in range(int((end - start) // SPACING) + 1)] if end > start else [end]
-    return drawn + "".join(marker(MARKERS[look], x, _at(points, x), color, 3.6) for x in places)
+    return drawn + "".join(marker(MARKERS[style], x, _at(points, x), color, 3.6) for x in places)
 
 
 def _numbers(ends: Mapping[Row, tuple[float, float]], board: Leaderboard) -> list[str]:
@@ -165,9 +165,9 @@ def _numbers(ends: Mapping[Row, tuple[float, float]], board: Leaderboard) -> lis
     return parts
 
 
-def _legend(board: Leaderboard, row: Row, index: int, look: int) -> str:
+def _legend(board: Leaderboard, row: Row, index: int, style: int) -> str:
     x, y = WIDTH - LEGEND + 34, TOP + 10 + 22 * index
     end = " (baseline)" if row.is_baseline else ""
     name = short(f"{board.rank(row)}  {row.label}", LEGEND - 78 - GLYPH * len(end)) + end
-    sample = line(x, y, x + 34, y, stroke=COLORS[look], stroke_width=2.2, stroke_dasharray=DASHES[look] or None)
-    return sample + marker(MARKERS[look], x + 17, y, COLORS[look], 3.6) + text(x + 42, y + 4, name)
+    sample = line(x, y, x + 34, y, stroke=COLORS[style], stroke_width=2.2, stroke_dasharray=DASHES[style] or None)
+    return sample + marker(MARKERS[style], x + 17, y, COLORS[style], 3.6) + text(x + 42, y + 4, name)

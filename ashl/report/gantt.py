@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import Run
-from ashl.report.shares import KINDS, MAX_WORKERS, legend, look, patterns
+from ashl.report.shares import KINDS, MAX_WORKERS, legend, patterns, style_of
 from ashl.report.svg import INK, SOFT, Scale, drawing, line, rect, short, text, x_axis
 
 ROUNDS = 4  # that the slowest worker is shown with
@@ -82,5 +82,5 @@ def _track(rank: int, spans: Sequence[tuple[str, float, float]], across: Scale, 
         left, right = across(start_s), across(min(end_s, across.high))
         if right - left >= 0.2:
             hint = f"worker {rank}, {kind}: {start_s:.4g} to {end_s:.4g} s"
-            parts.append(rect(left, y, right - left, ROW - 4, hint, **look("gantt", kind)))
+            parts.append(rect(left, y, right - left, ROW - 4, hint, **style_of("gantt", kind)))
     return "".join([*parts, line(across.start, y - 2, across.start, y + ROW - 3, stroke=INK)])

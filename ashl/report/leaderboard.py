@@ -54,6 +54,7 @@ class Row:
     mb_up: float | None
     mb_down: float | None
     consensus: float | None  # distance of the models from their mean, where each worker has its own
+    measures: Mapping[str, float]  # what the runs measured by themselves, at their ends
 
     @property
     def reached(self) -> int:
@@ -264,7 +265,17 @@ def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool
         mb_up=None if up is None else up / 1e6,
         mb_down=None if down is None else down / 1e6,
         consensus=mean("consensus_distance", "final"),
+        measures=_measures(runs),
     )
+
+
+def _measures(runs: Iterable[Run]) -> dict[str, float]:
+    """Of each measure, the mean over the runs that have it."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for name, values in (run.summary.get("measures") or {}).items():
+            found.setdefault(name, []).extend(_known([values.get("last")]))
+    return {name: fmean(values) for name, values in found.items() if values}
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

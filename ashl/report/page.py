@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ashl import __version__
 from ashl.report import crossover, crossover_map, curves, gantt, shares, small_multiples, staleness
 from ashl.report.leaderboard import Leaderboard, Row
+from ashl.report.phrases import answer
 from ashl.report.records import LeftOut, Study
 from ashl.report.terminal import Column, columns_of, method
-from ashl.report.words import answer
 
 CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, the baseline beside them
 UNFOLDED, TABLE_ROWS, LISTED = 20, 200, 50
@@ -123,11 +123,11 @@ def _table(board: Leaderboard) -> str:
 
 def _rows(board: Leaderboard, rows: Sequence[Row], columns: Sequence[Column]) -> str:
     words = {index for index, (title, _) in enumerate(columns) if title in ("setting", "where")}
-    looks = [' class="words"' if index in words else "" for index in range(len(columns))]
-    head = "".join(f"<th{look}>{escape(title)}</th>" for look, (title, _) in zip(looks, columns, strict=True))
+    kinds = [' class="words"' if index in words else "" for index in range(len(columns))]
+    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, (title, _) in zip(kinds, columns, strict=True))
     lines = []
     for row in rows:
-        cells = "".join(f"<td{look}>{escape(cell(row))}</td>" for look, (_, cell) in zip(looks, columns, strict=True))
+        cells = "".join(f"<td{kind}>{escape(cell(row))}</td>" for kind, (_, cell) in zip(kinds, columns, strict=True))
         first = ' class="first"' if board.rank(row) == 1 else ""
         lines.append(f"<tr{first}>{cells}</tr>")
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

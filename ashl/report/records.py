@@ -13,6 +13,11 @@ from typing import Any
 
 import yaml
 
+try:
+    from yaml import CSafeLoader as SafeLoader  # six times as fast, where it was built
+except ImportError:
+    from yaml import SafeLoader
+
 from ashl.config.identity import config_hash
 from ashl.errors import UsageError
 from ashl.tracking import jsonl
@@ -22,7 +27,6 @@ NUMBERS = ("time_s", "time_to_target_s", "target_accuracy", "target_loss", "step
 NUMBERS += ("bytes_up", "bytes_down", "num_workers")
 SCORES = ("test/acc", "test/loss", "train/loss", "bytes_up", "bytes_down")
 PRESETS = ("experiment", "debug")  # what they set is in the configuration itself
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast, where it was built
 
 Child = tuple[Path, str, dict[str, str]]  # of a sweep: folder, hash, axes
 
@@ -168,7 +172,7 @@ def read_run(folder: Path, digest: str = "", axes: Mapping[str, str] | None = No
     if not is_summary(summary):
         raise BrokenRecordError("summary.json is broken")
     try:
-        config = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), _LOADER)
+        config = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), SafeLoader)
         return Run(folder, digest or config_hash(config), flat(config), summary, axes or {})
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
         raise BrokenRecordError("config.yaml is missing or broken") from None
@@ -183,6 +187,10 @@ def is_summary(summary: Mapping[str, Any]) -> bool:
     if not isinstance(workers, list) or not all(isinstance(part, dict) for part in [*parts, *workers]):
         return False
     scores = all(are_numbers(part, ("train_loss", "test_loss", "test_accuracy")) for part in parts)
+    measures = summary.get("measures") or {}
+    if not isinstance(measures, dict) or not all(isinstance(found, dict) for found in measures.values()):
+        return False
+    scores &= all(are_numbers(found, ("last", "mean")) for found in measures.values())
     return scores and are_numbers(summary, NUMBERS) and all(are_numbers(w, [*w.keys()]) for w in workers)
 
 

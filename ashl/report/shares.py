@@ -41,7 +41,7 @@ def patterns(prefix: str) -> str:
     return tag("defs", *made)
 
 
-def look(prefix: str, kind: str) -> dict[str, str]:
+def style_of(prefix: str, kind: str) -> dict[str, str]:
     fill = f"url(#{prefix}-{kind})" if kind in HATCH else FILL.get(kind, "#999")
     return {"fill": fill, "stroke": SOFT, "stroke_width": "0.5"}
 
@@ -49,7 +49,7 @@ def look(prefix: str, kind: str) -> dict[str, str]:
 def legend(prefix: str, kinds: Sequence[str], x: float, y: float) -> str:
     parts = []
     for kind in kinds:
-        parts += [rect(x, y, 26, 12, **look(prefix, kind)), text(x + 32, y + 10, kind)]
+        parts += [rect(x, y, 26, 12, **style_of(prefix, kind)), text(x + 32, y + 10, kind)]
         x += 110
     return "".join(parts)
 
@@ -101,7 +101,7 @@ def _panel(
             if shares[kind] > 0:
                 hint = f"worker {worker}, {kind}: {100 * shares[kind]:.1f} %"
                 width = across(start + shares[kind]) - across(start)
-                parts.append(rect(across(start), y, width, ROW - 3, hint, **look("share", kind)))
+                parts.append(rect(across(start), y, width, ROW - 3, hint, **style_of("share", kind)))
                 start += shares[kind]
     axis = x_axis(across, bottom + 2, "share of the run's time, %", factor=100.0)
     return "".join([*parts, axis, line(across(0), top + 6, across(0), bottom, stroke=INK)])

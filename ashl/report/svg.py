@@ -66,12 +66,12 @@ def marker(kind: str, x: float, y: float, color: str, size: float = 4.0) -> str:
     """One of MARKERS around a point; ring, box and wedge are size_only."""
     s = size
     fill = "#fff" if kind in ("ring", "box", "wedge") else color
-    look = {"fill": fill, "stroke": color, "stroke_width": 1.4}
+    style = {"fill": fill, "stroke": color, "stroke_width": 1.4}
     if kind in ("circle", "ring"):
-        return tag("circle", cx=float(x), cy=float(y), r=s, **look)
+        return tag("circle", cx=float(x), cy=float(y), r=s, **style)
     if kind == "cross":
         return path(
-            [(x - s, y - s), (x + s, y + s), (x, y), (x - s, y + s), (x + s, y - s)], **(look | {"fill": "none"})
+            [(x - s, y - s), (x + s, y + s), (x, y), (x - s, y + s), (x + s, y - s)], **(style | {"fill": "none"})
         )
     shapes = {
         "square": [(-s, -s), (s, -s), (s, s), (-s, s)],
@@ -80,7 +80,7 @@ def marker(kind: str, x: float, y: float, color: str, size: float = 4.0) -> str:
         "wedge": [(-s, -s), (s, -s), (0, s)],
     }
     corners = shapes.get(kind, shapes["square"])
-    return shape([(x + dx, y + dy) for dx, dy in corners], **look)
+    return shape([(x + dx, y + dy) for dx, dy in corners], **style)
 
 
 def drawing(width: float, height: float, label: str, *parts: str) -> str:

@@ -12,27 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from ashl.report.leaderboard import Leaderboard, Row
+from ashl.report.phrases import answer, number_of
 from ashl.report.records import LeftOut
-from ashl.report.words import answer, number_of
 from ashl.tracking.console import number, percent
 
 MAX_NAMED = 10  # runs that ended badly, in full
 
-TITLE, WORDS = 14, 24  # characters: of a line of a title, of a name before it is wrapped
-EXPENDABLE = (
-    "consensus distance",
-    "best",
-    "loss",
-    "between",
-    "MB down",
-    "steps/s",
-    "MB up",
+TITLE, NAME = 14, 24  # characters: of a line of a title, of a name before it is wrapped
+RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")  # without room, they go first,
+USUAL = (
     "accuracy",
     "waiting",
     "reached",
     "seeds",
     "against",
-)
+)  # and these last: after what the runs themselves measured
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -45,7 +39,7 @@ def show(console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = N
         console.print(Text(sentence))
     shown = board.rows if rows is None else rows
     columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
-    columns, absent = fitting(columns, shown[:top], console.width)
+    columns, absent = fitting(columns, shown[:top], console.width, [title for title, _ in measured(board)])
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title, _ in columns:
         words = title in ("setting", "where")
@@ -61,14 +55,16 @@ def show(console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = N
     _list(console, "ended badly", board.ended_badly)
 
 
-def fitting(columns: Sequence[Column], rows: Sequence[Row], width: int) -> tuple[list[Column], list[str]]:
+def fitting(
+    columns: Sequence[Column], rows: Sequence[Row], width: int, measures: Sequence[str]
+) -> tuple[list[Column], list[str]]:
     """The columns for which there is room, and the titles of those that had to go: the least needed first."""
     wide: dict[str, int] = {}
     for title, cell in columns:
         longest = max(map(len, (*fill(title, TITLE).split("\n"), *map(cell, rows))))
-        wide[title] = 2 + (min(longest, WORDS) if title in ("setting", "where") else longest)
+        wide[title] = 2 + (min(longest, NAME) if title in ("setting", "where") else longest)
     absent: list[str] = []
-    for title in EXPENDABLE:
+    for title in (*RARE, *measures, *USUAL):
         if sum(wide.values()) <= width:
             break
         if wide.pop(title, None):
@@ -116,7 +112,14 @@ def columns_of(board: Leaderboard) -> list[Column]:
         ("MB up", lambda row: number(row.mb_up)),
         ("MB down", lambda row: number(row.mb_down)),
         ("consensus distance", lambda row: number(row.consensus)),
+        *measured(board),
     ]
+
+
+def measured(board: Leaderboard) -> list[Column]:
+    """What the runs measured by themselves (`node.measure`)."""
+    names = dict.fromkeys(name for row in board.rows for name in row.measures)
+    return [(f"measure {name}", lambda row, name=name: number(row.measures.get(name))) for name in names]
 
 
 def accuracy(row: Row) -> str:
@@ -131,12 +134,14 @@ def method(board: Leaderboard) -> str:
     """How the columns came about, in a few sentences."""
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
-    told = [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."] if parts else []
+    sentences = (
+        [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."] if parts else []
+    )
     if any(row.against and row.against.low is not None for row in board.rows):
-        told.append("'Against' the baseline: mean over paired seeds, 95 % by Student's t.")
+        sentences.append("'Against' the baseline: mean over paired seeds, 95 % by Student's t.")
     if any(math.isinf(row.spread.high) for row in board.rows):
-        told.append("A run that did not reach the target counts as later than all that did.")
-    return " ".join(told)
+        sentences.append("A run that did not reach the target counts as later than all that did.")
+    return " ".join(sentences)
 
 
 def _list(console: Console, title: str, found: Sequence[LeftOut]) -> None:

@@ -7,32 +7,34 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ashl.compression.around.lost import cosine
+from ashl.runtime import records
+from ashl.runtime.records import UpdateShown
 
-MEASURES = ("lost", "residual", "cosine")
-OFTEN = 3  # looks in a row at which a worker's update must have grown before it is told
+OFTEN = 3  # reports in a row in which a worker's update must have grown before a person is warned
 
 
 @dataclass
 class Health:
-    """The latest look at each worker, how often in a row it was found ill, and updates that wait for their mean."""
+    """The latest report of each worker, how often in a row its update grew, and updates that wait for their mean."""
 
     dense_bytes: int
-    latest: dict[int, dict] = field(default_factory=dict)
+    latest: dict[int, records.Health] = field(default_factory=dict)
     grown: dict[int, int] = field(default_factory=dict)
     warning: str | None = None
     aggregate_cosine: float | None = None
-    _updates: dict[int, dict[int | None, tuple[float, Any]]] = field(default_factory=dict)
+    _updates: dict[int, dict[int | None, tuple[float, Tensor]]] = field(default_factory=dict)
 
-    def add(self, record: dict) -> None:
+    def add(self, report: records.Health) -> None:
         """A worker has looked at a message of its own."""
-        rank, lost = record["rank"], record["lost"]
-        self.latest[rank] = record
-        grows = lost is not None and lost > 1 and not record["unbiased"]
+        rank, lost = report.rank, report.lost
+        self.latest[rank] = report
+        grows = lost is not None and lost > 1 and not report.unbiased
         self.grown[rank] = self.grown.get(rank, 0) + 1 if grows else 0
         if self.grown[rank] == OFTEN and self.warning is None:
-            layers = {name: found["lost"] or 0.0 for name, found in (record.get("layers") or {}).items()}
+            layers = {name: found["lost"] or 0.0 for name, found in (report.layers or {}).items()}
             worst = max(layers, key=lambda name: layers[name], default=None)
             where = f", most of all in layer {worst}" if worst else ""
             self.warning = (
@@ -41,12 +43,11 @@ class Health:
                 "ratio, or a codec that is a contraction"
             )
 
-    def part(self, record: dict, vector: Any, num_workers: int) -> None:
-        """An update before compression (with its rank and weight), or what the merge made of all of them (rank None):
-        once all have come, their cosine. What is incomplete when a later one is complete is forgotten."""
-        tick = record["tick"]
-        parts = self._updates.setdefault(tick, {})
-        parts[record["of"]] = (record.get("weight", 1.0), vector)
+    def update(self, shown: UpdateShown, vector: Tensor, num_workers: int) -> None:
+        """An update before compression, or what the merge made of all of them: once all have come, their cosine. What
+        is incomplete when a later one is complete is forgotten."""
+        parts = self._updates.setdefault(shown.tick, {})
+        parts[shown.of] = (shown.weight, vector)
         if len(parts) <= num_workers:
             return
         _, merged = parts.pop(None)
@@ -54,20 +55,19 @@ class Health:
         for weight, x in parts.values():
             mean += weight * x
         self.aggregate_cosine = cosine(merged.double(), mean)
-        self._updates = {other: kept for other, kept in self._updates.items() if other > tick}
+        self._updates = {other: kept for other, kept in self._updates.items() if other > shown.tick}
 
     def metrics(self) -> dict[str, float]:
-        """Means over the workers' latest looks."""
-        found = {
-            f"compress/{name}": fmean(values)
-            for name in MEASURES
-            if (values := [r[name] for r in self.latest.values() if r[name] is not None])
+        """Means over the workers' latest reports."""
+        rows = self.latest.values()
+        columns = {
+            "lost": [row.lost for row in rows if row.lost is not None],
+            "residual": [row.residual for row in rows if row.residual is not None],
+            "cosine": [row.cosine for row in rows if row.cosine is not None],
+            "aggregate_cosine": [self.aggregate_cosine] if self.aggregate_cosine is not None else [],
+            "bits": [32 * fmean(row.nbytes for row in rows) / self.dense_bytes] if rows else [],
         }
-        if self.aggregate_cosine is not None:
-            found["compress/aggregate_cosine"] = self.aggregate_cosine
-        if self.latest:
-            found["compress/bits"] = 32 * fmean(r["nbytes"] for r in self.latest.values()) / self.dense_bytes
-        return found
+        return {f"compress/{name}": fmean(values) for name, values in columns.items() if values}
 
     def report(self) -> dict[str, Any] | None:
         """What the summary says: the measures, the bytes of a message by what they are for, and the layers."""
@@ -77,7 +77,7 @@ class Health:
         names = ("headers", "scales", "values", "indices")
         return {
             **{key.removeprefix("compress/"): value for key, value in self.metrics().items()},
-            "bytes": {name: fmean(row["split"][i] for row in rows) for i, name in enumerate(names)},
-            "layers": rows[0].get("layers"),
+            "bytes": {name: fmean(row.split[i] for row in rows) for i, name in enumerate(names)},
+            "layers": rows[0].layers,
             "warning": self.warning,
         }

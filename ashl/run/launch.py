@@ -8,24 +8,27 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ashl.config.construct import construct
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
+from ashl.run import vectors
 from ashl.run.monitor import Monitor
 from ashl.run.rank import Place, play, play_in_child
 from ashl.run.reporter import RECORDS, SCORES, STOPPING
 from ashl.runtime.plane import NEVER
+from ashl.runtime.records import Alive, Lateness, Left, PaceKept, RankError, Record, Snapshot, UpdateShown, dumps, loads
 
 POLL_S = 0.03
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
@@ -85,8 +88,7 @@ def take_part(plan: Plan, job: Membership) -> int:
     prefix = dist.PrefixStore("ashl", store)
     if prefix.get("plan").decode() != plan.to_json():
         sentence = f"composed another configuration than rank {plan.home}; give every node the same overrides"
-        told = {"kind": "error", "rank": job.rank, "error": sentence, "consequence": False}
-        prefix.queue_push(RECORDS, json.dumps(told))
+        prefix.queue_push(RECORDS, dumps(RankError(job.rank, sentence, consequence=False)))
         leave(prefix, job)
         raise AshlError(f"rank {job.rank} {sentence}")
     place = Place(job.rank, job.host, job.port, "ashl", ".", True, log=False)
@@ -139,8 +141,6 @@ def children(
         for process in processes.values():
             if process.pid is not None:
                 process.join()
-        for leftover in run_dir.glob(".snapshot-*"):
-            leftover.unlink(missing_ok=True)
 
 
 def start_fork_server() -> None:
@@ -161,91 +161,85 @@ def start_fork_server() -> None:
             del os.environ["PYTHONSAFEPATH"]
 
 
+@dataclass
+class Attendance:
+    """What the ranks have said of themselves: when they were last heard of, who has left, what went wrong."""
+
+    moments: dict[int, float]
+    left: set[int] = field(default_factory=set)
+    errors: list[RankError] = field(default_factory=list)
+    pace: list[PaceKept] = field(default_factory=list)
+
+    def hear(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
+        self.moments[record.rank] = time.monotonic()
+        match record:
+            case Alive():
+                pass
+            case Left():
+                self.left.add(record.rank)
+            case RankError():
+                self.errors.append(record)
+            case PaceKept():
+                self.pace.append(record)
+            case Snapshot() | UpdateShown():
+                monitor.snapshot(record, vector)
+            case _:
+                monitor.emit(record)
+
+
 def attend(plan: Plan, run_dir: Path, monitor: Monitor, store: dist.Store, processes: dict[int, BaseProcess]) -> dict:
     """Take in what the ranks tell until all have left."""
     timeout_s = construct(plan.runtime, "runtime", plan.allow_targets).timeout_s
-    heard = dict.fromkeys(range(plan.num_ranks), time.monotonic())
-    left: set[int] = set()
-    errors: list[dict] = []
-    pace: list[dict] = []
-    told, failed_at, interrupted_at = False, None, None
-    while len(left) < plan.num_ranks:
-        for record in received(store):
-            heard[record["rank"]] = time.monotonic()
-            take_in(record, run_dir, monitor, left, errors, pace)
-            if record["kind"] == "snapshot":
+    seen = Attendance(dict.fromkeys(range(plan.num_ranks), time.monotonic()))
+    asked_to_stop, failed_at, interrupted_at = False, None, None
+    while len(seen.left) < plan.num_ranks:
+        for record, vector in received(store, plan.num_params):
+            seen.hear(monitor, record, vector)
+            if isinstance(record, Snapshot):
                 store.set(SCORES, json.dumps(monitor.scores))
         now = time.monotonic()
-        if monitor.stopping and not told:
+        if monitor.stopping and not asked_to_stop:
             store.set(STOPPING, monitor.stopping)
-            told, interrupted_at = True, now if monitor.stopping == "interrupted" else None
-        if failed_at is None and (errors or dead(processes, left)):
+            asked_to_stop, interrupted_at = True, now if monitor.stopping == "interrupted" else None
+        if failed_at is None and (seen.errors or dead(processes, seen.left)):
             failed_at = now
         if failed_at is not None and now - failed_at > SETTLE_S:
-            raise AshlError(cause(plan, run_dir, processes, left, errors))
+            raise AshlError(cause(plan, run_dir, processes, seen))
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
             return {}
-        check_late(plan, monitor, heard, left, now, timeout_s)
+        check_late(plan, monitor, seen, now, timeout_s)
         monitor.tick()
         time.sleep(POLL_S)
     for process in processes.values():
         process.join(PATIENCE_S)
-    return kept_pace(pace, plan.num_workers)
+    return kept_pace(seen.pace, plan.num_workers)
 
 
-def received(store: dist.Store) -> Iterator[dict]:
-    """The records that have come. They are JSON from our own ranks; anything else is an error, not a crash."""
+def received(store: dist.Store, num_params: int) -> Iterator[tuple[Record, Tensor | None]]:
+    """The records that have come, with the model or update that belongs to one. Anything else is an error."""
     while store.queue_len(RECORDS):
         for line in store.queue_pop(RECORDS).decode().splitlines():
-            record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record.get("rank"), int):
-                raise AshlError("a record came that is none; is another program using the job's port?")
-            yield record
-
-
-def take_in(
-    record: dict, run_dir: Path, monitor: Monitor, left: set[int], errors: list[dict], pace: list[dict]
-) -> None:
-    match record["kind"]:
-        case "alive":
-            pass
-        case "left":
-            left.add(record["rank"])
-        case "error":
-            errors.append(record)
-        case "pace":
-            pace.append(record)
-        case "snapshot" if "file" not in record:
-            monitor.snapshot(record, None)  # of a coordinator: counts, and no model
-        case "snapshot":
-            path = run_dir / Path(record.pop("file")).name
-            params = np.fromfile(path, dtype=np.float32)
-            path.unlink()
-            if params.size != monitor.plan.num_params:
-                raise AshlError(
-                    f"a snapshot holds {params.size} parameters where {monitor.plan.num_params} were expected"
-                )
-            monitor.snapshot(record, torch.from_numpy(params))
-        case _:
-            monitor.emit(record)
+            record = loads(line)
+            shown = isinstance(record, Snapshot | UpdateShown)
+            yield record, vectors.fetch(store, record, num_params) if shown else None
 
 
 def dead(processes: dict[int, BaseProcess], left: set[int]) -> list[int]:
     return [rank for rank, process in processes.items() if rank not in left and process.exitcode is not None]
 
 
-def cause(plan: Plan, run_dir: Path, processes: dict[int, BaseProcess], left: set[int], errors: list[dict]) -> str:
+def cause(plan: Plan, run_dir: Path, processes: dict[int, BaseProcess], seen: Attendance) -> str:
     """The first thing that went wrong, not what followed from it."""
-    reported = {error["rank"] for error in errors}
-    killed = [rank for rank in dead(processes, left) if rank not in reported]
-    own = [error for error in errors if not error["consequence"]]
+    reported = {error.rank for error in seen.errors}
+    killed = [rank for rank in dead(processes, seen.left) if rank not in reported]
+    own = [error for error in seen.errors if not error.consequence]
     if killed and not own:
         code = processes[killed[0]].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{role(plan, killed[0])} {how}; its log is {log_of(run_dir, killed[0])}"
-    first = (own or errors)[0]
-    log = log_of(run_dir, first["rank"])
-    return f"{role(plan, first['rank'])}: {first['error']}" + (f"; its log is {log}" if log.exists() else "")
+    first = (own or seen.errors)[0]
+    log = log_of(run_dir, first.rank)
+    return f"{role(plan, first.rank)}: {first.error}" + (f"; its log is {log}" if log.exists() else "")
 
 
 def log_of(run_dir: Path, rank: int) -> Path:
@@ -259,51 +253,55 @@ def role(plan: Plan, rank: int) -> str:
     return f"the {'server' if server else 'coordinator'} (rank {rank})"
 
 
-def check_late(
-    plan: Plan, monitor: Monitor, heard: dict[int, float], left: set[int], now: float, timeout_s: float
-) -> None:
+def check_late(plan: Plan, monitor: Monitor, seen: Attendance, now: float, timeout_s: float) -> None:
     """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
-    late = [rank for rank, moment in heard.items() if rank not in left and now - moment > timeout_s]
+    late = [rank for rank, moment in seen.moments.items() if rank not in seen.left and now - moment > timeout_s]
     if late:
         who = ", ".join(role(plan, rank) for rank in late)
         raise AshlError(
             f"{who} was not heard of for {timeout_s:g} s (runtime.timeout_s) and is late; the run ends here"
         )
     beats = [monitor.beats.get(rank) for rank in range(plan.num_ranks)]
-    stuck = [beat for beat in beats if beat and beat["waiting"] and beat["idle_s"] > timeout_s]
+    stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
     if len(stuck) == plan.num_ranks:
-        waits = "; ".join(f"rank {beat['rank']} {beat['waiting']}" for beat in stuck)
+        waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
         raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")
 
 
-def kept_pace(reports: list[dict], num_workers: int) -> dict:
+def kept_pace(reports: Sequence[PaceKept], num_workers: int) -> dict:
     """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a server took in for
     it, which share of its steps and transfers was late and how much longer than declared they took; and the worst."""
-    steps: dict[int, list[dict]] = {rank: [] for rank in range(num_workers)}
-    transfers: dict[int, list[dict]] = {rank: [] for rank in range(num_workers)}
+    steps: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
+    transfers: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
     for report in reports:
-        rank = report["rank"]
-        if rank < num_workers:
-            steps[rank].append(report["steps"])
-        for counts in report["transfers"]:
-            transfers[rank if rank < num_workers else counts["src"]].append(counts)
-    workers = [
-        {
-            "rank": rank,
-            "late_steps_share": share(steps[rank], "late", "count"),
-            "late_transfers_share": share(transfers[rank], "late", "count"),
-            "steps_slower_by": share(steps[rank], "late_s", "declared_s"),
-            "transfers_slower_by": share(transfers[rank], "late_s", "declared_s"),
-            "slower_by": share(steps[rank] + transfers[rank], "late_s", "declared_s"),
-        }
-        for rank in range(num_workers)
-    ]
-    if not any(counts["count"] for rank in range(num_workers) for counts in steps[rank] + transfers[rank]):
+        worker = report.rank < num_workers
+        if worker:
+            steps[report.rank].append(report.steps)
+        for src, counts in report.transfers:
+            transfers[report.rank if worker else src].append(counts)
+    workers = [pace_of(rank, steps[rank], transfers[rank]) for rank in range(num_workers)]
+    if not any(counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]):
         return {}
     worst = ("steps_slower_by", "transfers_slower_by", "slower_by")
     return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
 
 
-def share(counts: list[dict], part: str, whole: str) -> float:
-    total = sum(row[whole] for row in counts)
-    return sum(row[part] for row in counts) / total if total else 0.0
+def pace_of(rank: int, steps: Sequence[Lateness], transfers: Sequence[Lateness]) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "late_steps_share": share_late(steps),
+        "late_transfers_share": share_late(transfers),
+        "steps_slower_by": slower_by(steps),
+        "transfers_slower_by": slower_by(transfers),
+        "slower_by": slower_by([*steps, *transfers]),
+    }
+
+
+def share_late(counts: Sequence[Lateness]) -> float:
+    total = sum(row.count for row in counts)
+    return sum(row.late for row in counts) / total if total else 0.0
+
+
+def slower_by(counts: Sequence[Lateness]) -> float:
+    total = sum(row.declared_s for row in counts)
+    return sum(row.late_s for row in counts) / total if total else 0.0

@@ -10,24 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ashl.runtime.node import Vector
+from ashl.runtime.records import Snapshot
 from ashl.size_only import SizeOnly
 
 
-def mean_of(models: Sequence[Any]) -> tuple[Any, float | None]:
+class Whole(NamedTuple):
+    """What one evaluation is made of. `distance`: of the models from their mean, where each worker has its own."""
+
+    snapshot: Snapshot  # with the counts
+    params: Vector | None
+    distance: float | None = None
+
+
+def mean_of(models: Sequence[Vector]) -> tuple[Vector, float | None]:
     """(x̄, consensus distance); tensors that are only sizes have no distance."""
-    if isinstance(models[0], SizeOnly):
+    tensors = [model for model in models if not isinstance(model, SizeOnly)]
+    if not tensors:
         return models[0], None
-    total = torch.zeros(models[0].shape, dtype=torch.float64)
-    for model in models:
+    total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for model in tensors:
         total += model
-    mean: Tensor = (total / len(models)).to(models[0].dtype)
-    squares = [float(torch.linalg.vector_norm(model - mean, dtype=torch.float64)) ** 2 for model in models]
-    return mean, sum(squares) / len(models)
+    mean: Tensor = (total / len(tensors)).to(tensors[0].dtype)
+    squares = [float(torch.linalg.vector_norm(model - mean, dtype=torch.float64)) ** 2 for model in tensors]
+    return mean, sum(squares) / len(tensors)
 
 
 @dataclass
@@ -35,23 +46,24 @@ class ModelSet:
     """Snapshots that make one evaluation together, until the last of them has come.
 
     Each worker gives its model with the evaluation's `tick` (none = at the end); the home rank, a worker or not, gives
-    the counts. Where a snapshot was left out (see `runtime.reporter`), its evaluation never comes and is forgotten.
+    the counts. Where a snapshot was left out (see `run.reporter`), its evaluation never comes and is forgotten.
     """
 
     num_workers: int
-    _parts: dict[int | None, list[tuple[dict, Any]]] = field(default_factory=dict)
+    _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(default_factory=dict)
 
-    def add(self, record: dict, params: Any) -> tuple[dict, Any] | None:
-        """(record, mean) once all have come: with the counts, the latest time and `consensus_distance`."""
-        tick = record.get("tick")
-        parts = self._parts.setdefault(tick, [])
-        parts.append((record, params))
-        models = {part["rank"]: model for part, model in parts if model is not None}
-        counts = next((part for part, _ in parts if "commits" in part), None)
-        if counts is None or len(models) < self.num_workers:
+    def add(self, snapshot: Snapshot, params: Vector | None) -> Whole | None:
+        """The whole once all have come: with the counts and the latest time."""
+        tick, rank = snapshot.tick, snapshot.rank
+        parts = self._parts.setdefault(tick, {})
+        parts[rank] = snapshot, params
+        for other in [t for t in self._parts if t is not None and (tick is None or t < tick)]:
+            if rank not in self._parts[other]:
+                del self._parts[other]  # a rank's snapshots come in order: this one stays incomplete
+        models = [model for _, (_, model) in sorted(parts.items()) if model is not None]
+        home = next((part for part, _ in parts.values() if part.counts is not None), None)
+        if home is None or len(models) < self.num_workers:
             return None
-        for other in [t for t in self._parts if tick is None or (t is not None and t <= tick)]:
-            del self._parts[other]  # a rank's snapshots come in order: what is incomplete by now stays so
-        time_ns = counts["time_ns"] if tick is None else max(part["time_ns"] for part, _ in parts)
-        mean, distance = mean_of([models[rank] for rank in sorted(models)])
-        return {**counts, "time_ns": time_ns, "consensus_distance": distance}, mean
+        del self._parts[tick]
+        time_ns = home.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
+        return Whole(home._replace(time_ns=time_ns), *mean_of(models))

@@ -29,6 +29,7 @@ from ashl.runtime.effects import PeerLostError
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.records import Left, RankError
 from ashl.stage.program import program
 from ashl.stage.stage import Stage
 
@@ -85,21 +86,21 @@ def redirect(path: Path) -> None:
 
 
 def play(place: Place, plan_json: str) -> int:
-    """Join the job, play this rank's part, leave; returns the exit code. What goes wrong is told to the monitor."""
+    """Join the job, play this rank's part, leave; returns the exit code. What goes wrong is reported to the monitor."""
     plan = Plan.from_json(plan_json)
     base: Any = dist.TCPStore(place.host, place.port, is_master=False, timeout=NEVER)
     store = dist.PrefixStore(place.prefix, base)
-    reporter = Reporter(dist.PrefixStore(place.prefix, base.clone()), place.rank, Path(place.run_dir), place.rounds)
+    reporter = Reporter(dist.PrefixStore(place.prefix, base.clone()), place.rank, place.rounds)
     try:
         part(place, plan, store, reporter)
-        reporter.emit({"kind": "left", "rank": place.rank})
+        reporter.emit(Left(place.rank))
         reporter.close()
         return 0
     except Exception as error:
         traceback.print_exc()
         lost = isinstance(error, PeerLostError) or "closed by peer" in str(error) or "reset by peer" in str(error)
         sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
-        reporter.emit({"kind": "error", "rank": place.rank, "error": sentence, "consequence": lost})
+        reporter.emit(RankError(place.rank, sentence, consequence=lost))
         reporter.close()
         return 1
 
@@ -133,7 +134,7 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
         warm_up(stage.trainer, place.rank)
     reporter.beat = kernel.beat
     kernel.run(partial(program, stages=job.stages))
-    reporter.emit({"kind": "pace", "rank": place.rank, **kernel.pace.report()})
+    reporter.emit(kernel.pace.report())
     store.set(f"done/{place.rank}", "1")
     everyone = [f"done/{rank}" for rank in range(plan.num_ranks)]
     while not store.check(everyone):
@@ -141,7 +142,7 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
     kernel.goodbye(GOODBYE_S)
 
 
-def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], Any]:
+def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """One for each group that the plan lists. All ranks make all of them, in the same order."""
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
     return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}

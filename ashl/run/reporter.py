@@ -1,8 +1,8 @@
 """A rank's line to the monitor: records, heartbeats and snapshots out, the order to stop in.
 
 One thread sends what has gathered a few times a second, through the job's key-value store, so that the experiment is
-not disturbed and no message of the algorithm ever waits behind a record. Records are JSON; a snapshot is a file of raw
-float32 next to the run's records, which the monitor evaluates and removes.
+not disturbed and no message of the algorithm ever waits behind a record. Nothing else is shared between the ranks: no
+folder, no machine.
 """
 
 from __future__ import annotations
@@ -11,39 +11,48 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+
+from ashl.run import vectors
+from ashl.runtime.node import Vector
+from ashl.runtime.records import Alive, Record, Snapshot, UpdateShown, dumps
 
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
-PENDING = 4  # snapshots of a rank that wait to be evaluated; beyond that, one that is not the last is skipped
+PENDING = 4  # snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are spared
 RECORDS, STOPPING, SCORES = "records", "stopping", "scores"
 
 
 class Reporter:
     """The observer of a rank in a process of its own."""
 
-    def __init__(self, store: dist.Store, rank: int, run_dir: Path, rounds: bool) -> None:
+    def __init__(self, store: dist.Store, rank: int, rounds: bool) -> None:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.rounds = rounds
-        self.skipped = 0
-        self._store, self._dir = store, run_dir
-        self._out: deque[tuple[dict, Any]] = deque()
-        self._count = 0
-        self._flush_lock = threading.Lock()
-        self.beat: Callable[[], dict] = lambda: {"kind": "alive", "rank": rank}
+        self.beat: Callable[[], Record] = lambda: Alive(rank)
+        self._store = store
+        self._out: deque[tuple[Record, Tensor | None]] = deque()
+        self._held: dict[type, int] = {Snapshot: 0, UpdateShown: 0}  # among them, with their vectors
+        self._lock, self._flush_lock = threading.Lock(), threading.Lock()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="reporter")
         self._thread.start()
 
-    def emit(self, record: dict) -> None:
+    def emit(self, record: Record) -> None:
         self._out.append((record, None))
 
-    def snapshot(self, record: dict, params: Any) -> None:
-        self._out.append(({"kind": "snapshot", **record}, params))
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+        if not isinstance(vector, Tensor):
+            self._out.append((record, None))
+            return
+        with self._lock:
+            if self._held[type(record)] >= PENDING and not is_last(record):
+                return
+            self._held[type(record)] += 1
+        self._out.append((record, vector))
 
     def close(self) -> None:
         """Everything is sent when this returns."""
@@ -57,13 +66,14 @@ class Reporter:
 
     def _flush(self) -> None:
         with self._flush_lock:
-            lines = [json.dumps(self.beat())]
+            lines = [dumps(self.beat())]
             size = 0
             while self._out:
-                record, params = self._out.popleft()
-                if params is not None and not self._write(record, params):
+                record, vector = self._out.popleft()
+                said = record if vector is None else self._posted(record, vector)
+                if said is None:
                     continue
-                lines.append(json.dumps(record))
+                lines.append(dumps(said))
                 size += len(lines[-1])
                 if size > CHUNK:
                     self._push(lines)
@@ -78,16 +88,16 @@ class Reporter:
         if lines:
             self._store.queue_push(RECORDS, "\n".join(lines))
 
-    def _write(self, record: dict, params: Any) -> bool:
-        """Put a snapshot where the monitor finds it; False when it has not kept up and this one can be spared."""
-        waiting = list(self._dir.glob(f".snapshot-{record['rank']}-*"))
-        if not record.get("final") and len(waiting) >= PENDING:
-            self.skipped += 1
-            return False
-        self._count += 1
-        record["file"] = f".snapshot-{record['rank']}-{self._count}.f32"
-        path = self._dir / record["file"]
-        partial = path.with_suffix(".part")
-        params.numpy().tofile(partial)
-        partial.rename(path)
-        return True
+    def _posted(self, record: Record, vector: Tensor) -> Record | None:
+        """Send the vector ahead of its record; None where the monitor has not kept up and this one can be spared."""
+        assert isinstance(record, Snapshot | UpdateShown)
+        with self._lock:
+            self._held[type(record)] -= 1
+        if not is_last(record) and vectors.waiting(self._store, record, vector) >= PENDING:
+            return None
+        beat = lambda: self._push([dumps(self.beat())])  # noqa: E731 (a large model takes its time, and is not late)
+        return record._replace(nbytes=vectors.post(self._store, record, vector, beat))
+
+
+def is_last(record: Record) -> bool:
+    return isinstance(record, Snapshot) and record.final

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
+from ashl.run.evaluation import Evaluation, best_of
+from ashl.run.metrics import summed_up
 from ashl.run.monitor import Monitor
 from ashl.runtime.ledger import KINDS
+from ashl.runtime.records import Beat, Counts, LedgerTotals
 
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy")
+CLASSES = ("wait", "pull", "push", "compress", "compute")  # in the order in which too much time is taken from them
 
 
 def settled(totals_ns: dict[str, int], time_ns: int) -> dict[str, float]:
@@ -17,7 +22,7 @@ def settled(totals_ns: dict[str, int], time_ns: int) -> dict[str, float]:
     missing was waiting, what is too much is taken from waiting first."""
     totals = dict(totals_ns)
     excess = sum(totals.values()) - time_ns
-    for kind in ("wait", "pull", "push", "compress", "compute"):
+    for kind in CLASSES:
         taken = min(totals[kind], excess)  # negative where time is missing: all of it goes to wait
         totals[kind] -= taken
         excess -= taken
@@ -28,35 +33,15 @@ def settled(totals_ns: dict[str, int], time_ns: int) -> dict[str, float]:
 
 def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: dict | None = None) -> dict:
     """The outcome as one flat record (docs/outcome.md explains its keys)."""
-    plan, n = monitor.plan, monitor.plan.num_workers
-    counts = monitor.counts() or {}
-    beats = {beat["rank"]: beat for beat in monitor.current_beats()}
-    ends = [stage["end_ns"] for stage in monitor.stages]
-    time_ns = ends[-1] if ends else max((beat["time_ns"] for beat in monitor.beats.values()), default=0)
-    zeros = dict.fromkeys(KINDS, 0)
-    commits = counts.get("commits", [0] * n)
-    workers: list[dict[str, Any]] = []
-    for rank in range(n):
-        ledger = monitor.ledgers.get(rank) or beats.get(rank) or {"totals_ns": zeros, "bytes_up": 0, "bytes_down": 0}
-        pushes = commits[rank]
-        workers.append(
-            {
-                "rank": rank,
-                "steps": counts.get("steps_by", [0] * n)[rank],
-                "commits": pushes,
-                "dropped": counts.get("dropped_by", [0] * n)[rank],
-                **settled(ledger["totals_ns"], time_ns),
-                "bytes_up": ledger["bytes_up"],
-                "bytes_down": ledger["bytes_down"],
-                "staleness_mean": counts["stale_sum"][rank] / pushes if pushes else None,
-                "staleness_max": counts.get("stale_max", [0] * n)[rank],
-                "groups": counts["groups"][rank] if counts.get("groups") else None,
-            }
-        )
+    plan, n, books = monitor.plan, monitor.plan.num_workers, monitor.books
+    beats = {beat.rank: beat for beat in monitor.workers()}
+    counts = monitor.counts() or nothing(n)
+    latest_ns = max((beat.time_ns for beat in monitor.beats.values()), default=0)
+    time_ns = books.stages[-1].end_ns if books.stages else latest_ns
+    workers = [worker_summary(rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns) for rank in range(n)]
     time_s = time_ns / 1e9
-    steps, samples = counts.get("steps", 0), counts.get("samples", 0)
     server = monitor.job.stages[0].topology.has_server
-    last = monitor.evaluations[-1] if monitor.evaluations else {}
+    last, best = books.evaluations[-1:], best_of(books.evaluations)
     return {
         "schema": SCHEMA,
         "name": plan.name,
@@ -68,68 +53,89 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "host_s": monitor.host_s,
         "time_kind": "virtual" if runtime == "sim" else "wall",
         "num_workers": n,
-        "steps": steps,
-        "dropped_steps": sum(counts.get("dropped_by", ())),
-        "commits": sum(commits) if server else counts.get("merges", 0),
-        "samples": samples,
-        "steps_per_s": steps / time_s if time_s else None,
-        "samples_per_s": samples / time_s if time_s else None,
+        "steps": counts.steps,
+        "dropped_steps": sum(counts.dropped_by),
+        "commits": sum(counts.commits) if server else counts.merges,
+        "samples": counts.samples,
+        "steps_per_s": counts.steps / time_s if time_s else None,
+        "samples_per_s": counts.samples / time_s if time_s else None,
         "bytes_up": sum(w["bytes_up"] for w in workers),
         "bytes_down": sum(w["bytes_down"] for w in workers),
         "workers": workers,
         "wait_share": sum(w["wait_s"] for w in workers) / (n * time_s) if time_s else None,
-        "max_lead": counts.get("max_lead") if server else None,
-        "conflicts": counts.get("conflicts"),
-        "final": {key: finite(last.get(key)) for key in (*SCORES, "consensus_distance")},
-        "best": best_of(monitor.evaluations),
+        "max_lead": counts.max_lead if server else None,
+        "conflicts": counts.conflicts,
+        "final": scores_of(last[0] if last else None, *SCORES, "consensus_distance"),
+        "best": scores_of(best, *SCORES, "time_s") if best else None,
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,
-        "time_to_target_s": monitor.reached_s,
+        "time_to_target_s": books.target.reached_s,
         "stages": stage_summaries(monitor, workers),
         "params_sha256": monitor.sha256,
-        "compression": monitor.health.report(),
+        "compression": books.health.report(),
+        "measures": summed_up(monitor.measures()) or None,
         "pace": pace,
+    }
+
+
+def nothing(num_workers: int) -> Counts:
+    """The counts of a run that ended before it began."""
+    zeros = [0] * num_workers
+    return Counts(0, 0, 0, zeros, zeros, zeros, zeros, zeros, 0, None, None, math.nan, None)
+
+
+def worker_summary(rank: int, counts: Counts, ledger: LedgerTotals | Beat | None, time_ns: int) -> dict[str, Any]:
+    """What one worker did, and what its time went into."""
+    commits = counts.commits[rank]
+    return {
+        "rank": rank,
+        "steps": counts.steps_by[rank],
+        "commits": commits,
+        "dropped": counts.dropped_by[rank],
+        **settled(ledger.totals_ns if ledger else dict.fromkeys(KINDS, 0), time_ns),
+        "bytes_up": ledger.bytes_up if ledger else 0,
+        "bytes_down": ledger.bytes_down if ledger else 0,
+        "staleness_mean": counts.stale_sum[rank] / commits if commits else None,
+        "staleness_max": counts.stale_max[rank],
+        "groups": counts.groups[rank] if counts.groups else None,
     }
 
 
 def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict]:
     """What each stage did; its waiting is the difference between two borders."""
-    rows, start_ns = [], 0
-    before: dict[str, Any] = {"steps": 0, "commits": [0]}
-    waited_before = 0.0
-    for index, (plan, record) in enumerate(zip(monitor.plan.stages, monitor.stages, strict=False)):
-        seconds = (record["end_ns"] - start_ns) / 1e9
-        steps = record["steps"] - before["steps"]
-        if index < len(monitor.borders):
-            waited = sum(totals["wait"] for totals in monitor.borders[index].values()) / 1e9
+    rows, start_ns, waited_before = [], 0, 0.0
+    before = nothing(len(workers))
+    borders = monitor.books.borders
+    for index, (plan, end) in enumerate(zip(monitor.plan.stages, monitor.books.stages, strict=False)):
+        seconds = (end.end_ns - start_ns) / 1e9
+        steps = end.counts.steps - before.steps
+        if index < len(borders):
+            waited = sum(totals["wait"] for totals in borders[index].values()) / 1e9
         else:
             waited = sum(w["wait_s"] for w in workers)
         rows.append(
             {
                 "name": plan.name,
                 "start_s": start_ns / 1e9,
-                "end_s": record["end_ns"] / 1e9,
+                "end_s": end.end_ns / 1e9,
                 "local_steps": [w.local_steps for w in plan.workers],
                 "data_share": [w.data_share for w in plan.workers],
                 "compression_ratio": [w.compression_ratio for w in plan.workers],
                 "steps": steps,
-                "commits": sum(record["commits"]) - sum(before["commits"]),
+                "commits": sum(end.counts.commits) - sum(before.commits),
                 "steps_per_s": steps / seconds if seconds else None,
                 "wait_share": (waited - waited_before) / (len(workers) * seconds) if seconds else None,
-                "exit_reason": record["reason"],
+                "exit_reason": end.reason,
             }
         )
-        start_ns, before, waited_before = record["end_ns"], record, waited
+        start_ns, before, waited_before = end.end_ns, end.counts, waited
     return rows
 
 
-def best_of(evaluations: list[dict]) -> dict | None:
-    """The evaluation with the best accuracy, or the lowest loss where there is no accuracy."""
-    scored = [e for e in evaluations if finite(e["test_loss"]) is not None]
-    if not scored:
-        return None
-    best = max(scored, key=lambda e: (e["test_accuracy"] or 0.0, -e["test_loss"]))
-    return {**{key: finite(best[key]) for key in SCORES}, "time_s": best["time_s"]}
+def scores_of(found: Evaluation | None, *keys: str) -> dict[str, float | None]:
+    """These numbers of an evaluation; None for what is no number."""
+    values = asdict(found) if found else {}
+    return {key: finite(values.get(key)) for key in keys}
 
 
 def finite(value: float | None) -> float | None:

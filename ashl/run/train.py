@@ -25,7 +25,7 @@ from ashl.planning.make import make_plan, plan_and_data
 from ashl.run import launch
 from ashl.run.monitor import Monitor
 from ashl.run.summary import summarise
-from ashl.run.virtual import PausedError, simulate
+from ashl.run.virtual import PausedError, Saving, simulate
 from ashl.runtime import checkpoint
 from ashl.tracking import mlflow
 from ashl.tracking.console import Progress, outcome
@@ -74,7 +74,8 @@ def train(
     with interrupts(monitor):
         try:
             with own_faults(plan.allow_targets, AshlError):
-                pace = drive(plan, run_dir, monitor, job, saved=saved, **checkpoints(config, pause_s))
+                saving = Saving(identity(config), config["run"]["checkpoint_s"], pause_s)
+                pace = drive(plan, run_dir, monitor, job, saving, saved)
         except PausedError as paused:
             pace, monitor.stopping = None, PAUSED
             monitor.evaluate_paused(paused.models, paused.time_s)
@@ -88,7 +89,7 @@ def train(
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not quiet:
         outcome(console, summary, run_dir, link)
-    for text in filter(None, (monitor.health.warning, warning)):
+    for text in filter(None, (monitor.books.health.warning, warning)):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
         raise failure
@@ -112,19 +113,16 @@ def joined(config: dict[str, Any]) -> tuple[dict[str, Any], launch.Membership | 
     return config, job
 
 
-def drive(plan: Plan, run_dir: Path, monitor: Monitor, job: launch.Membership | None, **saving: Any) -> dict | None:
+def drive(
+    plan: Plan, run_dir: Path, monitor: Monitor, job: launch.Membership | None, saving: Saving, saved: dict | None
+) -> dict | None:
     """Run the plan where it wants to be run; returns how a paced run kept its pace."""
     if plan.runtime["_target_"].endswith("SimRuntime"):
-        simulate(plan, monitor.job, monitor, **saving)
+        simulate(plan, monitor.job, monitor, saving, saved)
         return None
     if job:
         return launch.join(plan, run_dir, monitor, job)
     return launch.launch(plan, run_dir, monitor)
-
-
-def checkpoints(config: dict[str, Any], pause_s: float | None) -> dict[str, Any]:
-    """What `simulate` is told of checkpoints."""
-    return {"identity": identity(config), "every_s": config["run"]["checkpoint_s"], "pause_s": pause_s}
 
 
 def identity(config: dict[str, Any]) -> str:
@@ -160,9 +158,9 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
         return "interrupted", PAUSED
     if monitor.final is None:  # the ranks did not leave in order: nobody waited for them any longer
         return "interrupted", monitor.stopping or "interrupted"
-    reason = monitor.stages[-1]["reason"]
-    if monitor.final["diverged"]:
-        return "diverged", monitor.not_finite or monitor.final["diverged"]
+    reason = monitor.books.stages[-1].reason or ""
+    if monitor.final.diverged:
+        return "diverged", monitor.not_finite or monitor.final.diverged
     return ("interrupted" if reason == "interrupted" else "finished"), reason
 
 

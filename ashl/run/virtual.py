@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
@@ -12,9 +12,19 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import Job
 from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint
+from ashl.runtime.node import Vector
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
+
+
+class Saving(NamedTuple):
+    """Which checkpoints are left: every so many seconds of the run's clock, and one from a moment on, at which the run
+    ends. `identity` is written into them: what the run is, apart from when it stops."""
+
+    identity: str = ""
+    every_s: float | None = None
+    pause_s: float | None = None
 
 
 class PausedError(Exception):
@@ -23,22 +33,18 @@ class PausedError(Exception):
     def __init__(self, document: dict[str, Any]) -> None:
         super().__init__("paused")
         self.time_s = document["time_ns"] / 1e9
-        self.models = [mark["state"]["items"]["params"] for mark in document["marks"]]
+        self.models: list[Vector] = [mark["state"]["items"]["params"] for mark in document["marks"]]
 
 
 def simulate(
     plan: Plan,
     job: Job,
     monitor: Monitor,
-    *,
-    identity: str = "",
+    saving: Saving,
     saved: dict[str, Any] | None = None,
-    every_s: float | None = None,
-    pause_s: float | None = None,
 ) -> Sim:
-    """Run the plan. With `every_s` it leaves a checkpoint every so many seconds of its clock; with `pause_s` it ends at
-    the first one from that moment on, raising PausedError, unless the run is over before. `identity` is written into
-    them: what the run is, apart from when it stops."""
+    """Run the plan, from its beginning or from what was saved. Raises PausedError where it was asked to pause, unless
+    the run is over before."""
     cluster = construct(plan.cluster, "cluster", plan.allow_targets)
     stage = job.stages[0]
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
@@ -47,26 +53,27 @@ def simulate(
     run_dir = monitor.recorder.run_dir
 
     def keep(document: dict[str, Any]) -> int | None:
-        about = {"run": identity, "sizes": monitor.recorder.sizes(), "monitor": packed(monitor.state())}
+        about = {"run": saving.identity, "sizes": monitor.recorder.sizes(), "monitor": packed(monitor.state())}
         checkpoint.write(run_dir, {**document, **about})
         now_s = document["time_ns"] / 1e9
-        if pause_s is not None and now_s >= pause_s:
+        if saving.pause_s is not None and now_s >= saving.pause_s:
             raise PausedError(document)
-        return following(now_s, every_s, pause_s)
+        return following(now_s, saving)
 
     if saved is not None:
         monitor.go_on(unpacked(saved["monitor"]))
         saved = {**saved, "packages": ("ashl", *plan.allow_targets)}
     begin_s = saved["time_ns"] / 1e9 if saved else 0.0
-    if (due := following(begin_s, every_s, pause_s)) is not None:
+    if (due := following(begin_s, saving)) is not None:
         sim.save_at(due, keep)
     sim.run(partial(program, stages=job.stages), monitor.tick, saved=saved)
     return sim
 
 
-def following(now_s: float, every_s: float | None, pause_s: float | None) -> int | None:
+def following(now_s: float, saving: Saving) -> int | None:
     """When the next checkpoint is due, in nanoseconds."""
+    every_s = saving.every_s
     dues = [] if every_s is None else [(now_s // every_s + 1) * every_s]
-    if pause_s is not None:
-        dues.append(pause_s)
+    if saving.pause_s is not None:
+        dues.append(saving.pause_s)
     return round(min(dues) * 1e9) if dues else None

@@ -25,14 +25,16 @@ import torch
 from ashl.errors import AshlError, UsageError
 from ashl.runtime.channel import Channel, Collective, Shared
 from ashl.runtime.kernel import Task
-from ashl.runtime.node import Node
+from ashl.runtime.node import Node, Observer, Vector
 from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.records import Record, Snapshot, UpdateShown
 
 if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
 
-SCHEMA = 2
+SCHEMA = 3
 FILE = Path("checkpoint/state.pt")
+KEPT = ("steps", "staleness", "loss", "measures")  # of a node, beside its ledger
 MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"  # what may be on its way
 OF_A_CANCELLED_TASK = -1
 
@@ -163,7 +165,7 @@ class Saving:
         """All that the simulation needs to go on."""
         sim = self.sim
         under_way = [(time_ns, place, self.received(place, *what)) for time_ns, place, *what in sorted(sim._heap)]
-        nodes = [{"ledger": slots(node.ledger), "steps": node._steps, "last": node._last} for node in sim.nodes]
+        nodes = [{"ledger": slots(node.ledger)} | {name: getattr(node, name) for name in KEPT} for node in sim.nodes]
         return {
             "schema": SCHEMA,
             "time_ns": sim.now,
@@ -212,7 +214,8 @@ def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> 
     for node, known in zip(sim.nodes, unpacked(saved["nodes"], packages), strict=True):
         for name, value in known["ledger"].items():
             setattr(node.ledger, name, value)
-        node._steps, node._last = known["steps"], known["last"]
+        for name in KEPT:
+            setattr(node, name, known[name])
 
 
 class Replay:
@@ -281,13 +284,13 @@ class Deaf:
 
     rounds = False
 
-    def __init__(self, observer: Any) -> None:
+    def __init__(self, observer: Observer) -> None:
         self.stopping, self.scores = observer.stopping, observer.scores
 
-    def emit(self, record: dict) -> None:
+    def emit(self, record: Record) -> None:
         pass
 
-    def snapshot(self, record: dict, params: Any) -> None:
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         pass
 
 

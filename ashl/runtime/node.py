@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Hashable
+import re
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from ashl.runtime.effects import (
     ANY,
@@ -20,6 +23,20 @@ from ashl.runtime.effects import (
     Tag,
 )
 from ashl.runtime.ledger import Ledger
+from ashl.runtime.records import (
+    Beat,
+    Counts,
+    LedgerTotals,
+    Measured,
+    Record,
+    Round,
+    Snapshot,
+    UpdateShown,
+)
+from ashl.size_only import SizeOnly
+
+Vector = Tensor | SizeOnly
+MEASURE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)  # what files, MLflow and tables can bear
 
 T = TypeVar("T")
 
@@ -27,26 +44,37 @@ T = TypeVar("T")
 class Observer(Protocol):
     """Where records and snapshots go: the evaluator and the writer, off the experiment's clock."""
 
-    stopping: str | None
-    scores: dict[str, float | None] | None  # of the last evaluation
-    rounds: bool  # whether it wants a record of every round
+    @property
+    def stopping(self) -> str | None:
+        """Why the run should end."""
+        ...
 
-    def emit(self, record: dict) -> None: ...
+    @property
+    def scores(self) -> Mapping[str, float | None] | None:
+        """Of the last evaluation."""
+        ...
 
-    def snapshot(self, record: dict, params: Any) -> None: ...
+    @property
+    def rounds(self) -> bool:
+        """Whether it wants a record of every round."""
+        ...
+
+    def emit(self, record: Record) -> None: ...
+
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
 
 
-class Counts(Protocol):
+class Progress(Protocol):
     """A run's progress."""
 
-    def report(self) -> dict[str, Any]: ...
+    def report(self) -> Counts: ...
 
 
 class Counter(Protocol):
     """What counts a run's progress."""
 
     @property
-    def tally(self) -> Counts: ...
+    def tally(self) -> Progress: ...
 
 
 class Kernel(Protocol):
@@ -66,15 +94,17 @@ class Kernel(Protocol):
 class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
 
-    __slots__ = ("_last", "_steps", "counter", "kernel", "ledger", "rank")
+    __slots__ = ("counter", "kernel", "ledger", "loss", "measures", "rank", "staleness", "steps")
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
         self.rank = rank
         self.ledger = Ledger()
         self.counter: Counter | None = None  # at the home rank: what counts the run's progress
-        self._steps = 0
-        self._last: dict[str, Any] = {}
+        self.steps = 0
+        self.staleness: int | None = None  # of its last round, like `loss`
+        self.loss: float | None = None
+        self.measures: dict[str, Measured] = {}
 
     def compute(self, fn: Callable[[], Any], work: float, kind: str = "compute") -> Compute:
         return Compute(fn, work, kind)
@@ -136,44 +166,86 @@ class Node:
         return self.kernel.observer.stopping
 
     @property
-    def scores(self) -> dict[str, float | None] | None:
+    def scores(self) -> Mapping[str, float | None] | None:
         """The last evaluation that is known here; on real processes it may be some commits old."""
         return self.kernel.observer.scores
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        self.kernel.observer.emit({"kind": kind, "rank": self.rank, **fields})
+    def emit(self, record: Record) -> None:
+        """Say something of the run, to whoever keeps its records."""
+        self.kernel.observer.emit(record)
 
-    def round(self, **fields: Any) -> None:
-        """Close a round of this worker: from its last merge to now. Takes at least `steps`, `staleness` and `loss`."""
-        self._steps += fields["steps"]
-        self._last = fields
+    def measure(self, name: str, value: float) -> None:
+        """A value of a metric of one's own, from any loop, on any rank, as often as one likes.
+
+        The mean over the ranks' latest values stands as `measure/<name>` in metrics.jsonl and MLflow; its end and the
+        mean over the run are in summary.json, and the leaderboard has a column of it. Raises ValueError for a name
+        that is more than words, digits, `_`, `-`, `.` and single slashes.
+        """
+        value = float(value)
+        known = self.measures.get(name)
+        if known is not None:
+            self.measures[name] = Measured(value, known.total + value, known.count + 1)
+        elif MEASURE.fullmatch(name):
+            self.measures[name] = Measured(value, value, 1)
+        else:
+            raise ValueError(f"a measure cannot be called {name!r}; take letters, digits, '_', '-', '.' and '/'")
+
+    def round(
+        self,
+        stage: int,
+        round: int,
+        steps: int,
+        staleness: int,
+        *,
+        dropped: bool,
+        loss: float | None,
+        group: list[int] | None = None,
+    ) -> None:
+        """Close a round of this worker: from its last merge to now."""
+        self.steps += steps
+        self.staleness, self.loss = staleness, loss
         spans, start_ns, end_ns = self.ledger.cut()
         if self.kernel.observer.rounds:
-            times = {"start_ns": start_ns, "end_ns": end_ns, "spans_ns": spans}
-            self.kernel.observer.emit({"kind": "round", "rank": self.rank, **fields, **times})
+            what = (self.rank, stage, round, steps, staleness, dropped, loss, start_ns, end_ns, spans, group)
+            self.kernel.observer.emit(Round(*what))
 
-    def beat(self) -> dict[str, Any]:
+    def beat(self) -> Beat:
         """How this rank stands, for whoever watches; may be read from another thread."""
         bytes_up, bytes_down = self.ledger.sent()
-        return {
-            "kind": "beat",
-            "rank": self.rank,
-            "time_ns": self.now_ns,
-            "steps": self._steps,
-            "staleness": self._last.get("staleness"),
-            "loss": self._last.get("loss"),
-            "totals_ns": self.ledger.live(),
-            "bytes_up": bytes_up,
-            "bytes_down": bytes_down,
-            "counts": self.counter.tally.report() if self.counter else None,
-        }
+        return Beat(
+            rank=self.rank,
+            time_ns=self.now_ns,
+            steps=self.steps,
+            staleness=self.staleness,
+            loss=self.loss,
+            totals_ns=self.ledger.live(),
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
+            counts=self.counter.tally.report() if self.counter else None,
+            measures=dict(self.measures),
+        )
 
     def account(self) -> None:
         """Hand in what this rank's time went into, once it has ended."""
         ledger = self.ledger
         ledger.settle()
-        self.emit("ledger", totals_ns=ledger.totals, bytes_up=ledger.bytes_up, bytes_down=ledger.bytes_down)
+        self.emit(LedgerTotals(self.rank, ledger.totals, ledger.bytes_up, ledger.bytes_down, self.measures))
 
-    def snapshot(self, params: Any, **fields: Any) -> None:
-        """Hand the model to the evaluator. Costs the experiment nothing."""
-        self.kernel.observer.snapshot({"rank": self.rank, "time_ns": self.now_ns, **fields}, params)
+    def snapshot(
+        self,
+        params: Vector | None,
+        *,
+        tick: int | None = None,
+        final: bool = False,
+        counts: Counts | None = None,
+        time_ns: int | None = None,
+    ) -> None:
+        """Hand the model to the evaluator, at the home rank with the counts; costs the experiment nothing. Where every
+        worker has a model of its own, `tick` says which ones belong together."""
+        at_ns = self.now_ns if time_ns is None else time_ns
+        self.kernel.observer.snapshot(Snapshot(self.rank, at_ns, tick, final, counts), params)
+
+    def show_update(self, x: Vector, *, of: int | None, tick: int, weight: float = 1.0) -> None:
+        """Hand an update to the monitor, which compares what compression makes of the workers' mean: before compression
+        with its worker and weight, or (`of` None) what the merge made of them all."""
+        self.kernel.observer.snapshot(UpdateShown(self.rank, of, tick, weight), x)

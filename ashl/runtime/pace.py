@@ -16,28 +16,28 @@ from typing import Any
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Factors, Speed
+from ashl.runtime.records import Lateness, PaceKept
 
 SLACK = 1.02  # a step or transfer this much longer than declared is late
 
 
 class Punctuality:
-    """How often something took longer than declared, and by how much. One thread tells of it."""
+    """How often something took longer than declared, and by how much. One thread counts."""
 
     __slots__ = ("count", "declared_ns", "late", "late_ns")
 
     def __init__(self) -> None:
         self.count = self.late = self.late_ns = self.declared_ns = 0
 
-    def told(self, declared_ns: int, taken_ns: int) -> None:
+    def add(self, declared_ns: int, taken_ns: int) -> None:
         self.count += 1
         self.declared_ns += declared_ns
         if taken_ns > SLACK * declared_ns:
             self.late += 1
             self.late_ns += taken_ns - declared_ns
 
-    def report(self) -> dict[str, float]:
-        seconds = {"late_s": self.late_ns / 1e9, "declared_s": self.declared_ns / 1e9}
-        return {"count": self.count, "late": self.late, **seconds}
+    def report(self) -> Lateness:
+        return Lateness(self.count, self.late, self.late_ns / 1e9, self.declared_ns / 1e9)
 
 
 class Pace:
@@ -65,7 +65,7 @@ class Pace:
             factor = self.compute.at(self.rank, start_ns) if self.compute and kind == "compute" else 1.0
             cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
         elif kind == "compute":
-            self.steps.told(cost, now - start_ns)
+            self.steps.add(cost, now - start_ns)
         due = start_ns + cost
         if now >= due:
             return now
@@ -90,10 +90,10 @@ class Pace:
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner)
             with self._lock:
                 due = self.network.arrive(src, self.rank, nbytes, header_ns, tail)
-            self.transfers[src].told(due - header_ns, now_ns - header_ns)
+            self.transfers[src].add(due - header_ns, now_ns - header_ns)
             return due
         if self.network is not None:  # its sender has paced it
-            self.transfers[src].told(self.network.cost_ns(src, self.rank, nbytes, header_ns), now_ns - header_ns)
+            self.transfers[src].add(self.network.cost_ns(src, self.rank, nbytes, header_ns), now_ns - header_ns)
             return now_ns
         if self.link is not None:
             factor = max(self.link.at(src, now_ns), self.link.at(self.rank, now_ns))
@@ -121,7 +121,6 @@ class Pace:
         with self._lock:
             return network.hold(team, cost_ns, now_ns), cost_ns
 
-    def report(self) -> dict[str, Any]:
-        """How well the machine kept the declared pace: of steps, and of the transfers that came here, by sender."""
-        transfers = [{"src": src, **counts.report()} for src, counts in self.transfers.items()]
-        return {"steps": self.steps.report(), "transfers": transfers}
+    def report(self) -> PaceKept:
+        """How well the machine kept the declared pace."""
+        return PaceKept(self.rank, self.steps.report(), [(src, late.report()) for src, late in self.transfers.items()])

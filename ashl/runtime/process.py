@@ -29,6 +29,7 @@ from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Links
+from ashl.runtime.records import Beat
 
 KEPT_UP_NS = 2_000_000
 T = TypeVar("T")
@@ -106,13 +107,13 @@ class TorchKernel:
         if self._links is not None:
             self._links.goodbye(timeout_s)
 
-    def beat(self) -> dict[str, Any]:
+    def beat(self) -> Beat:
         """How this rank stands: what its main task is blocked in (None while it computes), and since when nothing has
         moved. May be asked from another thread."""
         effect = self._main.waiting if self._main else None
         blocked = effect is not None and not isinstance(effect, fx.Compute)
         idle_s = (time.monotonic_ns() - self._moved) / 1e9
-        return {**self.node.beat(), "waiting": waiting_for(effect) if blocked else None, "idle_s": idle_s}
+        return self.node.beat()._replace(waiting=waiting_for(effect) if blocked else None, idle_s=idle_s)
 
     def _next(self) -> None:
         """Wait for the world: a message, a result, or a timer."""

@@ -27,9 +27,10 @@ async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | 
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = reassigned(stages, *state.assigned)
-    counts = {"time_ns": state.tally.end_ns, **state.tally.report()} if node.rank == first.home else {}
-    if counts or first.replicas:
-        node.snapshot(state.params, final=True, **counts)
+    if node.rank == first.home:
+        node.snapshot(state.params, final=True, counts=state.tally.report(), time_ns=state.tally.end_ns)
+    elif first.replicas:
+        node.snapshot(state.params, final=True)
 
 
 def role(stage: Stage, rank: int) -> Loop:

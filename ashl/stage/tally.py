@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from ashl.runtime.records import Counts
 
 BY_WORKER = ("commits", "clocks", "steps_by", "dropped_by", "pulled", "stale_sum", "stale_max")
 
@@ -173,20 +175,20 @@ class Tally(Progress):
         if not workers:
             del self._waiting_at[clock]
 
-    def report(self) -> dict[str, Any]:
-        """The counts that go into records, as plain values."""
-        return {
-            "steps": self.steps,
-            "samples": self.samples,
-            "merges": self.version,
-            "commits": list(self.commits),
-            "steps_by": list(self.steps_by),
-            "dropped_by": list(self.dropped_by),
-            "stale_sum": list(self.stale_sum),
-            "stale_max": list(self.stale_max),
-            "max_lead": self.max_lead,
-            "groups": self.groups and list(self.groups),
-            "conflicts": self.conflicts,
-            "loss": self.loss,
-            "diverged": self.diverged,
-        }
+    def report(self) -> Counts:
+        """The counts that go into records."""
+        return Counts(
+            steps=self.steps,
+            samples=self.samples,
+            merges=self.version,
+            commits=list(self.commits),
+            steps_by=list(self.steps_by),
+            dropped_by=list(self.dropped_by),
+            stale_sum=list(self.stale_sum),
+            stale_max=list(self.stale_max),
+            max_lead=self.max_lead,
+            groups=self.groups and list(self.groups),
+            conflicts=self.conflicts,
+            loss=self.loss,
+            diverged=self.diverged,
+        )

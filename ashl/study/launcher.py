@@ -21,7 +21,7 @@ from typing import Any
 
 from ashl.errors import AshlError
 from ashl.runtime.checkpoint import FILE
-from ashl.study.slots import LEAVE_S, LOG, LOOK_S, Job, record_failure, run_all
+from ashl.study.slots import LEAVE_S, LOG, POLL_S, Job, record_failure, run_all
 
 PREFIX = "launcher-"
 MARGIN_S = 5.0  # what a launcher may take to notice that all of its jobs have left
@@ -35,7 +35,7 @@ class WithdrawnError(Exception):
 
 
 def run_elsewhere(
-    folder: Path, launch: Launch, jobs: Sequence[Job], look: Callable[[list[Job]], None]
+    folder: Path, launch: Launch, jobs: Sequence[Job], show: Callable[[list[Job]], None]
 ) -> Iterator[Job]:
     """As `slots.run_all`, by a launcher in the sweep's folder. Raises AshlError if some jobs have never begun."""
     waiting = dict(enumerate(jobs))
@@ -49,7 +49,7 @@ def run_elsewhere(
             files = set(os.listdir(place))
             for number in [number for number in waiting if name(number) not in files]:
                 yield waiting.pop(number)
-            look([job for number, job in waiting.items() if begun(number) in files])
+            show([job for number, job in waiting.items() if begun(number) in files])
         lost = [number for number in waiting if begun(number) not in files]
     for number in waiting.keys() - lost:  # it was ended by whoever rules over there
         record_failure(
@@ -87,7 +87,7 @@ def at_work(
             for document in documents:
                 (place / document).unlink(missing_ok=True)
             try:
-                for _ in range(int(LEAVE_S / LOOK_S)):
+                for _ in range(int(LEAVE_S / POLL_S)):
                     if over(process) or not any(place.glob(begun("*"))):
                         break
                 over(process, MARGIN_S)
@@ -98,7 +98,7 @@ def at_work(
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def over(process: Popen, timeout_s: float = LOOK_S) -> bool:
+def over(process: Popen, timeout_s: float = POLL_S) -> bool:
     """Whether a process has ended, or does so within this time."""
     try:
         process.wait(timeout_s)
@@ -129,14 +129,14 @@ def run_while(leave: Path, mark: Path, jobs: Sequence[Job], slots: int) -> None:
     """Run these as long as the first file is there; the second one is there as long as they run. Raises WithdrawnError;
     the runs have left in order by then."""
 
-    def look(running: list[Job]) -> None:
+    def leave_or_go_on(running: list[Job]) -> None:
         if not leave.exists() or os.getppid() != PARENT:
             raise WithdrawnError
 
     mp.set_start_method("forkserver", force=True)  # a worker of joblib has one that a fork server does not know
     mark.touch()
     try:
-        for _ in run_all(slots, jobs, look):
+        for _ in run_all(slots, jobs, leave_or_go_on):
             pass
     finally:
         mark.unlink(missing_ok=True)

@@ -60,7 +60,7 @@ def verdicts(standings: Mapping[str, Team], before: Mapping[str, Team] | None, a
     lag = "" if before is None else " than the best had in half the time"
     found = {}
     for place, name in enumerate(order[1:], start=1):
-        reason = ill(standings[name]) or late(standings[best], standings[name], at_s)
+        reason = diverged(standings[name]) or late(standings[best], standings[name], at_s)
         if reason is None and place >= kept:
             reason = behind(mark, standings[name], lag)
         if reason is not None:
@@ -76,7 +76,7 @@ def rank_of(runs: Sequence[Standing]) -> tuple[float, float]:
     return 0, statistics.median(run.reached_s or 0.0 for run in runs)
 
 
-def ill(team: Team) -> str | None:
+def diverged(team: Team) -> str | None:
     return "diverged or failed" if any(math.isinf(run.loss) for run in team.values()) else None
 
 

@@ -28,7 +28,7 @@ from ashl.study import sweep
 from ashl.study.grid import Grid, Setting, Skipped, checked, points
 from ashl.study.launcher import WithdrawnError, at_work, begun, last_words, over, run_while
 from ashl.study.race import Standing
-from ashl.study.slots import LOG, LOOK_S, Job
+from ashl.study.slots import LOG, POLL_S, Job
 from ashl.tracking import jsonl
 from ashl.tracking.sweep_progress import SweepProgress
 
@@ -48,8 +48,8 @@ class Axis:
     numbers: str = ""
     drawn: str = ""
 
-    def told(self, number: int) -> str:
-        """What the sweeper is told of it: its own keys mean nothing to Hydra, whose configuration is not ours."""
+    def asked(self, number: int) -> str:
+        """As the sweeper is asked for it: its own keys mean nothing to Hydra, whose configuration is not ours."""
         return f"+axes.a{number}={self.drawn or self.numbers}"
 
     def single(self, value: float) -> str:
@@ -120,18 +120,18 @@ def search(
         if not quiet:
             console.print(f"[bold]{folder.name}[/] {trials} trials; folder {folder}", soft_wrap=True)
         typed = " ".join(["ashl sweep", *command])
-        board = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
+        progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         with (
-            sweep.told_to_mlflow(corners, folder, typed, quiet) as tell,
+            sweep.copied_to_mlflow(corners, folder, typed, quiet) as tell,
             at_work(folder, {ASKED: document}, explore) as (place, process),
         ):
             ended = False
             try:
                 while not ended:
                     ended = over(process)
-                    tried.look(place, board, tell)
+                    tried.take_in(place, progress, tell)
             finally:
-                board.close()
+                progress.close()
             sweep.conclude(folder, typed, console, quiet)
         if process.returncode:
             raise AshlError(f"the sweeper gave up ({last_words(place)}); its output is in {place}")
@@ -154,27 +154,27 @@ class Tried:
             self.settings[entry["hash"]] = Setting(**known, config={})
         self.write()
 
-    def look(self, place: Path, board: SweepProgress, tell: Callable[[Setting], None]) -> None:
-        """Take in what trials have told since."""
+    def take_in(self, place: Path, progress: SweepProgress, tell: Callable[[Setting], None]) -> None:
+        """What trials have said since."""
         fresh = sorted((path for path in place.glob("trial-*.json") if path.name not in self.read), key=number_of)
         for path in fresh:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            said = json.loads(path.read_text(encoding="utf-8"))
             self.read.add(path.name)
-            settings = [Setting(**entry) for entry in told["settings"]]
+            settings = [Setting(**entry) for entry in said["settings"]]
             self.running |= {s.hash: s for s in settings}
             self.settings |= {s.hash: s for s in settings}
-            for point, reason in told["skipped"]:
+            for point, reason in said["skipped"]:
                 self.skipped[" ".join(point)] = Skipped(tuple(point), reason)
-                board.say(f"skipped: {' '.join(point)}: {reason}")
+                progress.say(f"skipped: {' '.join(point)}: {reason}")
         if fresh:
             self.write()
         for setting in list(self.running.values()):
             summary = sweep.read_summary(self.folder / setting.hash)
             if summary is not None and summary["status"] in sweep.ENDED:
                 del self.running[setting.hash]
-                board.ended(sweep.label(setting), summary)
+                progress.ended(sweep.label(setting), summary)
                 tell(setting)
-        board.show([sweep.label(s) for s in self.running.values() if (self.folder / s.hash / LOG).exists()])
+        progress.show([sweep.label(s) for s in self.running.values() if (self.folder / s.hash / LOG).exists()])
 
     def write(self) -> None:
         settings = tuple(self.settings.values())
@@ -220,7 +220,7 @@ def play_trial(place: Path, number: int, values: Sequence[float], compose: Compo
     while not all(sweep.ended(folder / s.hash, False) for s in missing):  # another trial has chosen the same
         if not leave.exists():
             raise WithdrawnError
-        Event().wait(LOOK_S)
+        Event().wait(POLL_S)
     return statistics.fmean(cost(sweep.standing(folder / s.hash, math.inf, s.config), s.config) for s in settings)
 
 

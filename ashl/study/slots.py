@@ -24,7 +24,7 @@ from ashl.tracking.recorder import SUMMARY
 
 LOG = "output.log"
 LEAVE_S = 20.0  # after an interrupt: time for the runs to leave in order
-LOOK_S = 0.25
+POLL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Job:
     pause_s: float | None = None  # stand still at the first checkpoint from this moment on
 
 
-def run_all(slots: int, jobs: Sequence[Job], look: Callable[[list[Job]], None]) -> Iterator[Job]:
-    """Run every job, `slots` at a time, in order; yields each as it ends. `look` is called a few times a second with
+def run_all(slots: int, jobs: Sequence[Job], show: Callable[[list[Job]], None]) -> Iterator[Job]:
+    """Run every job, `slots` at a time, in order; yields each as it ends. `show` is called a few times a second with
     those that run. On an interrupt (or when the caller goes away) the running ones leave in order first."""
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["ashl.study.slots"])
@@ -52,12 +52,12 @@ def run_all(slots: int, jobs: Sequence[Job], look: Callable[[list[Job]], None]) 
                 process = context.Process(target=play, args=(job,), name=job.folder.name)
                 process.start()
                 running[process.sentinel] = (job, process)
-            for sentinel in wait(list(running), timeout=LOOK_S):
+            for sentinel in wait(list(running), timeout=POLL_S):
                 job, process = running.pop(sentinel)
                 process.join()
                 record_end(job, process.exitcode or 0)
                 yield job
-            look([job for job, _ in running.values()])
+            show([job for job, _ in running.values()])
     finally:
         stop([process for _, process in running.values()])
 

@@ -74,20 +74,20 @@ def sweep(
         if not quiet:
             announce(console, grid, folder, len(missing))
         command = " ".join(["ashl sweep", *overrides])
-        board = SweepProgress(console, len(missing), quiet=quiet)
-        with told_to_mlflow(grid, folder, command, quiet) as tell:
+        progress = SweepProgress(console, len(missing), quiet=quiet)
+        with copied_to_mlflow(grid, folder, command, quiet) as tell:
             for setting in grid.settings:
                 if setting not in missing:
                     tell(setting)
             run_jobs = partial(run_elsewhere, folder, launch) if launch else partial(run_all, slots or slots_for(grid))
-            run = partial(run_on, folder, run_jobs, board, tell)
+            run = partial(run_on, folder, run_jobs, progress, tell)
             try:
                 if race:
-                    race_to_the_end(grid, folder, record, run, board)
+                    race_to_the_end(grid, folder, record, run, progress)
                 else:
                     run(missing, None)
             finally:
-                board.close()
+                progress.close()
             conclude(folder, command, console, quiet)
         return [summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None]
 
@@ -112,8 +112,8 @@ def conclude(folder: Path, command: str, console: Console, quiet: bool) -> None:
 
 
 @contextmanager
-def told_to_mlflow(grid: Grid, folder: Path, command: str, quiet: bool) -> Generator[Callable[[Setting], None]]:
-    """MLflow is told of each run that has ended, by a process of its own, and in the end of the sweep."""
+def copied_to_mlflow(grid: Grid, folder: Path, command: str, quiet: bool) -> Generator[Callable[[Setting], None]]:
+    """MLflow hears of each run that has ended, by a process of its own, and in the end of the sweep."""
     config = grid.settings[0].config
     if construct(config["tracking"], "tracking", config["allow_targets"]).sink == "none":
         yield lambda setting: None
@@ -132,7 +132,7 @@ def told_to_mlflow(grid: Grid, folder: Path, command: str, quiet: bool) -> Gener
 def run_on(
     folder: Path,
     run_jobs: Callable[[Sequence[Job], Callable[[list[Job]], None]], Iterator[Job]],
-    board: SweepProgress,
+    progress: SweepProgress,
     tell: Callable[[Setting], None],
     settings: Sequence[Setting],
     pause_s: float | None,
@@ -144,10 +144,10 @@ def run_on(
         for s in settings
         if not passed(path := folder / s.hash, pause_s)
     ]
-    for job in run_jobs(jobs, lambda running: board.show([label(by_folder[job.folder]) for job in running])):
+    for job in run_jobs(jobs, lambda running: progress.show([label(by_folder[job.folder]) for job in running])):
         summary, setting = read_summary(job.folder), by_folder[job.folder]
         if summary is not None and summary["status"] in ENDED:
-            board.ended(label(setting), summary)
+            progress.ended(label(setting), summary)
             tell(setting)
 
 
@@ -156,7 +156,7 @@ def race_to_the_end(
     folder: Path,
     record: dict[str, Any],
     run: Callable[[Sequence[Setting], float | None], None],
-    board: SweepProgress,
+    progress: SweepProgress,
 ) -> None:
     """Rung by rung; at the last one what is left runs to its end. Who was dropped, when and why is in `sweep.json`."""
     teams: dict[str, list[Setting]] = {}
@@ -182,9 +182,9 @@ def race_to_the_end(
             record["dropped"] += [{"hash": s.hash, "at_s": at_s, "rung": rung, "reason": reason} for s in alive[name]]
             dropped |= {setting.hash for setting in alive[name]}
         jsonl.write_json(folder / SWEEP, record)
-        board.say(f"rung {rung} at {seconds(at_s)}: {len(alive) - len(found)} of {len(alive)} settings go on")
+        progress.say(f"rung {rung} at {seconds(at_s)}: {len(alive) - len(found)} of {len(alive)} settings go on")
         for name, reason in found.items():
-            board.say(f"  dropped {team_label(alive[name][0])}: {reason}")
+            progress.say(f"  dropped {team_label(alive[name][0])}: {reason}")
     run([setting for setting in grid.settings if setting.hash not in dropped], None)
 
 

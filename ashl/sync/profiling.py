@@ -20,6 +20,7 @@ from ashl.option import Natural, option
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, WorkerProfile
 from ashl.runtime.node import Node
+from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.rule import Loop
 from ashl.stage.stage import NEXT, STOP, Stage
 from ashl.topology.ending import leave, record_end
@@ -58,7 +59,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     word, end_ns = int(plan.meta[0]), int(plan.meta[1])
     state.assigned = None if plan.body is None else (stage.index + 1, plan.body)
     leave(node, stage, word, end_ns)
-    node.round(stage=stage.index, round=state.round, steps=0, staleness=0, dropped=False, loss=None)
+    node.round(stage.index, state.round, 0, 0, dropped=False, loss=None)
     state.round += 1
     return word
 
@@ -124,8 +125,8 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     ]
     assigned = torch.tensor(rows, dtype=torch.float64).flatten() if rows else None
     state.assigned = None if assigned is None else (stage.index + 1, assigned)
-    node.emit("profile", profile=profile.to_json())
-    node.emit("plan", stages=[[list(row) for row in stage_rows] for stage_rows in rows], first=stage.index + 1)
+    node.emit(ProfileMeasured(node.rank, profile.to_json()))
+    node.emit(PlanMade(node.rank, stage.index + 1, rows))
     state.tally.end_ns = node.now_ns
     word = NEXT if stage.following and not node.stopping else STOP
     record_end(node, stage, state.tally, node.stopping or "profiled")

@@ -120,11 +120,10 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         reason = stage.judge.over(tally) or REASONS[word]
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), team, riders=1)
-        what = {"steps": work.steps, "staleness": 0, "dropped": False, "loss": work.loss}
-        node.round(stage=stage.index, round=state.round, **what)
+        node.round(stage.index, state.round, work.steps, 0, dropped=False, loss=work.loss)
         state.round += 1
         if node.rank == 0 and stage.judge.take(state, node.now):
-            node.snapshot(state.params, **tally.report())
+            node.snapshot(state.params, counts=tally.report())
         if reason:
             return end(node, stage, state, reason)
         if node.rank == 0:

@@ -108,7 +108,7 @@ async def ask_snapshots(node: Node, stage: Stage, state: CoordinatorState) -> No
     state.ticks += 1
     for rank in stage.workers:
         await node.send(rank, stage.tag("word"), None, Word(SNAPSHOT, state.ticks))
-    node.snapshot(None, tick=state.ticks, **state.tally.report())
+    node.snapshot(None, tick=state.ticks, counts=state.tally.report())
 
 
 async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
@@ -155,9 +155,7 @@ async def report(node: Node, stage: Stage, state: RoamingState, work: Any, stale
     """This work is part of the worker's model now: tell the coordinator, and close the round."""
     state.reported = True
     await node.send(stage.server, stage.tag("report"), None, Report(work.steps, work.samples, work.loss, staleness))
-    node.round(
-        stage=stage.index, round=state.round, steps=work.steps, staleness=staleness, dropped=False, loss=work.loss
-    )
+    node.round(stage.index, state.round, work.steps, staleness, dropped=False, loss=work.loss)
     state.round += 1
 
 
@@ -178,6 +176,6 @@ def left(node: Node, stage: Stage, state: RoamingState, dropped: int) -> int:
     """Close the books of a worker that may leave, its last steps thrown away; returns the last word."""
     word = leave(node, stage, state.word, state.end_ns)
     if word == STOP:
-        node.round(stage=stage.index, round=state.round, steps=dropped, staleness=0, dropped=True, loss=None)
+        node.round(stage.index, state.round, dropped, 0, dropped=True, loss=None)
         state.round += 1
     return word

@@ -12,6 +12,7 @@ NEXT: another stage follows, and the work that is under way still counts. STOP: 
 from __future__ import annotations
 
 from ashl.runtime.node import Node
+from ashl.runtime.records import Border, StageEnd
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Progress, Tally
 
@@ -49,14 +50,13 @@ def rule_of(node: Node, stage: Stage, tally: Progress, reason: str) -> str:
 
 def record_end(node: Node, stage: Stage, tally: Tally, reason: str | None) -> None:
     """The home rank: how the stage ended, and what had been counted by then."""
-    end = {"end_ns": tally.end_ns, "reason": reason}
-    node.emit("stage", stage=stage.index, name=stage.plan.name, **end, **tally.report())
+    node.emit(StageEnd(node.rank, stage.index, stage.plan.name, reason, tally.end_ns, tally.report()))
 
 
 def leave(node: Node, stage: Stage, word: int, end_ns: int) -> int:
     """Close a rank's books of a stage that ended at `end_ns`; returns the word."""
     if word == NEXT:
-        node.emit("border", stage=stage.index, totals_ns=node.ledger.until(end_ns))
+        node.emit(Border(node.rank, stage.index, node.ledger.until(end_ns)))
     else:
         node.ledger.close(end_ns)
     return word

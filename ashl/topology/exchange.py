@@ -43,10 +43,10 @@ async def exchanged(
     tick = state.tally.version
     looks = reports_mean(stage, tick) and not isinstance(body, SizeOnly)
     if looks:
-        node.snapshot(body, of=node.rank, tick=tick, weight=weight)
+        node.show_update(body, of=node.rank, tick=tick, weight=weight)
     update, loss, word = await compressed(node, stage, state, body, weight, riders)
     if looks and node.rank == 0:
-        node.snapshot(update, of=None, tick=tick)
+        node.show_update(update, of=None, tick=tick)
     return update, loss, word
 
 

@@ -219,8 +219,8 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
             look_ahead(node, stage, state, k)
         due = stage.limits.eval_every_s is None and stage.judge.take(state, node.now)
         if due or state.header.snapshot_after == k:
-            counts = state.tally.report() if isinstance(state.tally, Tally) else {}
-            node.snapshot(state.params, tick=state.tally.version, **counts)
+            counts = state.tally.report() if isinstance(state.tally, Tally) else None
+            node.snapshot(state.params, tick=state.tally.version, counts=counts)
         reason = stage.judge.spent(state.tally)
         if not reason and state.header.verdict and k >= state.header.last:
             reason = VERDICTS[int(state.header.verdict)]
@@ -228,8 +228,7 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
             for late in range(max(0, k + 1 - rule.lag), k + 1):
                 rule.settle(state, await hear(node, stage, state, late))
             word = await end(node, stage, state, reason)
-        what = {"steps": work.steps, "staleness": rule.lag, "dropped": False, "loss": work.loss}
-        node.round(stage=stage.index, round=state.round, **what)
+        node.round(stage.index, state.round, work.steps, rule.lag, dropped=False, loss=work.loss)
         state.round += 1
         if reason:
             return word

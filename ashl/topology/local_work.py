@@ -18,6 +18,7 @@ from ashl.compression.around.wrapped import handed_over
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Turn
 from ashl.runtime.node import Node
+from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw, estimated
@@ -111,7 +112,7 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
     report_health(node, stage, state, work.body, body)
     if reports_mean(stage, state.version):
         weight = stage.weights(stage.workers)[node.rank]
-        node.snapshot(work.body, of=node.rank, tick=state.version, weight=weight)
+        node.show_update(work.body, of=node.rank, tick=state.version, weight=weight)
     return body, work.loss
 
 
@@ -124,7 +125,7 @@ def report_health(node: Node, stage: Stage, state: WorkerState, x: Any, body: An
         found = sizes(body)  # a body alone does not say what comes of it
     else:
         found = measured_loss(codec, state.sender, x, body, stage.layout, stage.health_layers)
-    node.emit("health", round=state.round, time_ns=node.now_ns, **found)
+    node.emit(Health(node.rank, state.round, node.now_ns, **found))
 
 
 def reports_mean(stage: Stage, version: int) -> bool:
@@ -156,7 +157,7 @@ def not_finite(node: Node, stage: Stage, state: WorkerState, x: Any) -> bool:
     if finite.all():
         return False
     layer = layer_at(stage.layout, int(finite.int().argmin()))
-    node.emit("not_finite", where=f"layer {layer} of the update of worker {node.rank}", round=state.round)
+    node.emit(NotFinite(node.rank, f"layer {layer} of the update of worker {node.rank}", state.round))
     return True
 
 

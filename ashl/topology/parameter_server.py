@@ -24,6 +24,7 @@ from ashl.planner.assignment import Planner
 from ashl.planner.online import Averages
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
+from ashl.runtime.records import Replan
 from ashl.stage.rule import CODEC, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
@@ -238,9 +239,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         state.batch = int(reply.batch) or state.batch
         if word != GO:
             leave(node, stage, word, int(reply.end_ns))
-        staleness, dropped = int(reply.staleness), bool(reply.dropped)
-        what = {"steps": work.steps, "staleness": staleness, "dropped": dropped, "loss": loss}
-        node.round(stage=stage.index, round=state.round, **what)
+        dropped = bool(reply.dropped)
+        node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=dropped, loss=loss)
         state.round += 1
     return word
 
@@ -261,7 +261,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
             state.word, state.reason = STOP, "seconds"
             break
         if await receive(node, stage, state, message) and stage.judge.take(state, node.now):
-            node.snapshot(state.params, **tally.report())
+            node.snapshot(state.params, counts=tally.report())
         word, reason = verdict(node, stage, tally)
         if word == STOP or state.word == GO:
             state.word, state.reason = word, reason
@@ -307,7 +307,7 @@ async def merged(node: Node, stage: Stage, state: ServerState, message: Message)
     push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
     update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
     if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
-        node.snapshot(update, of=None, tick=tally.version - 1)
+        node.show_update(update, of=None, tick=tally.version - 1)
     tally.now_s = node.now
     state.rule_state = rule_of(stage).observe(stage, state.rule_state, tally, push)
     if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
@@ -357,8 +357,8 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Pl
     state.averages, rows = planner.replan(averages, state.workers, *presets, stage.payload)
     if rows is not None:
         state.workers = assigned(state.workers, rows)
-        what = {"local_steps": [w.local_steps for w in state.workers], "time_ns": node.now_ns}
-        node.emit("replan", stage=stage.index, ratios=[w.compression_ratio for w in state.workers], **what)
+        ratios = [w.compression_ratio for w in state.workers]
+        node.emit(Replan(node.rank, stage.index, ratios, [w.local_steps for w in state.workers], node.now_ns))
 
 
 async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None:

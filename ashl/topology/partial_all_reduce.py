@@ -141,8 +141,8 @@ async def worker(node: Node, stage: Stage, state: Replica) -> int:
         word = int(reply.word)
         if word != GO:
             leave(node, stage, word, int(reply.end_ns))
-        what = {"steps": work.steps, "staleness": int(reply.staleness), "dropped": word == STOP, "loss": work.loss}
-        node.round(stage=stage.index, round=state.round, group=list(members), **what)
+        how = (work.steps, int(reply.staleness))
+        node.round(stage.index, state.round, *how, dropped=word == STOP, loss=work.loss, group=list(members))
         state.round += 1
     return word
 
@@ -273,7 +273,7 @@ def commit(node: Node, stage: Stage, state: MakerState, members: Members, work: 
             tally.groups[member] += len(members) > 1
     if stage.judge.take(state, node.now):
         state.ticks += 1
-        node.snapshot(None, tick=state.ticks, **tally.report())
+        node.snapshot(None, tick=state.ticks, counts=tally.report())
 
 
 async def drain(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:

@@ -3,8 +3,9 @@
 Only this module draws, and only in the process that leads the run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, Group
@@ -21,6 +22,34 @@ MAX_ROWS = 16
 SLOWER = 0.02  # from here on the outcome tells that the machine did not keep the declared pace
 STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
 SHARES = ("compute", "compress", "push", "pull", "wait", "down")  # what a worker's time is made of, as in summary.json
+
+
+class WorkerFrame(NamedTuple):
+    """How a worker stands. What is None is shown as a dash."""
+
+    rank: int
+    step: int
+    samples_per_s: float | None
+    wait_share: float | None
+    staleness: float | None
+    loss: float | None
+
+
+class Frame(NamedTuple):
+    """How a run stands. What is None is left out or shown as a dash."""
+
+    time_s: float
+    host_s: float
+    stage: str
+    steps: int
+    commits: int
+    loss: float | None
+    accuracy: float | None
+    samples_per_s: float | None
+    wait_share: float | None
+    progress: float | None  # 0 to 1
+    eta_host_s: float | None
+    workers: Sequence[WorkerFrame]
 
 
 class Progress:
@@ -45,24 +74,19 @@ class Progress:
         """Whether an update at this time would be shown, so that nobody makes a snapshot in vain."""
         return not self._quiet and host_s >= self._due_s
 
-    def update(self, snapshot: dict) -> None:
-        """Show `snapshot`, unless the last one is still fresh. A line waits until there is something
-        to tell, and the outcome speaks for itself.
-
-        Keys: time_s, host_s, steps, commits, loss, accuracy, samples_per_s, wait_share, progress (0 to 1), eta_host_s,
-        stage, and workers, a list of rank, step, samples_per_s, wait_share, staleness, loss. What is None is left out
-        or shown as a dash.
-        """
-        if not self.due(snapshot["host_s"]):
+    def update(self, frame: Frame) -> None:
+        """Show it, unless the last one is still fresh. A line waits until there is something to tell, and the outcome
+        speaks for itself."""
+        if not self.due(frame.host_s):
             return
-        if not self._live and (snapshot.get("commits") == 0 or snapshot.get("progress") == 1.0):
-            self._due_s = snapshot["host_s"] + FRAME_S
+        if not self._live and (frame.commits == 0 or frame.progress == 1.0):
+            self._due_s = frame.host_s + FRAME_S
             return
-        self._due_s = snapshot["host_s"] + (FRAME_S if self._live else LINE_S)
+        self._due_s = frame.host_s + (FRAME_S if self._live else LINE_S)
         if self._live:
-            self._live.update(self._frame(snapshot), refresh=True)
+            self._live.update(self._drawn(frame), refresh=True)
         else:
-            facts = [*_clock(snapshot), *self._quality(snapshot)]
+            facts = [*_clock(frame), *self._quality(frame)]
             line = "  ".join(f"{label} {value}" for label, value in facts)
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
@@ -77,27 +101,24 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _quality(self, snapshot: dict) -> Iterator[tuple[str, str]]:
-        if (accuracy := snapshot.get("accuracy")) is not None:
-            yield "accuracy", percent(accuracy) + (f" of {percent(self._target)}" if self._target else "")
-        yield "loss", number(snapshot.get("loss"))
-        yield "samples/s", number(snapshot.get("samples_per_s"))
-        yield "waiting", percent(snapshot.get("wait_share"))
+    def _quality(self, frame: Frame) -> Iterator[tuple[str, str]]:
+        if frame.accuracy is not None:
+            yield "accuracy", percent(frame.accuracy) + (f" of {percent(self._target)}" if self._target else "")
+        yield "loss", number(frame.loss)
+        yield "samples/s", number(frame.samples_per_s)
+        yield "waiting", percent(frame.wait_share)
 
-    def _frame(self, snapshot: dict) -> Group:
-        title = Text.assemble((self._name, "bold"), "  ", str(snapshot.get("stage") or ""))
+    def _drawn(self, frame: Frame) -> Group:
+        title = Text.assemble((self._name, "bold"), "  ", frame.stage)
         table = _table("worker", "step", "samples/s", "waiting", "staleness", "loss")
-        workers = snapshot.get("workers") or []
-        for worker in workers[:MAX_ROWS]:
-            keys = ("step", "samples_per_s", "wait_share", "staleness", "loss")
-            shown = [percent(worker.get(key)) if key == "wait_share" else number(worker.get(key)) for key in keys]
-            table.add_row(str(worker["rank"]), *shown)
-        clock, quality = _texts(_clock(snapshot)), _texts(self._quality(snapshot))
+        for rank, step, rate, waiting, staleness, loss in frame.workers[:MAX_ROWS]:
+            table.add_row(str(rank), number(step), number(rate), percent(waiting), number(staleness), number(loss))
+        clock, quality = _texts(_clock(frame)), _texts(self._quality(frame))
         parts = [Text("   ").join([title, *clock]), Text("   ").join(quality), table]
-        if len(workers) > MAX_ROWS:
-            parts.append(Text(f"and {len(workers) - MAX_ROWS} more workers", style="dim"))
-        if (progress := snapshot.get("progress")) is not None:
-            parts.append(ProgressBar(total=1.0, completed=min(1.0, progress), width=60))
+        if len(frame.workers) > MAX_ROWS:
+            parts.append(Text(f"and {len(frame.workers) - MAX_ROWS} more workers", style="dim"))
+        if frame.progress is not None:
+            parts.append(ProgressBar(total=1.0, completed=min(1.0, frame.progress), width=60))
         return Group(*parts)
 
 
@@ -141,13 +162,15 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     pace = summary.get("pace") or {}
     if pace.get("slower_by", 0.0) > SLOWER:
         parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers")]
-        told = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
-        yield "pace", f"{told} longer than declared: this machine is too slow for this cluster"
+        late = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
+        yield "pace", f"{late} longer than declared: this machine is too slow for this cluster"
     yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
-    if looked := summary.get("compression"):  # at the workers' last messages that were looked at
-        told = [f"{number(looked['bits'])} bits an element"]
-        told += [f"{name} {number(looked[name])}" for name in ("lost", "cosine") if looked.get(name) is not None]
-        yield "messages", ", ".join(told)
+    if lost := summary.get("compression"):  # at the last messages that the workers reported
+        parts = [f"{number(lost['bits'])} bits an element"]
+        parts += [f"{name} {number(lost[name])}" for name in ("lost", "cosine") if lost.get(name) is not None]
+        yield "messages", ", ".join(parts)
+    if measures := summary.get("measures"):
+        yield "measures", ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items())
 
 
 def _workers(summary: dict) -> Table:
@@ -172,11 +195,11 @@ def _table(*titles: str) -> Table:
     return table
 
 
-def _clock(snapshot: dict) -> Iterator[tuple[str, str]]:
-    yield "time", seconds(snapshot.get("time_s"))
-    yield "steps", number(snapshot.get("steps"))
-    if (eta := snapshot.get("eta_host_s")) is not None:
-        yield "ETA", seconds(eta)
+def _clock(frame: Frame) -> Iterator[tuple[str, str]]:
+    yield "time", seconds(frame.time_s)
+    yield "steps", number(frame.steps)
+    if frame.eta_host_s is not None:
+        yield "ETA", seconds(frame.eta_host_s)
 
 
 def _texts(facts: Iterator[tuple[str, str]]) -> list[Text]:

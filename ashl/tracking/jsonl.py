@@ -5,6 +5,14 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Listable(Protocol):
+    """A scalar or an array of numpy or torch, neither of which is imported here."""
+
+    def tolist(self) -> object: ...
 
 
 class Lines:
@@ -72,10 +80,9 @@ def write_json(path: Path, value: dict) -> None:
 
 def _plain(value: object) -> object:
     """Numpy scalars and arrays (and tensors) as Python's own numbers and lists."""
-    tolist = getattr(value, "tolist", None)
-    if tolist is None:
+    if not isinstance(value, Listable):
         raise TypeError(f"a record holds plain values only, not {type(value).__name__}")
-    return tolist()
+    return value.tolist()
 
 
 LINE = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False)  # made once: json.dumps makes one a call

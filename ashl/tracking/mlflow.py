@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from ashl.tracking import jsonl, view
 from ashl.tracking import store as stores
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LOG = "mlflow.log"  # in the run folder: what went wrong; the lock on it says that the writer lives
 ARTIFACTS = (SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html")
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "diverged": "FAILED", "interrupted": "KILLED"}
-PERIOD_S = 1.0  # between two looks at metrics.jsonl
+PERIOD_S = 1.0  # between two readings of metrics.jsonl
 LAST_WORDS_S = 60  # what a writer may take once its input is closed; a parent that still lives usually waits less
 MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000  # MLflow's limits: two for one call, one for a value's characters
 
@@ -149,7 +149,25 @@ def main() -> None:
     serve(Copy)
 
 
-def serve(make: Callable[[Path, dict], Any]) -> None:
+class Copier(Protocol):
+    """What a writer's process does; what failed may be called again."""
+
+    @property
+    def run_dir(self) -> Path: ...
+
+    @property
+    def job(self) -> dict: ...
+
+    def advance(self) -> None: ...
+
+    def hear(self, line: dict) -> None: ...
+
+    def loss(self) -> str | None: ...
+
+    def close(self) -> tuple[str | None, str | None]: ...
+
+
+def serve(make: Callable[[Path, dict], Copier]) -> None:
     """The whole of a writer's process. Its argument is the folder, its input begins with the job, a line of JSON, and
     its answer is the deep link and a warning; `make(folder, job)` is what copies."""
     os.nice(10)  # the run comes first
@@ -162,7 +180,7 @@ def serve(make: Callable[[Path, dict], Any]) -> None:
         json.dump(_follow(make(folder, job)), answer)
 
 
-def _follow(copy: Any) -> tuple[str | None, str | None]:
+def _follow(copy: Copier) -> tuple[str | None, str | None]:
     """Copy until the input is closed, trying again after each failure; returns the deep link and a warning."""
     ended = False
     while True:
@@ -227,7 +245,7 @@ class Copy:
         return page_of(self.job["uri"], str(self.experiment)), warning
 
     def hear(self, line: dict) -> None:
-        """A run is all that there is to copy: nothing is told of it but its end."""
+        """A run is all that there is to copy: nothing is said of it but its end."""
 
     def loss(self) -> str | None:
         """What became of the database, if it is not the one that the run was begun in; SQLite itself may not notice."""
@@ -294,6 +312,8 @@ def finals(summary: dict) -> Iterator[tuple[str, float]]:
         if key in ("final", "best"):
             prefix = "" if key == "final" else "best_"
             yield from ((prefix + name, number) for name, number in finals(value or {}))
+        elif key == "measures":
+            yield from ((f"measure/{name}", found["last"]) for name, found in (value or {}).items())
         elif isinstance(value, int | float) and not isinstance(value, bool) and key not in ("schema", "seed"):
             yield key, float(value)
     if time_s := summary.get("time_s"):

@@ -39,8 +39,8 @@ class Recorder:
         """How much is written, by file."""
         return {METRICS: self._metrics.size} | ({EVENTS: self._events.size} if self._events else {})
 
-    def round(self, record: dict) -> None:
-        """Record one round (`kind` = "round") or another event ("dropped", "switch", ...) of one rank."""
+    def event(self, record: dict) -> None:
+        """Record one round (`kind` = "round") or another event ("stage", "replan", ...) of one rank."""
         if self._events is not None and (not self._sampled or is_sampled(record)):
             with _writing(self.run_dir):
                 self._events.append(record)
@@ -80,7 +80,7 @@ def is_sampled(record: dict) -> bool:
     Rounds come in blocks of 16. All of the first 64 blocks are kept, of the next 64 every second one, of the next 128
     every fourth one and so on. Events that do not come once a round (a stage switch, say) are always kept.
     """
-    if record.get("kind") not in ("round", "dropped"):
+    if record.get("kind") != "round":
         return True
     block = int(record["round"]) // BLOCK
     stride = 1 << (block // WHOLE_BLOCKS).bit_length()

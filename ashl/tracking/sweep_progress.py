@@ -34,7 +34,7 @@ class SweepProgress:
         """A run has ended."""
         self.done += 1
         self.failed += summary["status"] == "failed"
-        self.say(f"[{self.done}/{self.total}] {label}  {told(summary)}")
+        self.say(f"[{self.done}/{self.total}] {label}  {ending(summary)}")
 
     def say(self, line: str) -> None:
         """A line that stays."""
@@ -64,7 +64,7 @@ class SweepProgress:
             self._live.stop()
 
 
-def told(summary: dict[str, Any]) -> str:
+def ending(summary: dict[str, Any]) -> str:
     """How a run ended, in a few words."""
     if summary["status"] in ("failed", "diverged"):
         return f"{summary['status']}: {summary['exit_reason']}"

@@ -140,7 +140,7 @@ def test_axes_of_a_search() -> None:
     axis = plugins.axis_of("optimizer.lr=tag(log,interval(0.01,0.5))", None)
     assert axis == Axis("optimizer.lr", ("optimizer.lr=0.01", "optimizer.lr=0.5"), drawn="tag(log,interval(0.01,0.5))")
     assert axis.single(0.123456) == "optimizer.lr=0.1235"
-    assert axis.told(3) == "+axes.a3=tag(log,interval(0.01,0.5))"
+    assert axis.asked(3) == "+axes.a3=tag(log,interval(0.01,0.5))"
     axis = plugins.axis_of("sync.staleness=range(1,5,2)", None)
     assert axis == Axis("sync.staleness", ("sync.staleness=1", "sync.staleness=3"), numbers="interval(0,1)")
     assert axis.single(1) == "sync.staleness=3"

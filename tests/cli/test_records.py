@@ -78,7 +78,7 @@ def test_the_data_set_is_loaded_once(workplace, monkeypatch) -> None:
 
 
 def test_a_quiet_run_draws_no_view(workplace, monkeypatch) -> None:
-    monkeypatch.setattr("ashl.run.monitor.Monitor.view", None)
+    monkeypatch.setattr("ashl.run.monitor.view", None)
     trained("sync=bsp", "stop.steps=300")
 
 

@@ -1,7 +1,6 @@
 """What transfers cost in virtual time: declared exchanges, and links with the ports of both ends."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,8 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Node
+from ashl.runtime.node import Node, Vector
+from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
 from tests.laws.machines import MS, cluster
@@ -22,12 +22,15 @@ TAG = ("x", 0, 0)
 class Deaf:
     """An observer that keeps nothing."""
 
-    stopping = scores = None
     rounds = False
 
-    def emit(self, record: dict) -> None: ...
+    def __init__(self) -> None:
+        self.stopping: str | None = None
+        self.scores: dict[str, float | None] | None = None
 
-    def snapshot(self, record: dict, params: Any) -> None: ...
+    def emit(self, record: Record) -> None: ...
+
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
 
 
 def arrivals(machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: int = NBYTES) -> list[tuple[int, int]]:

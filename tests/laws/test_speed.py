@@ -10,6 +10,7 @@ from ashl.cluster.speed import Speed
 from ashl.run.launch import kept_pace
 from ashl.runtime import pace as pacing
 from ashl.runtime.pace import Pace
+from ashl.runtime.records import Lateness, PaceKept
 from tests.laws.machines import MS, cluster
 
 BATCH = 10
@@ -82,7 +83,7 @@ def test_overshooting_sleeps_do_not_add_up(monkeypatch) -> None:
         end = pace.computed("compute", BATCH, end)
         assert end == (step + 1) * 30 * MS
     assert host.now - end < 100_000
-    assert pace.report()["steps"] == {"count": 100, "late": 0, "late_s": 0.0, "declared_s": pytest.approx(3.0)}
+    assert pace.report().steps == (100, 0, 0.0, pytest.approx(3.0))
 
 
 def test_a_host_that_is_too_slow_says_so(monkeypatch) -> None:
@@ -92,34 +93,33 @@ def test_a_host_that_is_too_slow_says_so(monkeypatch) -> None:
         host.now = max(host.now, end) + 45 * MS
         end = pace.computed("compute", BATCH, end)
     assert end == host.now == 450 * MS
-    assert pace.report()["steps"] == {"count": 10, "late": 10, "late_s": pytest.approx(0.15), "declared_s": 0.3}
+    assert pace.report().steps == (10, 10, pytest.approx(0.15), 0.3)
 
 
 @pytest.mark.parametrize("costs", [{"exchange_s": 0.02}, {"exchange_s": None, "latency_s": 0.0}])
-def test_transfers_that_took_longer_than_declared_are_told(costs, monkeypatch) -> None:
+def test_transfers_that_took_longer_than_declared_are_counted(costs, monkeypatch) -> None:
     """10 ms each: one comes in time, one 5 ms late."""
     host = Host(monkeypatch)
     rate = {"bandwidth_mbit_s": 3.2, "server_bandwidth_mbit_s": None, "link": None}
     pace = host.pace(step_s=0.01, **rate, **costs)
     pace.arrival(2, 4000, 0, 10 * MS)
     pace.arrival(2, 4000, 100 * MS, 115 * MS)
-    late = {"count": 2, "late": 1, "late_s": pytest.approx(0.005), "declared_s": pytest.approx(0.02)}
-    assert pace.report()["transfers"] == [{"src": 2, **late}]
+    assert pace.report().transfers == [(2, (2, 1, pytest.approx(0.005), pytest.approx(0.02)))]
 
 
 def test_a_push_is_its_workers(monkeypatch) -> None:
     """What the server takes in late counts for the worker that sent it, in proportion to all that it does."""
-    fine, late = ({"count": 10, "late": n, "late_s": n / 10, "declared_s": 1.0} for n in (0, 2))
-    idle = {"count": 0, "late": 0, "late_s": 0.0, "declared_s": 0.0}
+    fine, late = (Lateness(10, n, n / 10, 1.0) for n in (0, 2))
+    idle = Lateness(0, 0, 0.0, 0.0)
     reports = [
-        {"rank": 0, "steps": fine, "transfers": [{"src": 2, **fine}]},
-        {"rank": 1, "steps": fine, "transfers": [{"src": 2, **late}]},
-        {"rank": 2, "steps": idle, "transfers": [{"src": 0, **fine}, {"src": 1, **late}]},
+        PaceKept(0, fine, [(2, fine)]),
+        PaceKept(1, fine, [(2, late)]),
+        PaceKept(2, idle, [(0, fine), (1, late)]),
     ]
     pace = kept_pace(reports, 2)
     assert [worker["slower_by"] for worker in pace["workers"]] == pytest.approx([0.0, 0.4 / 3])
     assert (pace["steps_slower_by"], pace["transfers_slower_by"]) == (0.0, pytest.approx(0.2))
-    assert kept_pace([{"rank": 0, "steps": idle, "transfers": []}], 1) == {}
+    assert kept_pace([PaceKept(0, idle, [])], 1) == {}
 
 
 def test_without_a_declared_cost_the_host_is_slowed_down_by_the_factor(monkeypatch) -> None:
@@ -127,4 +127,4 @@ def test_without_a_declared_cost_the_host_is_slowed_down_by_the_factor(monkeypat
     pace = host.pace(step_s=None)
     host.now = 7 * MS
     assert pace.computed("compute", BATCH, 0) == 21 * MS
-    assert pace.report()["steps"]["count"] == 0, "nothing was declared, so nothing can be late"
+    assert pace.report().steps.count == 0, "nothing was declared, so nothing can be late"

@@ -2,6 +2,7 @@
 
 import io
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ashl.cluster.speed import Speed
 from ashl.config.construct import construct
 from ashl.planning.build import assemble
 from ashl.run.mean_model import ModelSet
+from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
@@ -99,6 +101,18 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
         assert again.records == whole.records
         assert again.sha256 == whole.sha256
         assert [record for record, _ in again.snapshots] == [record for record, _ in whole.snapshots]
+
+
+def test_what_is_measured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Node.round
+
+    def measuring(node: Node, *args: int, **what: Any) -> None:
+        node.measure("loss", what["loss"])
+        close(node, *args, **what)
+
+    monkeypatch.setattr(Node, "round", measuring)
+    assert simulated(*SHORT, *CASES["bsp"]).of("ledger")[0]["measures"]["loss"].count > 10
+    test_a_resumed_run_equals_the_whole_one("bsp")
 
 
 def test_a_checkpoint_names_no_foreign_code() -> None:

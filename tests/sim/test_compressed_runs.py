@@ -13,6 +13,7 @@ from ashl.compression.around.lost import measured_loss, split
 from ashl.compression.around.wrapped import wrapped
 from ashl.learn.learner import Learner
 from ashl.run.health import OFTEN, Health
+from ashl.runtime import records
 from tests.conf_option import conf_option
 from tests.laws.codecs import vector
 from tests.support import simulated
@@ -87,14 +88,14 @@ def test_health_is_a_metric(workplace: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_codec_that_enlarges_is_named() -> None:
     health = Health(dense_bytes=400)
-    ill = {"lost": 1.4, "residual": None, "cosine": 0.1, "nbytes": 20, "split": [20, 0, 0, 0], "unbiased": False}
-    layers = {"a.weight": {"lost": 0.3}, "b.weight": {"lost": 1.9}}
+    layers: dict[str, dict[str, float | None]] = {"a.weight": {"lost": 0.3}, "b.weight": {"lost": 1.9}}
+    growing = records.Health(1, 0, 0, 1.4, None, 0.1, (20, 0, 0, 0), nbytes=20, unbiased=False, layers=layers)
     for _ in range(OFTEN - 1):
-        health.add({**ill, "rank": 1, "layers": layers})
-    health.add({**ill, "rank": 1, "lost": 0.9})
+        health.add(growing)
+    health.add(growing._replace(lost=0.9))
     assert health.warning is None
     for _ in range(OFTEN):
-        health.add({**ill, "rank": 1, "layers": layers})
+        health.add(growing)
     assert health.warning is not None
     assert "worker 1" in health.warning
     assert "layer b.weight" in health.warning

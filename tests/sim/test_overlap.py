@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Node
-from ashl.runtime.records import Record
+from ashl.runtime.node import Node, Vector
+from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
 from tests.kernels import DENSE, Quiet, in_virtual_time
@@ -159,14 +159,16 @@ def test_alike_is_computed_once_and_then_forgotten() -> None:
 class Kept(Quiet):
     """An observer that keeps everything."""
 
-    rounds = True
-
-    def __init__(self, records: list[Record]) -> None:
+    def __init__(self, records: list[tuple]) -> None:
         super().__init__()
         self.records = records
 
     def emit(self, record: Record) -> None:
         self.records.append(record)
+
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+        assert isinstance(vector, torch.Tensor)
+        self.records.append((record, vector.tolist()))
 
 
 async def overlapping(node: Node, saved: tuple[int, Any] | None = None) -> None:
@@ -187,7 +189,8 @@ async def overlapping(node: Node, saved: tuple[int, Any] | None = None) -> None:
         scale = node.alike(other, k, lambda k=k: float(k) / 2)
         total = await node.all_reduce(torch.tensor([sum(sums) + scale]), other) if k % 3 == 2 else torch.zeros(1)
         state = {"k": k + 1, "x": state["x"] + torch.tensor([sum(sums), float(got.body[0]), float(total)])}
-        node.round(stage=0, round=k, steps=1, staleness=0, dropped=False, loss=float(state["x"].sum()))
+        node.snapshot(state["x"], tick=k)
+        node.round(0, k, 1, 0, dropped=False, loss=0.0)
 
 
 async def summed(node: Node, value: torch.Tensor, team: tuple[int, ...], key: int) -> torch.Tensor:
@@ -198,12 +201,12 @@ async def summed(node: Node, value: torch.Tensor, team: tuple[int, ...], key: in
 def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
     machines = cluster(4, compute=(1.0, 1.3, 1.7, 2.0), link=(1.0, 2.0, 1.0, 1.0), jitter=0.3, step_s=0.02, **links)
 
-    def simulation(records: list[Record]) -> Sim:
+    def simulation(records: list[tuple]) -> Sim:
         return Sim(4, Speed(machines, 1, 3), network(machines, DENSE), Kept(records))
 
-    whole: list[Record] = []
+    whole: list[tuple] = []
     simulation(whole).run(overlapping, tick=lambda: None)
-    records: list[Record] = []
+    records: list[tuple] = []
     kept = []
 
     def keep(document: dict) -> int:

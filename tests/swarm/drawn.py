@@ -14,10 +14,13 @@ from ashl.compression.none import Dense
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.predict import WITHOUT
+from ashl.runtime.node import Vector
+from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from ashl.stage.rule import extra_ranks
 from ashl.stage.stage import Stage
+from tests.support import flat
 
 BATCH = 8
 WHAT = ("compute", "link")
@@ -47,12 +50,12 @@ class Seen:
         self.commits: list[dict] = []  # the counts after each commit
         self.models: dict[int, Any] = {}  # each rank's last
 
-    def emit(self, record: dict) -> None:
-        self.records.append(record)
+    def emit(self, record: Record) -> None:
+        self.records.append(flat(record))
 
-    def snapshot(self, record: dict, params: Any) -> None:
-        self.commits.append(record)
-        self.models[record["rank"]] = params
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+        self.commits.append(flat(record))
+        self.models[record.rank] = vector
 
     def of(self, kind: str) -> list[dict]:
         return [record for record in self.records if record["kind"] == kind]

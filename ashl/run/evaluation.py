@@ -1,0 +1,59 @@
+"""What the evaluations of a run found, and when its target was reached."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ashl.plan.plan import Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A model that was evaluated. `merges` tells whether it has changed since; `consensus_distance` is that of the
+    workers' models from their mean, where each has its own."""
+
+    time_s: float
+    merges: int | None
+    train_loss: float
+    test_loss: float
+    test_accuracy: float | None
+    consensus_distance: float | None = None
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.train_loss)
+
+
+@dataclass
+class Target:
+    """A target counts when it held for so many evaluations in a row; its time is that of the last of them."""
+
+    held: int = 0
+    reached_s: float | None = None
+
+    def judge(self, limits: Limits, found: Evaluation) -> str | None:
+        """The name of the target that was reached with this evaluation, once."""
+        hit = hit_by(limits, found)
+        self.held = self.held + 1 if hit else 0
+        if hit is None or self.held < limits.target_hold or self.reached_s is not None:
+            return None
+        self.reached_s = found.time_s
+        return hit
+
+
+def hit_by(limits: Limits, found: Evaluation) -> str | None:
+    """The target that an evaluation meets."""
+    if at_least(found.test_accuracy, limits.target_accuracy):
+        return "target_accuracy"
+    return "target_loss" if at_least(limits.target_loss, found.train_loss) else None
+
+
+def at_least(value: float | None, bound: float | None) -> bool:
+    return value is not None and bound is not None and value >= bound
+
+
+def best_of(evaluations: list[Evaluation]) -> Evaluation | None:
+    """The one with the best accuracy, or the lowest loss where there is no accuracy."""
+    scored = [found for found in evaluations if math.isfinite(found.test_loss)]
+    return max(scored, key=lambda found: (found.test_accuracy or 0.0, -found.test_loss), default=None)

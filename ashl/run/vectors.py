@@ -1,0 +1,54 @@
+"""Models and updates on their way to the monitor, through the job's key-value store, beside the records.
+
+A vector is float32, cut into pieces that the store accepts, in a queue of its rank and kind. Its record says how many
+bytes it has and is sent after the last piece, so that whoever has the record finds all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ashl.errors import AshlError
+from ashl.runtime.records import NAMES, Snapshot, UpdateShown
+
+PIECE = 4_000_000  # bytes; the store refuses values of more than 8 MB
+
+
+def post(store: dist.Store, record: Snapshot | UpdateShown, vector: Tensor, between: Callable[[], None]) -> int:
+    """Put a record's vector into its queue, calling `between` ahead of each piece; returns how many bytes it has."""
+    content = memoryview(vector.to("cpu", torch.float32).contiguous().numpy()).cast("B")
+    for start in range(0, content.nbytes, PIECE):
+        between()
+        store.queue_push(queue_of(record), bytes(content[start : start + PIECE]))
+    return content.nbytes
+
+
+def waiting(store: dist.Store, record: Snapshot | UpdateShown, vector: Tensor) -> float:
+    """How many vectors like this one nobody has taken out yet."""
+    return store.queue_len(queue_of(record)) / pieces_of(4 * vector.numel())
+
+
+def fetch(store: dist.Store, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:
+    """Take a record's vector out, if it has one. Raises AshlError for one of another size than the model's."""
+    if record.nbytes is None:
+        return None
+    content = bytearray()
+    if record.nbytes == 4 * num_params:
+        for _ in range(pieces_of(record.nbytes)):
+            content += store.queue_pop(queue_of(record))
+    if len(content) != 4 * num_params:
+        size = record.nbytes // 4
+        raise AshlError(f"rank {record.rank} handed in {size} parameters where {num_params} were expected")
+    return torch.frombuffer(content, dtype=torch.float32)
+
+
+def pieces_of(nbytes: int) -> int:
+    return -(-nbytes // PIECE)
+
+
+def queue_of(record: Snapshot | UpdateShown) -> str:
+    return f"{NAMES[type(record)]}/{record.rank}"

@@ -1,0 +1,294 @@
+"""What a rank says of its run: a type for each kind of record, and one JSON form for all of them.
+
+In virtual time a record reaches the monitor as it is; a process sends it as a line of JSON, in which `kind` names the
+type. A field that has its default is left out. Nothing is ever unpickled: what comes is checked field by field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from ashl.errors import AshlError
+from ashl.runtime.ledger import Span
+
+
+class Counts(NamedTuple):
+    """A run's progress, as whoever judges it has counted so far. Lists are by worker, and copies."""
+
+    steps: int
+    samples: int
+    merges: int
+    commits: list[int]
+    steps_by: list[int]
+    dropped_by: list[int]
+    stale_sum: list[int]
+    stale_max: list[int]
+    max_lead: int
+    groups: list[int] | None  # how many each worker has averaged in, where workers meet in groups
+    conflicts: int | None  # groups that had to wait for another one
+    loss: float  # running mean of the workers' minibatch losses
+    diverged: str | None
+
+
+class Measured(NamedTuple):
+    """A rank's values under one name so far."""
+
+    last: float
+    total: float
+    count: int
+
+
+Measures = Mapping[str, Measured]
+
+
+class Round(NamedTuple):
+    """A worker's way from its last merge to this one."""
+
+    rank: int
+    stage: int
+    round: int
+    steps: int
+    staleness: int
+    dropped: bool
+    loss: float | None
+    start_ns: int
+    end_ns: int
+    spans_ns: list[Span]
+    group: list[int] | None = None  # whom it merged with, where workers meet in groups
+
+
+class StageEnd(NamedTuple):
+    """A stage is over."""
+
+    rank: int
+    stage: int
+    name: str
+    reason: str | None
+    end_ns: int
+    counts: Counts
+
+
+class Border(NamedTuple):
+    """What a worker's time had gone into when a stage gave way to the next one."""
+
+    rank: int
+    stage: int
+    totals_ns: dict[str, int]
+
+
+class LedgerTotals(NamedTuple):
+    """What a rank's time went into and what it sent and measured, once it has ended."""
+
+    rank: int
+    totals_ns: dict[str, int]
+    bytes_up: int
+    bytes_down: int
+    measures: Measures
+
+
+class Beat(NamedTuple):
+    """How a rank stands. On processes: what its main task is blocked in, and since when nothing has moved."""
+
+    rank: int
+    time_ns: int
+    steps: int
+    staleness: int | None
+    loss: float | None
+    totals_ns: dict[str, int]
+    bytes_up: int
+    bytes_down: int
+    measures: Measures
+    counts: Counts | None = None  # at the home rank
+    waiting: str | None = None
+    idle_s: float = 0.0
+
+
+class Alive(NamedTuple):
+    """A process that has not begun yet."""
+
+    rank: int
+
+
+Loss = dict[str, float | None]  # lost, residual and cosine, see `ashl.compression.around.lost`
+
+
+class Health(NamedTuple):
+    """What compression made of one message."""
+
+    rank: int
+    round: int
+    time_ns: int
+    lost: float | None
+    residual: float | None
+    cosine: float | None
+    split: tuple[int, int, int, int]  # bytes of headers, scales, values and indices
+    nbytes: int
+    unbiased: bool
+    layers: dict[str, Loss] | None = None
+
+
+class NotFinite(NamedTuple):
+    """An update that is no number, in the round that it was made in."""
+
+    rank: int
+    where: str
+    round: int
+
+
+class ProfileMeasured(NamedTuple):
+    """The profile that a profiling stage has measured, as JSON text."""
+
+    rank: int
+    profile: str
+
+
+class PlanMade(NamedTuple):
+    """What the workers do from stage `first` on, planned during the run: by stage and worker the numbers of an
+    `ashl.planner.assignment.Assignment`."""
+
+    rank: int
+    first: int
+    stages: list[list[list[float]]]
+
+
+class Replan(NamedTuple):
+    """An online planner has changed what the workers do."""
+
+    rank: int
+    stage: int
+    ratios: list[float]
+    local_steps: list[int]
+    time_ns: int
+
+
+class Lateness(NamedTuple):
+    """How often something took longer than declared, and by how much."""
+
+    count: int
+    late: int
+    late_s: float
+    declared_s: float
+
+
+class PaceKept(NamedTuple):
+    """How well a process kept the declared pace: of its steps, and of the transfers that came to it, by sender."""
+
+    rank: int
+    steps: Lateness
+    transfers: list[tuple[int, Lateness]]
+
+
+class Left(NamedTuple):
+    """A process has said all and ends."""
+
+    rank: int
+
+
+class RankError(NamedTuple):
+    """A process has failed, by itself or as a consequence of another's failure."""
+
+    rank: int
+    error: str
+    consequence: bool
+
+
+class Snapshot(NamedTuple):
+    """A model for the evaluator, or the counts that belong to it. Where every worker has its own model, those with the
+    same tick make one evaluation (None = at the end)."""
+
+    rank: int
+    time_ns: int
+    tick: int | None = None
+    final: bool = False
+    counts: Counts | None = None
+    nbytes: int | None = None  # of the model, where it travels beside the record
+
+
+class UpdateShown(NamedTuple):
+    """An update before compression, or (`of` None) what the merge made of all of them."""
+
+    rank: int
+    of: int | None
+    tick: int
+    weight: float = 1.0
+    nbytes: int | None = None
+
+
+Record = (
+    Round
+    | StageEnd
+    | Border
+    | LedgerTotals
+    | Beat
+    | Alive
+    | Health
+    | NotFinite
+    | ProfileMeasured
+    | PlanMade
+    | Replan
+    | PaceKept
+    | Left
+    | RankError
+    | Snapshot
+    | UpdateShown
+)
+KINDS: dict[str, type[Record]] = {
+    "round": Round,
+    "stage": StageEnd,
+    "border": Border,
+    "ledger": LedgerTotals,
+    "beat": Beat,
+    "alive": Alive,
+    "health": Health,
+    "not_finite": NotFinite,
+    "profile": ProfileMeasured,
+    "plan": PlanMade,
+    "replan": Replan,
+    "pace": PaceKept,
+    "left": Left,
+    "error": RankError,
+    "snapshot": Snapshot,
+    "update": UpdateShown,
+}
+NAMES: dict[type[Record], str] = {of: kind for kind, of in KINDS.items()}
+
+
+def as_fields(record: Record) -> dict[str, Any]:
+    """A record as plain values, its kind first."""
+    usual = record._field_defaults
+    fields = {name: value for name, value in record._asdict().items() if name not in usual or value != usual[name]}
+    if isinstance(counts := fields.get("counts"), Counts):
+        fields["counts"] = counts._asdict()
+    return {"kind": NAMES[type(record)], **fields}
+
+
+def dumps(record: Record) -> str:
+    """A record as one line of JSON; numbers that are not finite have JavaScript's names."""
+    return json.dumps(as_fields(record))
+
+
+def loads(line: str) -> Record:
+    """The record of a line. Raises AshlError for anything that none of ours would send, and says what is wrong."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    kind = fields.pop("kind", None) if isinstance(fields, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise AshlError(f"a record came that is none (kind {kind!r}); is another program using the job's port?")
+    try:
+        return checker(KINDS[kind]).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise AshlError(f"a record of kind {kind!r} came that is broken: {where}: {first['msg']}") from None
+
+
+@cache
+def checker(of: type[Record]) -> TypeAdapter[Record]:
+    return TypeAdapter(of)

@@ -1,0 +1,39 @@
+"""Records as lines of events.jsonl: times in seconds, and of a round what each class of time came to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ashl.runtime.ledger import KINDS
+from ashl.runtime.records import NAMES, Replan, Round, StageEnd
+
+
+def as_event(record: Round | StageEnd | Replan) -> dict[str, Any]:
+    """One line."""
+    head = {"kind": NAMES[type(record)], "rank": record.rank, "stage": record.stage}
+    match record:
+        case Round():
+            return head | round_fields(record)
+        case StageEnd():
+            own = {"name": record.name, "reason": record.reason}
+            return head | own | record.counts._asdict() | {"end_s": record.end_ns / 1e9}
+        case Replan():
+            return head | {"ratios": record.ratios, "local_steps": record.local_steps, "time_s": record.time_ns / 1e9}
+
+
+def round_fields(record: Round) -> dict[str, Any]:
+    totals = dict.fromkeys(KINDS, 0)
+    for kind, start, end in record.spans_ns:
+        totals[kind] += end - start
+    return {
+        "round": record.round,
+        **({} if record.group is None else {"group": record.group}),
+        "steps": record.steps,
+        "staleness": record.staleness,
+        "dropped": record.dropped,
+        "loss": record.loss,
+        "start_s": record.start_ns / 1e9,
+        "end_s": record.end_ns / 1e9,
+        **{f"{kind}_s": total / 1e9 for kind, total in totals.items()},
+        "spans": [[kind, start / 1e9, end / 1e9] for kind, start, end in record.spans_ns],
+    }

@@ -1,0 +1,84 @@
+"""Under torchrun, where ranks share the job's store and nothing else: no folder, and perhaps no machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+TWO = ["cluster.compute=[1,1]", "cluster.link=null", "cluster.step_s=0.005", "cluster.exchange_s=0.001"]
+SHORT = [*TWO, "runtime=torchrun", "tracking=none", "stop.steps=80", "eval.every_commits=20", "run.dir=run", "--quiet"]
+MODES = {
+    "parameter_server": (3, ["sync=ssp"]),
+    "all_reduce": (2, ["sync=bsp", "compression=topk", "run.health_every=4", "run.health_mean=true"]),
+    "gossip": (2, ["sync=d_psgd", "topology.graph=ring"]),
+    "partial_all_reduce": (3, ["sync=ripples_first_come", "sync.group_size=2"]),
+}
+
+OTHERS = [name for name in MODES if name != "gossip"]
+
+
+def start(folder: Path, topology: str, command: Sequence[str], **env: str) -> subprocess.Popen:
+    folder.mkdir(exist_ok=True)
+    overrides = [f"topology={topology}", *MODES[topology][1], *SHORT]
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, "train", *overrides],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def check(jobs: Sequence[subprocess.Popen], folders: Sequence[Path], topology: str) -> None:
+    """The run is whole, evaluated on the way and at its end, in one of the folders; the others are as they were."""
+    try:
+        said = [job.communicate(timeout=100)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [job.returncode for job in jobs] == [0] * len(jobs), said
+    assert [path.name for folder in folders for path in folder.iterdir()] == ["run"]
+    (run,) = (folder / "run" for folder in folders if (folder / "run").exists())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["final"]["test_accuracy"] == lines[-1]["test/acc"] > 0.5
+    assert len(lines) > 1
+    assert ("compress/aggregate_cosine" in lines[-1]) == (topology == "all_reduce")
+
+
+@pytest.mark.parametrize("topology", ["gossip", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_ranks_on_machines_of_their_own(topology: str, tmp_path: Path) -> None:
+    """With what torchrun sets, and a folder for each rank."""
+    size, port = MODES[topology][0], str(free_port())
+    folders = [tmp_path / str(rank) for rank in range(size)]
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    jobs = [start(folder, topology, ["ashl.cli"], RANK=str(r), **world) for r, folder in enumerate(folders)]
+    check(jobs, folders, topology)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", MODES)
+def test_a_job_of_torchrun(topology: str, tmp_path: Path) -> None:
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={MODES[topology][0]}", "-m", "ashl.cli"]
+    check([start(tmp_path, topology, torchrun)], [tmp_path], topology)
+
+
+@pytest.mark.slow
+def test_a_job_of_two_agents(tmp_path: Path) -> None:
+    """As torchrun is started on two machines."""
+    folders, port = [tmp_path / "here", tmp_path / "there"], free_port()
+    place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = [["torch.distributed.run", *place, f"--node-rank={node}", "-m", "ashl.cli"] for node in range(2)]
+    check([start(folder, "gossip", agent) for folder, agent in zip(folders, agents, strict=True)], folders, "gossip")

@@ -1,0 +1,73 @@
+"""A rank's line to the monitor, through a store: what is said arrives in order, whole, and never piles up."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ashl.errors import AshlError
+from ashl.run import vectors
+from ashl.run.launch import received
+from ashl.run.reporter import PENDING, RECORDS, Reporter
+from ashl.runtime.records import Alive, Left, Snapshot, UpdateShown, dumps
+
+D = 1000
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def reporter(store, monkeypatch) -> Iterator[Reporter]:
+    """One that sends when it is told to."""
+    monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
+    made = Reporter(store.clone(), 3, rounds=True)
+    yield made
+    made.close()
+
+
+def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
+    monkeypatch.setattr(vectors, "PIECE", 300)
+    models = {tick: torch.randn(D) for tick in range(2)}
+    for tick, model in models.items():
+        reporter.snapshot(Snapshot(3, 5, tick), model)
+        reporter.snapshot(UpdateShown(3, 3, tick), -model)
+    reporter.snapshot(Snapshot(3, 6, 2), None)
+    reporter.emit(Left(3))
+    reporter.close()
+    said = [(record, vector) for record, vector in received(store, D) if not isinstance(record, Alive)]
+    assert [type(record) for record, _ in said] == [Snapshot, UpdateShown] * 2 + [Snapshot, Left]
+    for record, vector in said[:4]:
+        assert isinstance(record, Snapshot | UpdateShown)
+        assert record.tick is not None
+        assert vector is not None
+        assert torch.equal(vector, models[record.tick] * (1 if isinstance(record, Snapshot) else -1))
+    assert [vector for _, vector in said[4:]] == [None, None]
+
+
+def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None:
+    for tick in range(4 * PENDING):
+        reporter.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
+        if tick % 2:
+            reporter._flush()
+    reporter.snapshot(Snapshot(3, 0, final=True), torch.ones(D))
+    reporter.close()
+    said = [record for record, _ in received(store, D) if isinstance(record, Snapshot)]
+    assert [record.tick for record in said] == [*range(PENDING), None], "the last one always comes"
+
+
+def test_a_model_of_another_size_is_an_error(store, reporter) -> None:
+    reporter.snapshot(Snapshot(3, 0), torch.zeros(D + 1))
+    reporter.close()
+    with pytest.raises(AshlError, match=f"rank 3 handed in {D + 1} parameters where {D} were expected"):
+        list(received(store, D))
+
+
+def test_a_stranger_on_the_port_is_an_error(store) -> None:
+    store.queue_push(RECORDS, dumps(Left(0)) + "\nhello")
+    store.set("pushed", "")
+    with pytest.raises(AshlError, match="another program using the job's port"):
+        list(received(store, D))
