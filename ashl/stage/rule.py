@@ -30,6 +30,8 @@ class Network(Protocol):
 
     def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int: ...
 
+    def all_gather_ns(self, group: Members, total: int, now_ns: int) -> int: ...
+
 
 class Rule(Contract, group="sync", strict=True):
     """What every sync mode says, whichever loop asks it. A field of the option may stand in for any of these."""

@@ -46,7 +46,7 @@ class AllReduce(Topology):
         nbytes = stage.codec.payload(stage.worker(rank).compression_ratio, stage.trainer.dense_bytes // 4)
         if flags.lossless or flags.linear or hasattr(stage.codec, "collective"):
             return network.all_reduce_ns(stage.workers, nbytes, 0)
-        return network.all_reduce_ns(stage.workers, n * nbytes, 0) // 2
+        return network.all_gather_ns(stage.workers, n * nbytes, 0)
 
     def begin(self, node: Node, stage: Stage) -> PeerState:
         n = stage.num_workers
