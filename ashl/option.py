@@ -5,6 +5,7 @@ stands in for a class variable of a base is required, whatever the base says.
 """
 
 import difflib
+from dataclasses import fields
 from inspect import get_annotations
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
@@ -30,7 +31,8 @@ def option(cls: T) -> T:
 
 def known_fields(cls: type) -> frozenset[str]:
     """The names of an option's fields."""
-    return frozenset(name for base in cls.__mro__ for name in base.__dict__.get("__dataclass_fields__", ()))
+    made = [base for base in cls.__mro__ if "__dataclass_fields__" in base.__dict__]
+    return frozenset(field.name for base in made for field in fields(base))  # class variables are none
 
 
 class Contract:

@@ -40,7 +40,7 @@ class QSGD(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         small, variable = self.bound(None, self.bucket) < 1, self.entropy != "none"
         return Flags(unbiased=True, contraction=small, variable=variable)
 

@@ -46,7 +46,7 @@ class Rotated(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         small, variable = self.bound(None, LARGEST) < 1, self.entropy != "none"
         return Flags(unbiased=True, contraction=small, variable=variable)
 

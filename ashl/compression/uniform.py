@@ -40,7 +40,7 @@ class StochasticUniform(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:  # ty: ignore[incompatible-property-override]
+    def flags(self) -> Flags:
         return Flags(unbiased=True, variable=self.entropy != "none")
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
