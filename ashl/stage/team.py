@@ -1,4 +1,4 @@
-"""A team: the ranks that merge, as a codec's protocol and an all-reduce see them.
+"""A team: the ranks that merge, as a codec's protocol (`ashl.compression.contract.Team`) and an all-reduce see them.
 
 With every merge two scalars ride along: a share of the mean loss, and what rank 0 alone has to say. They go with the
 first message of each, count for neither bytes nor time, and come back as sums; who merges needs not know of them.
@@ -62,7 +62,6 @@ class Team:
         return math.isnan(self.loss)
 
     async def all_reduce(self, x: Any, weight: float = 1.0) -> Any:
-        """Σ weight · x in rank order, the same on all."""
         if self.carried:
             return await self.node.all_reduce(x if weight == 1 else x * weight, self.ranks)
         if isinstance(x, SizeOnly):
@@ -77,7 +76,6 @@ class Team:
         return total[:-NUMBERS]
 
     async def all_gather(self, x: Any) -> list[Any]:
-        """Everybody's bytes, uint8 of any lengths, in rank order."""
         if self.carried:
             return await self.node.all_gather(x, self.ranks)
         if isinstance(x, SizeOnly):
@@ -91,7 +89,6 @@ class Team:
         return [part[: -tail.numel()] for part in parts]
 
     async def send(self, place: int, name: str, body: Any, *numbers: float) -> None:
-        """To one other."""
         await self.node.send(self.ranks[place], self.stage.tag(name), body, (self.loss, self.word, *numbers))
 
     async def recv(self, place: int, name: str, final: bool = False) -> tuple[Any, tuple[float, ...]]:
@@ -102,11 +99,9 @@ class Team:
         return message.body, tuple(numbers)
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
-        """fn(), as compression."""
         return self.node.compute(fn, work=work, kind="compress")
 
     def blank(self, nbytes: int) -> Any:
-        """So many bytes of which nothing but the size counts."""
         return SizeOnly(nbytes)
 
     def _carry(self, loss: float, word: float) -> None:

@@ -11,13 +11,14 @@ Critical Learning Regime Identification", MLSys 2021, with its η = 0.5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.around.wrapper import Stateful, Wrapper
 from ashl.compression.contract import TURN, State, Turn
 
 CHANGE = 0.5  # η
@@ -50,9 +51,10 @@ class Regime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Accordion(Wrapper):
+class Accordion(Stateful):
     """Sends more in critical epochs, around a codec that knows a share."""
 
+    state: ClassVar[Callable[..., State]] = Regime
     critical_ratio: float
 
     def encode(self, sender: Regime | None, x: Tensor, turn: Turn = TURN) -> tuple[Regime, Tensor]:
@@ -68,16 +70,6 @@ class Accordion(Wrapper):
             turn = turn._replace(ratio=self.critical_ratio)
         inner, body = self.codec.encode(state.inner, x, turn)
         return state._replace(total=total, inner=inner), body
-
-    def undo(self, sender: Regime, body: Tensor) -> Regime:
-        return sender._replace(inner=self.codec.undo(sender.inner, body))
-
-    def residual(self, sender: Regime | None) -> Tensor | None:
-        return sender and self.codec.residual(sender.inner)
-
-    def adopt(self, kept: State) -> State:
-        inner = self.codec.adopt(kept)
-        return None if inner is None else Regime(inner=inner)
 
     def share(self, turn: Turn) -> float | None:
         """That of a critical epoch, at most."""

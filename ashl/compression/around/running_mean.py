@@ -8,12 +8,13 @@ Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Probl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.around.wrapper import Stateful
 from ashl.compression.contract import TURN, State, Turn
 
 
@@ -25,9 +26,10 @@ class Average(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunningMean(Wrapper):
+class RunningMean(Stateful):
     """Keeps u in front of a codec."""
 
+    state: ClassVar[Callable[..., State]] = Average
     decay: float
 
     def encode(self, sender: Average | None, x: Tensor, turn: Turn = TURN) -> tuple[Average, Tensor]:
@@ -35,13 +37,3 @@ class RunningMean(Wrapper):
         mean = x * (1 - self.decay) if mean is None else (mean * self.decay).add_(x, alpha=1 - self.decay)
         inner, body = self.codec.encode(inner, mean, turn)
         return Average(mean, inner), body
-
-    def undo(self, sender: Average, body: Tensor) -> Average:
-        return sender._replace(inner=self.codec.undo(sender.inner, body))
-
-    def residual(self, sender: Average | None) -> Tensor | None:
-        return sender and self.codec.residual(sender.inner)
-
-    def adopt(self, kept: State) -> State:
-        inner = self.codec.adopt(kept)
-        return None if inner is None else Average(inner=inner)

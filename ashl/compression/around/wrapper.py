@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -52,6 +53,22 @@ class Wrapper(Codec):
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.codec.bound(ratio, d)
+
+
+class Stateful(Wrapper):
+    """A wrapper that keeps something, in a named tuple whose `inner` is what the codec inside keeps."""
+
+    state: ClassVar[Callable[..., State]]
+
+    def undo(self, sender: State, body: Tensor) -> State:
+        return sender._replace(inner=self.codec.undo(sender.inner, body))
+
+    def residual(self, sender: State) -> Tensor | None:
+        return sender and self.codec.residual(sender.inner)
+
+    def adopt(self, kept: State) -> State:
+        inner = self.codec.adopt(kept)
+        return None if inner is None else self.state(inner=inner)
 
 
 def inwards(codec: Codec) -> Iterator[Codec]:
