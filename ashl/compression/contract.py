@@ -281,7 +281,7 @@ class Collective(Codec, contract=True):
         """The places that `collective` exchanges messages with, other than by collectives."""
         return ()
 
-    async def collective(self, team: Team, given: CodecInput) -> Outcome:
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """All workers together come to Σ c·C(x), or to what stands for it."""
         raise NotImplementedError
 

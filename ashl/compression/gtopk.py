@@ -71,10 +71,10 @@ class GTopK(TopK, Reduces, Collective):
         parent, children = family(place, size)
         return tuple(sorted(children if parent is None else (parent, *children)))
 
-    async def collective(self, team: Team, given: CodecInput) -> Outcome:
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Up and down the tree."""
-        d, (parent, children) = given.x.numel(), family(team.place, team.size)
-        sets = [await team.compute(partial(self.selected, given, team.weight), work=1)]
+        d, (parent, children) = source.x.numel(), family(team.place, team.size)
+        sets = [await team.compute(partial(self.selected, source, team.weight), work=1)]
         for child in children:
             body, _ = await team.recv(child, UP)
             sets.append(await team.compute(partial(self.merged, sets[-1], body, d)))
@@ -87,7 +87,7 @@ class GTopK(TopK, Reduces, Collective):
         for child, merged in zip(reversed(children), reversed(sets), strict=False):
             final = final._replace(alive=final.alive & within(final.few, merged))
             await team.send(child, DOWN, self.written_few(final.few, d, final.alive))
-        return await team.compute(partial(self.ended, given, sets[0], final))
+        return await team.compute(partial(self.ended, source, sets[0], final))
 
     async def timed(self, team: Team, ratio: float | None, d: int) -> None:
         """The number of elements goes with each message: of several, the largest stays."""
@@ -106,10 +106,10 @@ class GTopK(TopK, Reduces, Collective):
         for child in reversed(children):
             await team.send(child, DOWN, team.blank(self.size(k, d) + bits_bytes(k)), k)
 
-    def selected(self, given: CodecInput, weight: float) -> Few:
+    def selected(self, source: CodecInput, weight: float) -> Few:
         """What a worker starts with: c·p at its own places."""
-        p = array_of(given.x)
-        k = self.kept(given.turn.ratio, p.size)
+        p = array_of(source.x)
+        k = self.kept(source.turn.ratio, p.size)
         places = largest(p, k) if self.form(k, p.size) == SPARSE else np.arange(p.size)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             return Few(places, p[places] * np.float32(weight))
@@ -147,12 +147,12 @@ class GTopK(TopK, Reduces, Collective):
         alive = np.unpackbits(bits, count=parts.count, bitorder="little").view(bool)
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
-    def ended(self, given: CodecInput, own: Few, final: Final) -> Outcome:
+    def ended(self, source: CodecInput, own: Few, final: Final) -> Outcome:
         """Sent is what of the worker's own came through."""
-        update, sent = torch.zeros(given.x.numel()), torch.zeros_like(given.x)
+        update, sent = torch.zeros(source.x.numel()), torch.zeros_like(source.x)
         update.numpy()[final.few.places] = final.few.values
         through = final.few.places[final.alive & within(final.few, own)]
-        sent[through] = given.x[through]
+        sent[through] = source.x[through]
         return Outcome(update, sent)
 
     def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:

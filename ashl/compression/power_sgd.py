@@ -176,13 +176,13 @@ class LowRank(Collective):
         views = [[v.view(-1, a.r) for v, a in zip(f.split(sizes), self.matrices, strict=True)] for f in flat]
         return list(zip(self.matrices, *views, strict=True))
 
-    async def collective(self, team: Team, given: CodecInput) -> Outcome:
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Both products summed over all workers."""
-        mine = await team.compute(partial(self._first, given), work=1)
+        mine = await team.compute(partial(self._first, source), work=1)
         total = await team.all_reduce(mine, team.weight)
-        left, right = await team.compute(partial(self._second, given, total))
+        left, right = await team.compute(partial(self._second, source, total))
         common = await team.all_reduce(right, team.weight) if self.matrices else right
-        return await team.compute(partial(self._end, given, left, right, common, total[self.counts[0] :]))
+        return await team.compute(partial(self._end, source, left, right, common, total[self.counts[0] :]))
 
     async def timed(self, team: Team, ratio: float | None, d: int) -> None:
         left, right, others = self.counts
@@ -190,19 +190,19 @@ class LowRank(Collective):
         if right:
             await team.all_reduce(team.blank(4 * right))
 
-    def _first(self, given: CodecInput) -> Tensor:
+    def _first(self, source: CodecInput) -> Tensor:
         """What is summed first: every P, and what is sent as it is."""
-        q = given.inner.q if given.inner else None
-        return torch.cat([self.left(given.x, self.begin(q, given.turn.shared())), self.others(given.x)])
+        q = source.inner.q if source.inner else None
+        return torch.cat([self.left(source.x, self.begin(q, source.turn.shared())), self.others(source.x)])
 
-    def _second(self, given: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
+    def _second(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
         """The common basis, and what is summed next: every Q."""
         left = self.orthonormal(total[: self.counts[0]])
-        return left, self.right(given.x, left)
+        return left, self.right(source.x, left)
 
-    def _end(self, given: CodecInput, left: Tensor, right: Tensor, common: Tensor, others: Tensor) -> Outcome:
+    def _end(self, source: CodecInput, left: Tensor, right: Tensor, common: Tensor, others: Tensor) -> Outcome:
         """Once both sums are known."""
-        sent = self.whole(left, right, self.others(given.x))
+        sent = self.whole(left, right, self.others(source.x))
         return Outcome(self.whole(left, common, others), sent, Basis(common))
 
 

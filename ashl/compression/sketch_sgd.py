@@ -47,37 +47,37 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         """How many exact values the second round is about."""
         return min(d, self.candidates * self.k(d))
 
-    async def collective(self, team: Team, given: CodecInput) -> Outcome:
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Both sums."""
-        cells = await team.compute(partial(self.cells, given), work=1)
+        cells = await team.compute(partial(self.cells, source), work=1)
         total = await team.all_reduce(cells, team.weight)
-        places, mine = await team.compute(partial(self.wanted, given, total))
+        places, mine = await team.compute(partial(self.wanted, source, total))
         exact = await team.all_reduce(mine, team.weight)
-        return await team.compute(partial(self.ended, given, places, exact))
+        return await team.compute(partial(self.ended, source, places, exact))
 
     async def timed(self, team: Team, ratio: float | None, d: int) -> None:
         await team.all_reduce(team.blank(4 * self.table(d).cells))
         await team.all_reduce(team.blank(4 * self.asked(d)))
 
-    def cells(self, given: CodecInput) -> Tensor:
+    def cells(self, source: CodecInput) -> Tensor:
         """What is summed first."""
-        p = array_of(given.x)
+        p = array_of(source.x)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-            return torch.from_numpy(sketched(p, self.table(p.size, given.turn.seed)))
+            return torch.from_numpy(sketched(p, self.table(p.size, source.turn.seed)))
 
-    def wanted(self, given: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
+    def wanted(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
         """(the candidates' places, this worker's values there)."""
-        d = given.x.numel()
+        d = source.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
-            places, _ = recovered(total.numpy(), self.table(d, given.turn.seed), d, self.asked(d))
-        return places, given.x[places]
+            places, _ = recovered(total.numpy(), self.table(d, source.turn.seed), d, self.asked(d))
+        return places, source.x[places]
 
-    def ended(self, given: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:
+    def ended(self, source: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:
         """Of the candidates those that are largest."""
-        d = given.x.numel()
+        d = source.x.numel()
         chosen = largest(exact.numpy(), self.k(d))
-        sent = torch.zeros_like(given.x)
-        sent[places[chosen]] = given.x[places[chosen]]
+        sent = torch.zeros_like(source.x)
+        sent[places[chosen]] = source.x[places[chosen]]
         return Outcome(dense(places[chosen], exact.numpy()[chosen], d), sent)
 
     def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:

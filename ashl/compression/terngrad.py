@@ -127,15 +127,15 @@ class SharedScale(Collective):
     def bound(self, ratio: float | None, d: int) -> float:
         return self.codec.bound(ratio, d)
 
-    async def collective(self, team: Team, given: CodecInput) -> Outcome:
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """The largest m of each part, then the sum of the ternaries."""
-        x = given.x * team.weight
+        x = source.x * team.weight
         own = await team.compute(partial(self.tops, x))
         all_tops = await team.all_gather(torch.from_numpy(own.view(np.uint8)))
         if team.lost:
             return Outcome(torch.zeros_like(x))
         tops = np.max([one.clone().numpy().view(np.float32) for one in all_tops], axis=0)
-        words = await team.compute(partial(self.words, x, tops, given.turn, team.size), work=1)
+        words = await team.compute(partial(self.words, x, tops, source.turn, team.size), work=1)
         total = await team.all_reduce(words)
         return Outcome(await team.compute(partial(self.update, total, tops, team.size)))
 

@@ -15,7 +15,7 @@ from ashl.compression.around.wrapper import innermost
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.base.count_sketch import CountSketch
-from ashl.compression.contract import Codec, Collective, Layout, size_of
+from ashl.compression.contract import Codec, Collective, Layout, Linear, Reduces, size_of
 from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.sign import Sign
 from ashl.compression.terngrad import TernGrad
@@ -44,6 +44,7 @@ def check_compression(
     codec = wrapped(option, layout)
     if codec.flags.lossless:
         return []
+    check_roles(name, innermost(codec))
     check_wrappers(name, option, parts["optimizer"], layout)
     check_code(option.entropy)
     if sync is not None:
@@ -87,6 +88,17 @@ def check_compression(
             "worker decides for itself; drop it, or take topology=parameter_server"
         )
     return [*unused(option, parts, choices, overrides), *notes(name, option, codec, parts, d, num_workers)]
+
+
+def check_roles(name: str, codec: Codec) -> None:
+    """What comes with methods of its own is asked of those alone that derive from its class."""
+    for role, promised in {Reduces: codec.flags.reduces, Linear: codec.flags.linear, Collective: False}.items():
+        asked = {key for key in vars(role) if not key.startswith("_")}
+        if not isinstance(codec, role) and (promised or asked & set(dir(codec))):
+            raise UsageError(
+                f"{name} does what a {role.__name__} does, and is none; derive {type(codec).__name__} from "
+                f"ashl.compression.contract.{role.__name__}"
+            )
 
 
 def tends_to_nothing(option: Codec, d: int) -> bool:

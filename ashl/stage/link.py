@@ -23,9 +23,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ashl.compression.around import wrapper
 from ashl.compression.around.stand_in import after, before
 from ashl.compression.around.wrapped import handed_over
-from ashl.compression.around.wrapper import innermost
 from ashl.compression.contract import Codec, CodecInput, Collective, Flags, Linear, Outcome, Reduces, State, Turn
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -52,9 +52,9 @@ class Link:
     d: int
 
     @cached_property
-    def bare(self) -> Codec:
+    def innermost(self) -> Codec:
         """Without anything around it: by it a body is read, and differences between models are sent."""
-        return innermost(self.codec)
+        return wrapper.innermost(self.codec)
 
     @cached_property
     def flags(self) -> Flags:
@@ -63,16 +63,16 @@ class Link:
     @cached_property
     def down(self) -> Codec:
         """What compresses a pull."""
-        return self.bare.pulled()
+        return self.innermost.pulled()
 
     @property
     def adds_up(self) -> bool:
         """Whether an all-reduce carries messages of one body's size, whatever the number of workers."""
-        return self.flags.lossless or self.flags.linear or isinstance(self.bare, Collective)
+        return self.flags.lossless or self.flags.linear or isinstance(self.innermost, Collective)
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
         """The ranks that a protocol of the codec's own exchanges messages with."""
-        return self.bare.peers(place, size) if isinstance(self.bare, Collective) else ()
+        return self.innermost.peers(place, size) if isinstance(self.innermost, Collective) else ()
 
     def enter(self, ends: Ends, keep: bool) -> Ends:
         """The ends when a stage begins with this link: both begin anew, but for the sender's residual, which is handed
@@ -100,7 +100,7 @@ class Link:
         """What a worker sent. Raises BodyError."""
         if isinstance(body, SizeOnly):
             return SizeOnly(4 * self.d)
-        ends.receivers[worker], x = self.bare.decode(ends.receivers.get(worker), body, self.d)
+        ends.receivers[worker], x = self.innermost.decode(ends.receivers.get(worker), body, self.d)
         return x
 
     def reduce(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
@@ -108,8 +108,8 @@ class Link:
         real = [body for body in bodies if isinstance(body, Tensor)]
         if len(real) < len(bodies):
             return SizeOnly(4 * self.d)
-        assert isinstance(self.bare, Reduces), "a codec that reduces is derived from Reduces"
-        ends.memory, x = self.bare.reduce(ends.memory, real, weights, self.d)
+        assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
+        ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
         return x
 
     def merge(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
@@ -123,18 +123,20 @@ class Link:
 
     def summand(self, body: Body, turn: Turn) -> Body:
         """What of a body an all-reduce sums, with `flags.linear`."""
-        assert isinstance(self.bare, Linear), "a codec that is linear is derived from Linear"
+        assert isinstance(self.innermost, Linear), "a codec that is linear is derived from Linear"
         if isinstance(body, SizeOnly):
-            return SizeOnly(self.bare.summed_bytes(self.codec.share(turn), self.d))
-        return self.bare.summand(body)
+            return SizeOnly(self.innermost.summed_bytes(self.codec.share(turn), self.d))
+        return self.innermost.summand(body)
 
     def summed(self, ends: Ends, body: Body, total: Body) -> Vector:
         """What a sum of summands decodes to, where this worker's body was this one. Raises BodyError."""
         if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
             return SizeOnly(4 * self.d)
-        assert isinstance(self.bare, Linear)
-        whole = self.bare.summed(body, total)
-        return self.reduce(ends, [whole], [1.0]) if self.flags.reduces else self.bare.decode(None, whole, self.d)[1]
+        assert isinstance(self.innermost, Linear)
+        whole = self.innermost.summed(body, total)
+        return (
+            self.reduce(ends, [whole], [1.0]) if self.flags.reduces else self.innermost.decode(None, whole, self.d)[1]
+        )
 
     def before(self, ends: Ends, x: Tensor, turn: Turn) -> CodecInput:
         """What a protocol of the codec's own is given of x."""
@@ -150,12 +152,12 @@ class Link:
     def difference(self, x: Vector, turn: Turn) -> Body:
         """x by the codec alone, without state."""
         if isinstance(x, SizeOnly):
-            return SizeOnly(self.bare.payload(turn.ratio, self.d))
-        return self.bare.encode(None, x, turn)[1]
+            return SizeOnly(self.innermost.payload(turn.ratio, self.d))
+        return self.innermost.encode(None, x, turn)[1]
 
     def added(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
         """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
-        return vector if isinstance(vector, SizeOnly) else added(self.bare, vector, bodies)
+        return vector if isinstance(vector, SizeOnly) else added(self.innermost, vector, bodies)
 
     def pull_bytes(self, ratio: float) -> int:
         """Bytes of a compressed pull, at most those of the model."""

@@ -67,7 +67,7 @@ class Choco(RoundRule):
         link, own = stage.link, state.rule_state.own
         ahead = state.params - own
         encode = partial(link.difference, ahead, turn_of(stage, node.rank, state))
-        if link.bare.flags.lossless:
+        if link.innermost.flags.lossless:
             body = encode()
         else:
             body = await node.compute(encode, work=1, kind="compress")

@@ -45,8 +45,8 @@ async def exchanged(team: Team, stage: Stage, state: WorkerState, tick: int, x: 
 async def compressed(team: Team, stage: Stage, state: WorkerState, x: Vector) -> Vector:
     """The same by the codec's own way."""
     link, turn = stage.link, turn_of(stage, team.node.rank, state)
-    if isinstance(link.bare, Collective):
-        return await by_protocol(team, stage, state, link.bare, x, turn)
+    if isinstance(link.innermost, Collective):
+        return await by_protocol(team, stage, state, link.innermost, x, turn)
     if link.flags.linear:  # what adds up is alike in shape
         x, turn = x * team.weight, turn._replace(ratio=least_ratio(stage), weight=team.weight)
     body = await team.compute(partial(link.encode, state.ends, x, turn), work=1)

@@ -117,7 +117,7 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
 
 def report_health(node: Node, stage: Stage, state: WorkerState, x: Vector, body: Body) -> None:
     """Every so often, say what compression loses of this message."""
-    every, codec = stage.health_every, stage.link.bare
+    every, codec = stage.health_every, stage.link.innermost
     if every is None or state.round % every or isinstance(x, SizeOnly) or isinstance(body, SizeOnly):
         return
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):

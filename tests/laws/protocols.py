@@ -89,8 +89,8 @@ async def worker(
         x, turn = vectors[rank], Turn(seed=3, worker=rank, round=number)
         given = None if isinstance(x, SizeOnly) else link.before(state.ends, x, turn).x
         team.begin(rank + 1.0, 5 if rank == 0 else 0)
-        if isinstance(link.bare, Collective):
-            update = await by_protocol(team, stage, state, link.bare, x, turn)
+        if isinstance(link.innermost, Collective):
+            update = await by_protocol(team, stage, state, link.innermost, x, turn)
         else:
             body = link.encode(Ends(), x * weights[rank], turn)
             update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, turn)))

@@ -4,14 +4,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from ashl.compression.around.feedback import Feedback, Residual
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.around.wrapper import Wrapper, inwards
 from ashl.compression.base.code import Code
-from ashl.compression.contract import Codec, Linear, Turn
+from ashl.compression.contract import Codec, Flags, Linear, Turn
 from ashl.errors import UsageError
 from ashl.option import option, refuse_unasked
+from ashl.planning.legal_compression import check_roles
 from ashl.runtime.packed import packed, unpacked
 from ashl.stage.link import Ends, Link
 from tests.laws.codecs import codec, vector
@@ -85,6 +87,25 @@ class Summing(Linear):
 def test_a_misspelt_hook_is_an_error(cls: type[Codec], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         refuse_unasked(cls, "compression")
+
+
+class Promising(Codec):
+    """Promises what it has no methods for."""
+
+    flags = Flags(reduces=True)
+
+
+class Hiding(Codec):
+    """Has a method that nobody would ask it for."""
+
+    def summand(self, body: Tensor) -> Tensor:
+        return body
+
+
+@pytest.mark.parametrize(("own", "role"), [(Promising(), "Reduces"), (Hiding(), "Linear")])
+def test_what_comes_with_methods_derives_from_its_class(own: Codec, role: str) -> None:
+    with pytest.raises(UsageError, match=f"derive {type(own).__name__} from .*{role}"):
+        check_roles("compression=mine", own)
 
 
 def test_what_is_near_to_nothing_is_a_codecs_own() -> None:
