@@ -103,6 +103,10 @@ class Link:
         ends.receivers[worker], x = self.innermost.decode(ends.receivers.get(worker), body, self.d)
         return x
 
+    def arrived(self, ends: Ends, worker: int, body: Body) -> Vector | Body:
+        """The same, but the body as it is where bodies are reduced together."""
+        return body if self.flags.reduces else self.decode(ends, worker, body)
+
     def reduce(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
         """What the bodies of a merge are together, with `flags.reduces`. Raises BodyError."""
         real = [body for body in bodies if isinstance(body, Tensor)]
@@ -159,9 +163,9 @@ class Link:
         """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
         return vector if isinstance(vector, SizeOnly) else added(self.innermost, vector, bodies)
 
-    def pull_bytes(self, ratio: float) -> int:
-        """Bytes of a compressed pull, at most those of the model."""
-        return min(4 * self.d, self.down.payload(ratio, self.d))
+    def pull_bytes(self, ratio: float | None) -> int:
+        """Bytes of a pull of this share; None = of the model."""
+        return 4 * self.d if ratio is None else min(4 * self.d, self.down.payload(ratio, self.d))
 
     def pull(self, ends: Ends, worker: int, model: Vector, turn: Turn) -> Body:
         """At the server: what to send a worker that is to have this model."""

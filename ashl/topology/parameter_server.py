@@ -60,8 +60,12 @@ class Updates:
         return await merged(node, stage, state, message)
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
-        """The body of the reply to a worker; None = nothing new."""
-        return await pulled(node, stage, state, rank) if changed else None
+        """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
+        if not changed or stage.topology.pull_ratio is None:
+            return state.params if changed else None
+        turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
+        pull = partial(stage.link.pull, state.ends, rank, state.params, turn)
+        return await node.compute(pull, work=1, kind="compress")
 
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model that a worker goes on with after a pull."""
@@ -145,9 +149,8 @@ class ParameterServer(Topology):
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push and a pull take, uncontended."""
-        dense, ratio = stage.trainer.dense_bytes, stage.worker(rank).compression_ratio
-        up = stage.codec.payload(ratio, dense // 4)
-        down = dense if self.pull_ratio is None else stage.link.pull_bytes(self.pull_ratio)
+        up = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
+        down = stage.link.pull_bytes(self.pull_ratio)
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
     def begin(self, node: Node, stage: Stage) -> WorkerState | ServerState:
@@ -236,8 +239,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         state.batch = int(reply.batch) or state.batch
         if word != GO:
             leave(node, stage, word, int(reply.end_ns))
-        staleness, dropped = int(reply.staleness), bool(reply.dropped)
-        what = {"steps": work.steps, "staleness": staleness, "dropped": dropped, "loss": loss}
+        what = {"steps": work.steps, "staleness": int(reply.staleness), "dropped": bool(reply.dropped), "loss": loss}
         node.round(stage=stage.index, round=state.round, **what)
         state.round += 1
     return word
@@ -297,10 +299,9 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
 
 async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
-    tally, worker, body = state.tally, message.src, message.body
+    tally, worker = state.tally, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
-    if not stage.codec.flags.reduces:
-        body = stage.link.decode(state.ends, worker, body)
+    body = stage.link.arrived(state.ends, worker, message.body)
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
     push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
     update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
@@ -372,14 +373,6 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
     meta = Pull(GO, tally.version, tally.samples, staleness, late, 0, *what)
     body = await rule.messages().answer(node, stage, state, rank, changed)
     await node.send(rank, stage.tag("pull"), body, meta)
-
-
-async def pulled(node: Node, stage: Stage, state: ServerState, rank: int) -> Any:
-    """The model, or what of it a compressed pull brings."""
-    if (ratio := stage.topology.pull_ratio) is None:
-        return state.params
-    turn = Turn(ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
-    return await node.compute(partial(stage.link.pull, state.ends, rank, state.params, turn), work=1, kind="compress")
 
 
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
