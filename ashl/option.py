@@ -5,6 +5,7 @@ stands in for a class variable of a base is required, whatever the base says.
 """
 
 import difflib
+from dataclasses import fields, is_dataclass
 from inspect import get_annotations
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
@@ -29,8 +30,8 @@ def option(cls: T) -> T:
 
 
 def known_fields(cls: type) -> frozenset[str]:
-    """The names of an option's fields."""
-    return frozenset(name for base in cls.__mro__ for name in base.__dict__.get("__dataclass_fields__", ()))
+    """The names of an option's fields, class variables not among them."""
+    return frozenset(field.name for base in cls.__mro__ if is_dataclass(base) for field in fields(base))
 
 
 class Contract:

@@ -235,6 +235,12 @@ def test_option_file_mirrors_its_class(group: str, option: str, file: Path) -> N
     assert fields(dotted) == {parameter.key.split(".")[0] for parameter in parameters(file)}
 
 
+def test_a_catalogue_holds_methods_and_its_contract_only() -> None:
+    modules = [file for file in (ROOT / "ashl/compression").glob("*.py") if file.stem not in ("__init__", "contract")]
+    methods = {target(file).split(".")[2] for file in catalog()["compression"].values()}
+    assert {file.stem for file in modules} == methods
+
+
 @pytest.mark.parametrize("group", CITED)
 def test_an_algorithm_has_the_name_of_its_file(group: str) -> None:
     assert {option: target(file).split(".")[2] for option, file in catalog()[group].items()} == {

@@ -19,16 +19,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ashl.compression.around.feedback import Residual, rescaled
-from ashl.compression.around.layers import Layer, Layout, size_of, with_layout
+from ashl.compression.around.feedback import Residual, rescaled, restored
+from ashl.compression.around.layers import with_layout
 from ashl.compression.base.code import Sparse, array_of
-from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.contract import TURN, BodyError, Flags, Layer, Layout, State, Turn, size_of
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed, write_body
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
 from ashl.option import Count, option
-from ashl.size_only import SizeOnly
 
 
 @option
@@ -45,9 +45,7 @@ class AdaComp(Sparse):
     def shaped(self, layout: Layout) -> AdaComp:
         return with_layout(self, layout)
 
-    def encode(self, sender: Residual | None, x: Any, turn: Turn = TURN) -> tuple[Residual, Any]:
-        if isinstance(x, SizeOnly):
-            return Residual(), SizeOnly(self.payload(None, x.nbytes // 4))
+    def encode(self, sender: Residual | None, x: Tensor, turn: Turn = TURN) -> tuple[Residual, Tensor]:
         error, _, lr = sender or Residual()
         g = array_of(x)
         old = rescaled(error, lr, turn.lr)
@@ -63,12 +61,14 @@ class AdaComp(Sparse):
             self.add(error, body, -1.0)
         return Residual(error, None, turn.lr), body
 
-    def undo(self, sender: Residual, body: Any) -> Residual:
-        if isinstance(body, SizeOnly):
-            return sender
-        restored = sender.error.clone()
-        self.add(restored, body)
-        return sender._replace(error=restored)
+    def undo(self, sender: Residual, body: Tensor) -> Residual:
+        return sender._replace(error=restored(self, sender.error, body))
+
+    def residual(self, sender: Residual | None) -> Tensor | None:
+        return sender and sender.error
+
+    def adopt(self, kept: State) -> State:
+        return kept if isinstance(kept, Residual) else None
 
     def chosen(self, whole: np.ndarray, g: np.ndarray) -> tuple[Parts, np.ndarray]:
         """What of G is sent, and the places of that."""

@@ -23,15 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf, isfinite, isqrt, prod, sqrt
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression.around.layers import Layout
 from ashl.compression.base.code import Code
 from ashl.compression.base.select import largest
 from ashl.compression.base.sparsifier import Share
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.contract import BodyError, Codec, Flags, Layout, Turn
 from ashl.compression.wire.bits import blocks
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
@@ -52,7 +51,7 @@ class Atomo(Code, Share):
     atoms: Literal["entries", "singular"]
     indices: IndexCode
 
-    def shaped(self, layout: Layout) -> Any:
+    def shaped(self, layout: Layout) -> Codec:
         """The codec for a model's matrices."""
         if self.atoms == "entries" or not layout:
             return self

@@ -21,14 +21,14 @@ import numpy as np
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Sparse
-from ashl.compression.base.linear import Linear
+from ashl.compression.base.linear import SummedValues
 from ashl.compression.contract import BodyError, Flags, Turn
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.option import Count, option
 
 
 @option
-class BlockCoordinate(Sparse, Linear, Wrappers):
+class BlockCoordinate(Sparse, SummedValues, Wrappers):
     """One block at a time."""
 
     code: ClassVar[int] = 60

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.contract import Flags, Linear, Turn
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.levels import whole
 from ashl.option import option
@@ -31,7 +31,7 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @option
-class Cast(Code, Wrappers):
+class Cast(Code, Linear, Wrappers):
     """Rounds to the nearest of 16 bits."""
 
     code: ClassVar[int] = 10

@@ -1,49 +1,56 @@
 """How an update travels: the contract of a codec.
 
-A codec is an option whose functions are pure: arguments are never changed, state is passed and returned.
+A codec is an option derived from `Codec`. Its functions are pure: arguments are never changed, state is passed and
+returned. `sender` and `receiver` are its state at the two ends of one link, None at first; they belong to the link (see
+`ashl.stage.link`), so that drops, stage borders and replies to many clients have one place to be right. A body says
+itself all that decoding needs. It is one flat tensor of its own (a lossless codec may send x itself); its bytes are
+what is counted and paid for.
 
-    encode(sender, x, turn)       -> (sender, body)     a flat vector [d] becomes what goes on the wire
-    decode(receiver, body, d)     -> (receiver, x)      ... and a vector again, of the d elements that are expected
-    undo(sender, body)            -> sender             body was dropped on the way: what the sender takes back
-    payload(ratio, d)             -> bytes              exactly those of a body; an upper bound where `flags.variable`
-    add(out, body, scale=1.0)                           out += scale · content, in place; not where decoding has state
-    bound(ratio, d)               -> b                  E‖C(x) − x‖² ≤ b·‖x‖²; infinite where nothing is promised
-    flags                                               what may be relied on
-
-and, where it has more to say,
-
-    reduce(memory, bodies, weights, d) -> (memory, x)   `flags.reduces`: what the bodies of one merge are together,
-                                                        where that is not Σ weight · decode
-    summand(body) -> t, summed(body, t) -> body         `flags.linear`: the flat tensor that an all-reduce may sum, and
-                                                        the body whose content is that of the sum
-    summed_bytes(ratio, d) -> bytes                     ... and those of such a tensor
-    shaped(layout) -> codec                             the codec for a model's layers, where it treats them as such
-    collective(...)                                     a protocol of its own over all workers: see `topology.exchange`
-    links(stage, rank) -> ranks                         with whom that protocol exchanges messages, where it does
-
-A codec that is for other gradients than those of a minibatch has `estimator`, see `ashl.topology.estimate`.
-
-`sender` and `receiver` are the codec's state at the two ends of one link, None at first; they belong to the link, so
-that drops, stage borders and replies to many clients have one place to be right. A body says itself all that decoding
-needs. It is one flat tensor of its own (a lossless codec may send x itself); its bytes are what is counted and paid
-for. Where a run is only timed, x is `SizeOnly`, and the body one of `payload`.
-
-Most codecs have no state: they are two functions on arrays, see `ashl.compression.base.code`. What is kept between
-messages, clipped or scheduled around any of them is in `ashl.compression.around.wrapped`.
+What comes with methods of its own is a class to derive from, too: `Reduces`, `Linear`, `Collective`. Most codecs have
+no state: they are two functions on arrays, see `ashl.compression.base.code`. What is kept between messages, clipped or
+scheduled around any of them is in `ashl.compression.around.wrapped`. Where a run is only timed no codec is asked to
+encode: `payload` is all that is needed, and of a `Collective` what it says in `timed`.
 
 A body of another program, version or length raises `BodyError`; nothing of it is believed before it is checked.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from math import prod
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from ashl.data.rng import Purpose, quick
 from ashl.errors import AshlError
+from ashl.option import Contract
 
 ALL = 2**32 - 1  # in place of a worker, where all draw alike
+Estimator = Literal["minibatch", "full", "svrg"]
+State = Any  # a codec's own, at one end of a link: tensors, numbers and named tuples of them
+T = TypeVar("T")
+
+
+class Layer(NamedTuple):
+    """One parameter tensor: its name in the model and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+Layout = tuple[Layer, ...]
+
+
+def size_of(layout: Layout) -> int:
+    """d, the elements of the flat vector."""
+    return sum(layer.size for layer in layout)
 
 
 class Flags(NamedTuple):
@@ -56,7 +63,7 @@ class Flags(NamedTuple):
     lossless: bool = False  # C(x) = x
     variable: bool = False  # the size of a body depends on x
     full_gradient: bool = False  # needs the gradient over all samples, not over a minibatch
-    reduces: bool = False  # has `reduce`
+    reduces: bool = False  # what the bodies of one merge are together is for `reduce` to say
     scale_free: bool = False  # the length of x is lost: makes sense of gradients, not of differences between models
 
 
@@ -78,8 +85,8 @@ class Turn(NamedTuple):
     epoch: float = 0.0  # of the run so far
     lr: float = 1.0
     weight: float = 1.0
-    params: Any = None  # the model that x was computed on
-    squares: Any = None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch, [d]
+    params: Tensor | None = None  # the model that x was computed on
+    squares: Tensor | None = None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch
 
     def stream(self) -> np.random.Generator:
         """This worker's own random numbers for this message."""
@@ -93,23 +100,194 @@ class Turn(NamedTuple):
 TURN = Turn()
 
 
-class Codec(Protocol):
-    """The contract as types."""
+class Codec(Contract, group="compression"):
+    """The contract, with what holds of a codec that has nothing to say of it. A field of the option may stand in for
+    any of these."""
+
+    code: ClassVar[int] = 0  # its number on the wire, one for each codec that writes `wire.body`
+    parts: ClassVar[int] = 1  # of a minibatch, with `estimator = "moments"`
+    layers: ClassVar[bool] = False  # whether each layer is encoded by itself, by `around.layers`
+    entropy: ClassVar[str] = "none"
+    warmup_epochs: ClassVar[int] = 0
+    critical_ratio: ClassVar[float | None] = None
+    feedback: ClassVar[bool] = False
+    feedback_gain: ClassVar[float] = 1.0
+    feedback_decay: ClassVar[float] = 1.0
+    momentum: ClassVar[float | None] = None
+    masking: ClassVar[bool] = False
+    clip_norm: ClassVar[float | None] = None
+    beta: ClassVar[float | None] = None
 
     @property
-    def flags(self) -> Flags: ...
+    def ratio(self) -> float | None:
+        """The kept share, where there is one."""
+        return None
 
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]: ...
+    @property
+    def estimator(self) -> str:
+        """Which gradient it is for, see `ashl.topology.estimate`."""
+        return "minibatch"
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]: ...
+    @property
+    def flags(self) -> Flags:
+        """What may be relied on."""
+        return Flags()
 
-    def undo(self, sender: Any, body: Any) -> Any: ...
+    # --- what goes on the wire
 
-    def payload(self, ratio: float | None, d: int) -> int: ...
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
+        """(sender, body): a flat vector [d] becomes what goes on the wire."""
+        raise NotImplementedError
 
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None: ...
+    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
+        """(receiver, x): ... and a vector again, of the d elements that are expected. Raises BodyError."""
+        raise NotImplementedError
 
-    def bound(self, ratio: float | None, d: int) -> float: ...
+    def payload(self, ratio: float | None, d: int) -> int:
+        """Bytes of a body, exactly; an upper bound where `flags.variable`."""
+        raise NotImplementedError
+
+    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
+        """out += scale · content, in place; not where decoding has state."""
+        _, x = self.decode(None, body, out.numel())
+        out.add_(x.to(out.device), alpha=scale)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        """b of E‖C(x) − x‖² ≤ b·‖x‖²; infinite where nothing is promised."""
+        return math.inf
+
+    # --- what the sender keeps
+
+    def undo(self, sender: State, body: Tensor) -> State:
+        """The sender, once a body was dropped on the way."""
+        return sender
+
+    def residual(self, sender: State) -> Tensor | None:
+        """What a sender keeps of x for later."""
+        return None
+
+    def adopt(self, kept: State) -> State:
+        """The sender that takes up what another codec's `Residual` or `Velocity` kept; None where it has no use for
+        it."""
+        return None
+
+    # --- other forms of the codec
+
+    def shaped(self, layout: Layout) -> Codec:
+        """For a model's layers, where it treats them as such. Raises UsageError."""
+        return self
+
+    def pulled(self) -> Codec:
+        """For pulls, which are differences between models."""
+        return self
+
+    def share(self, turn: Turn) -> float | None:
+        """The kept share of a message, by whatever schedule there is around the codec."""
+        return turn.ratio
+
+
+class Reduces(Codec, contract=True):
+    """With `flags.reduces`: the bodies of one merge together are not Σ weight · decode."""
+
+    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
+        """(memory, x): what they are; the memory is kept where the sum is. Raises BodyError."""
+        raise NotImplementedError
+
+
+class Linear(Codec, contract=True):
+    """With `flags.linear`: an all-reduce may sum a part of the bodies."""
+
+    def summand(self, body: Tensor) -> Tensor:
+        """The flat tensor to sum."""
+        raise NotImplementedError
+
+    def summed(self, body: Tensor, total: Tensor) -> Tensor:
+        """The body whose content is that of the sum."""
+        raise NotImplementedError
+
+    def summed_bytes(self, ratio: float | None, d: int) -> int:
+        """Bytes of a summand."""
+        raise NotImplementedError
+
+
+class CodecInput(NamedTuple):
+    """What a codec is given by the wrappers around it: its own state, the vector, and what it is sent for."""
+
+    inner: State
+    x: Tensor
+    turn: Turn
+
+
+class Outcome(NamedTuple):
+    """What a protocol over all workers came to: the update, the same on all; what of this worker's vector is in it; and
+    the codec's state afterwards."""
+
+    update: Tensor
+    sent: Tensor | None = None  # None = nothing is kept of what was not
+    inner: State = None
+
+
+class Team(Protocol):
+    """The ranks that merge, as a protocol sees them. Places count from 0, in rank order. What else workers tell each
+    other with a merge rides along unseen."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def place(self) -> int:
+        """Of this worker."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """c_j of this worker, what its vector is multiplied with in the sum."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody's update was not finite, as far as is known: then there is no use in going on."""
+        ...
+
+    async def all_reduce(self, x: Tensor, weight: float = 1.0) -> Tensor:
+        """Σ weight · x in rank order, the same on all."""
+        ...
+
+    async def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Everybody's bytes, uint8 of any lengths."""
+        ...
+
+    async def send(self, place: int, name: str, body: Tensor, *numbers: float) -> None:
+        """To one other; numbers cost nothing."""
+        ...
+
+    async def recv(self, place: int, name: str, final: bool = False) -> tuple[Tensor, tuple[float, ...]]:
+        """(body, numbers) from one other; `final` where it comes from who has everything."""
+        ...
+
+    def compute(self, fn: Callable[[], T], work: float = 0.0) -> Awaitable[T]:
+        """fn(), as compression; 1 unit of work is an encoding."""
+        ...
+
+    def blank(self, nbytes: int) -> Tensor:
+        """So many bytes of which nothing but the size counts, for `timed`."""
+        ...
+
+
+class Collective(Codec, contract=True):
+    """Has a protocol of its own over all workers of an all-reduce."""
+
+    def peers(self, place: int, size: int) -> tuple[int, ...]:
+        """The places that `collective` exchanges messages with, other than by collectives."""
+        return ()
+
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
+        """All workers together come to Σ c·C(x), or to what stands for it."""
+        raise NotImplementedError
+
+    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+        """The same messages, by their sizes alone."""
+        raise NotImplementedError
 
 
 class BodyError(AshlError):

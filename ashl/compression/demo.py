@@ -22,11 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ashl.compression.around.layers import Layer, Layout, with_layout
+from ashl.compression.around.layers import with_layout
 from ashl.compression.base.code import Code, kept
 from ashl.compression.base.select import largest_of_rows
 from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.contract import BodyError, Flags, Layer, Layout, Turn
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import width

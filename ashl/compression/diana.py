@@ -20,14 +20,13 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
+from torch import Tensor
 
-from ashl.compression.contract import TURN, Codec, Flags, Turn
+from ashl.compression.contract import TURN, Codec, Estimator, Flags, Turn
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.qsgd import QSGD
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.option import Count, Number, Ratio, option
-from ashl.size_only import SizeOnly
-from ashl.topology.estimate import Estimator
 
 PLAIN: dict[str, Any] = {
     "feedback": False,
@@ -42,12 +41,12 @@ PLAIN: dict[str, Any] = {
 class Learned(NamedTuple):
     """The sender's state: h, and h before the last message; None = 0."""
 
-    h: Any = None
-    before: Any = None
+    h: Tensor | None = None
+    before: Tensor | None = None
 
 
 @option
-class Diana:
+class Diana(Codec):
     """Quantizes differences."""
 
     quantizer: Literal["ternary", "qsgd", "natural"]
@@ -70,28 +69,24 @@ class Diana:
     def flags(self) -> Flags:
         return Flags(unbiased=True, variable=self.inner.flags.variable)
 
-    def encode(self, sender: Learned | None, x: Any, turn: Turn = TURN) -> tuple[Learned | None, Any]:
-        if isinstance(x, SizeOnly):
-            return sender, self.inner.encode(None, x, turn)[1]
+    def encode(self, sender: Learned | None, x: Tensor, turn: Turn = TURN) -> tuple[Learned, Tensor]:
         h = None if sender is None else sender.h
         _, body = self.inner.encode(None, x if h is None else x - h.to(x.device), turn)
         after, _ = self.decode(h, body, x.numel())
         return Learned(after, h), body
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+    def decode(self, receiver: Tensor | None, body: Tensor, d: int) -> tuple[Tensor, Tensor]:
         _, m = self.inner.decode(None, body, d)
-        if isinstance(m, SizeOnly):
-            return receiver, m
         alpha = 1 / (1 + self.inner.bound(None, d)) if self.alpha is None else self.alpha
         return (m * alpha, m) if receiver is None else (receiver + m * alpha, receiver + m)
 
-    def undo(self, sender: Learned | None, body: Any) -> Learned | None:
+    def undo(self, sender: Learned | None, body: Tensor) -> Learned | None:
         return sender if sender is None else Learned(sender.before)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return self.inner.payload(None, d)
 
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
         raise NotImplementedError("what a body of DIANA is worth depends on the receiver")
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -20,7 +20,7 @@ Source: Rothchild et al., "FetchSGD: Communication-Efficient Federated Learning 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from ashl.compression.base.count_sketch import CountSketch, cells_of, dense, recovered
 from ashl.option import Fraction, option
-from ashl.size_only import SizeOnly
 
 
 class Sketches(NamedTuple):
@@ -49,10 +48,8 @@ class FetchSGD(CountSketch):
     error: Literal["zero", "subtract"]
 
     def reduce(
-        self, memory: Sketches | None, bodies: Sequence[Any], weights: Sequence[float], d: int
-    ) -> tuple[Sketches | None, Any]:
-        if isinstance(bodies[0], SizeOnly):
-            return memory, SizeOnly(4 * d)
+        self, memory: Sketches | None, bodies: Sequence[Tensor], weights: Sequence[float], d: int
+    ) -> tuple[Sketches, Tensor]:
         table, momentum = self.together(bodies, weights, d)
         error = np.zeros_like(momentum)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges

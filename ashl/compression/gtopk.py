@@ -25,50 +25,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.stand_in import CodecInput, after, before
 from ashl.compression.base.code import array_of
 from ashl.compression.base.select import largest
 from ashl.compression.base.sparsifier import SPARSE
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.contract import BodyError, CodecInput, Collective, Flags, Outcome, Reduces, State, Team
 from ashl.compression.topk import TopK
 from ashl.compression.wire.body import EMPTY, Parts, read_body, typed, write_body
 from ashl.compression.wire.index_code import write_indices
 from ashl.option import option
-from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage
-from ashl.topology.exchange import Riders
 
+UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree
 WORD = 4  # bytes: what follows the bits of a set stays aligned
 
 
 class Few(NamedTuple):
-    """Some elements of a vector: ascending places, and what is there. Where a run is only timed, their number alone."""
+    """Some elements of a vector: ascending places, and what is there."""
 
-    places: Any
-    values: Any
-
-    @property
-    def k(self) -> int:
-        return self.places if isinstance(self.places, int) else self.places.size
+    places: np.ndarray
+    values: np.ndarray
 
 
 class Final(NamedTuple):
     """The root's set, and of each element whether this worker's part is in it."""
 
     few: Few
-    alive: Any
+    alive: np.ndarray
 
 
 @option
-class GTopK(TopK):
+class GTopK(TopK, Reduces, Collective):
     """Selects together with all others."""
 
     code: ClassVar[int] = 81
@@ -76,72 +67,71 @@ class GTopK(TopK):
     values: Literal["fp32"]
     layers: Literal[False]
 
-    def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """The ranks that this one exchanges messages with in an all-reduce."""
-        parent, children = family(rank, stage.num_workers)
+    def peers(self, place: int, size: int) -> tuple[int, ...]:
+        parent, children = family(place, size)
         return tuple(sorted(children if parent is None else (parent, *children)))
 
-    async def collective(
-        self, node: Node, stage: Stage, state: Any, x: Any, turn: Turn, weight: float, riders: Riders
-    ) -> tuple[Any, float, int]:
-        """Up and down the tree; see `topology.exchange`."""
-        d, up, down = stage.trainer.num_params, stage.tag("gtopk_up"), stage.tag("gtopk_down")
-        parent, children = family(node.rank, stage.num_workers)
-        given = before(stage.codec, state.sender, x, turn)
-        sets = [await node.compute(partial(self.selected, given, weight, d), work=1, kind="compress")]
-        loss, word = riders
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
+        """Up and down the tree."""
+        d, (parent, children) = source.x.numel(), family(team.place, team.size)
+        sets = [await team.compute(partial(self.selected, source, team.weight), work=1)]
         for child in children:
-            message = await node.recv(up, src=child)
-            loss, word = loss + message.meta[0], word + message.meta[1]
-            sets.append(await node.compute(partial(self.merged, sets[-1], message, d), work=0, kind="compress"))
+            body, _ = await team.recv(child, UP)
+            sets.append(await team.compute(partial(self.merged, sets[-1], body, d)))
         if parent is None:
-            final = Final(sets[-1], None if isinstance(x, SizeOnly) else np.ones(sets[-1].k, bool))
+            final = Final(sets[-1], np.ones(sets[-1].places.size, bool))
         else:
-            await node.send(parent, up, self.written_few(sets[-1], d), (loss, word, sets[-1].k))
-            message = await node.recv(down, src=parent)
-            loss, word = message.meta[:2]
-            final = await node.compute(partial(self.read_final, message, d), work=0, kind="compress")
+            await team.send(parent, UP, self.written_few(sets[-1], d))
+            body, _ = await team.recv(parent, DOWN, final=True)
+            final = await team.compute(partial(self.read_final, body, d))
         for child, merged in zip(reversed(children), reversed(sets), strict=False):
-            final = final if isinstance(x, SizeOnly) else final._replace(alive=final.alive & within(final.few, merged))
-            await node.send(child, down, self.written_few(final.few, d, final), (loss, word, final.few.k))
-        if isinstance(x, SizeOnly):
-            return x, loss, int(word)
-        end = partial(self.ended, stage, state.sender, (x, turn), given, sets[0], final)
-        state.sender, update = await node.compute(end, work=0, kind="compress")
-        return update, loss, int(word)
+            final = final._replace(alive=final.alive & within(final.few, merged))
+            await team.send(child, DOWN, self.written_few(final.few, d, final.alive))
+        return await team.compute(partial(self.ended, source, sets[0], final))
 
-    def selected(self, given: CodecInput, weight: float, d: int) -> Few:
+    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+        """The number of elements goes with each message: of several, the largest stays."""
+        k, (parent, children) = self.kept(ratio, d), family(team.place, team.size)
+        k = k if self.form(k, d) == SPARSE else d
+        await team.compute(nothing, work=1)
+        for child in children:
+            _, (other,) = await team.recv(child, UP)
+            k = max(k, int(other))
+            await team.compute(nothing)
+        if parent is not None:
+            await team.send(parent, UP, team.blank(self.size(k, d)), k)
+            _, (other,) = await team.recv(parent, DOWN, final=True)
+            k = int(other)
+            await team.compute(nothing)
+        for child in reversed(children):
+            await team.send(child, DOWN, team.blank(self.size(k, d) + bits_bytes(k)), k)
+
+    def selected(self, source: CodecInput, weight: float) -> Few:
         """What a worker starts with: c·p at its own places."""
-        k = self.kept(given.turn.ratio, d)
-        if isinstance(given.x, SizeOnly):
-            return Few(k if self.form(k, d) == SPARSE else d, None)
-        p = array_of(given.x)
-        places = largest(p, k) if self.form(k, d) == SPARSE else np.arange(d)
+        p = array_of(source.x)
+        k = self.kept(source.turn.ratio, p.size)
+        places = largest(p, k) if self.form(k, p.size) == SPARSE else np.arange(p.size)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             return Few(places, p[places] * np.float32(weight))
 
-    def merged(self, own: Few, message: Message, d: int) -> Few:
+    def merged(self, own: Few, body: Tensor, d: int) -> Few:
         """The largest of the sums with a child's."""
-        if isinstance(message.body, SizeOnly):
-            return Few(max(own.k, int(message.meta[2])), None)
-        other = self.read_few(*read_body(message.body, self.code, d)[:1], d)
+        other = self.read_few(*read_body(body, self.code, d)[:1], d)
         places = np.concatenate([own.places, other.places])
         order = places.argsort(kind="stable")  # of equal places the own comes first
         places = places[order]
         first = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]]))
         with np.errstate(over="ignore", invalid="ignore"):
             sums = np.add.reduceat(np.concatenate([own.values, other.values])[order], first)
-        chosen = largest(sums, max(own.k, other.k))
+        chosen = largest(sums, max(own.places.size, other.places.size))
         return Few(places[first[chosen]], sums[chosen])
 
-    def written_few(self, few: Few, d: int, final: Final | None = None) -> Any:
+    def written_few(self, few: Few, d: int, alive: np.ndarray | None = None) -> Tensor:
         """A set as a body; on the way down with the bits of its elements."""
-        k = few.k
-        if few.values is None:
-            return SizeOnly(self.size(k, d) + (0 if final is None else bits_bytes(k)))
-        bits = EMPTY if final is None else np.zeros(bits_bytes(k), np.uint8)
-        if final is not None:
-            bits[: -(-k // 8)] = np.packbits(final.alive, bitorder="little")
+        k, bits = few.places.size, EMPTY
+        if alive is not None:
+            bits = np.zeros(bits_bytes(k), np.uint8)
+            bits[: -(-k // 8)] = np.packbits(alive, bitorder="little")
         form = self.form(k, d)
         indices = write_indices(self.indices, few.places, d) if form == SPARSE else EMPTY
         return write_body(self.code, torch.float32, d, Parts(k, few.values, indices, bits, form))
@@ -150,29 +140,23 @@ class GTopK(TopK):
         places, values = self.unpack(parts, d)
         return Few(np.arange(d) if isinstance(places, slice) else places.astype(np.int64), values)
 
-    def read_final(self, message: Message, d: int) -> Final:
+    def read_final(self, body: Tensor, d: int) -> Final:
         """What a parent sends down. Raises BodyError."""
-        if isinstance(message.body, SizeOnly):
-            return Final(Few(int(message.meta[2]), None), None)
-        parts, _ = read_body(message.body, self.code, d)
+        parts, _ = read_body(body, self.code, d)
         bits = typed(parts.scales, "u1", bits_bytes(parts.count), "bits")
         alive = np.unpackbits(bits, count=parts.count, bitorder="little").view(bool)
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
-    def ended(
-        self, stage: Stage, sender: Any, sent_for: tuple[Tensor, Turn], given: CodecInput, own: Few, final: Final
-    ) -> tuple[Any, Tensor]:
-        """(the sender's state, the update)."""
-        update, sent = torch.zeros(stage.trainer.num_params), torch.zeros_like(given.x)
+    def ended(self, source: CodecInput, own: Few, final: Final) -> Outcome:
+        """Sent is what of the worker's own came through."""
+        update, sent = torch.zeros(source.x.numel()), torch.zeros_like(source.x)
         update.numpy()[final.few.places] = final.few.values
         through = final.few.places[final.alive & within(final.few, own)]
-        sent[through] = given.x[through]
-        return after(stage.codec, sender, *sent_for, sent), update
+        sent[through] = source.x[through]
+        return Outcome(update, sent)
 
-    def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
+    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
         """At a server: the k largest of the sum; what is left of it is kept for the next merge."""
-        if isinstance(bodies[0], SizeOnly):
-            return memory, SizeOnly(4 * d)
         total = torch.zeros(d) if memory is None else memory.clone()
         for body, weight in zip(bodies, weights, strict=True):
             self.add(total, body, weight)
@@ -193,6 +177,10 @@ def family(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
             children.append(rank + step)
         step *= 2
     return (rank - step if rank else None), tuple(children)
+
+
+def nothing() -> None:
+    """What a run that is only timed computes."""
 
 
 def bits_bytes(k: int) -> int:

@@ -24,9 +24,8 @@ Sun et al., "Communication-Efficient Distributed Learning via Lazily Aggregated 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -34,12 +33,10 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression.base.code import array_of
-from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.contract import TURN, BodyError, Codec, Estimator, Flags, Turn
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 from ashl.option import Count, NonNegative, Number, option
-from ashl.size_only import SizeOnly
-from ashl.topology.estimate import Estimator
 
 LEVELS, WHOLE = 0, 1  # forms of a body: levels of δ, or g as float32
 
@@ -48,16 +45,16 @@ class Lazy(NamedTuple):
     """The sender's state: Q, ‖ε'‖² and how many messages were skipped since; the last model and the squared lengths of
     the last D moves; and the first three as they were before the last message."""
 
-    sent: Any = None
+    sent: Tensor | None = None
     error: float = 0.0
     age: int = 0
-    model: Any = None
+    model: Tensor | None = None
     moves: tuple[float, ...] = ()
-    before: tuple[Any, float, int] = (None, 0.0, 0)
+    before: tuple[Tensor | None, float, int] = (None, 0.0, 0)
 
 
 @option
-class LAQ:
+class LAQ(Codec):
     """Sends when the gradient has changed."""
 
     code: ClassVar[int] = 100
@@ -74,12 +71,7 @@ class LAQ:
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
 
-    def bound(self, ratio: float | None, d: int) -> float:
-        return math.inf
-
-    def encode(self, sender: Lazy | None, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
-        if isinstance(x, SizeOnly):
-            return sender, SizeOnly(self.payload(None, x.nbytes // 4))
+    def encode(self, sender: Lazy | None, x: Tensor, turn: Turn = TURN) -> tuple[Lazy, Tensor]:
         state = moved(sender or Lazy(), turn.params, self.memory)
         g = array_of(x)
         sent = np.zeros_like(g) if state.sent is None else state.sent.numpy()
@@ -95,9 +87,7 @@ class LAQ:
         after = state._replace(sent=torch.from_numpy(now), error=error, age=0, before=before)
         return after, write_body(self.code, x.dtype, x.numel(), parts)
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if isinstance(body, SizeOnly):
-            return receiver, SizeOnly(4 * d)
+    def decode(self, receiver: Tensor | None, body: Tensor, d: int) -> tuple[Tensor, Tensor]:
         if isinstance(body, Tensor) and not body.numel():
             if receiver is None:
                 raise BodyError("a gradient was left out before any had come")
@@ -108,14 +98,9 @@ class LAQ:
             now = torch.from_numpy(self._applied(parts, sent))
             return now, now.to(dtype)
 
-    def undo(self, sender: Any, body: Any) -> Any:
-        if isinstance(body, SizeOnly):
-            return sender
+    def undo(self, sender: Lazy, body: Tensor) -> Lazy:
         sent, error, age = sender.before
         return sender._replace(sent=sent, error=error, age=age)
-
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
-        out.add_(self.decode(None, body, out.numel())[1].to(out.device), alpha=scale)
 
     def _parts(self, g: np.ndarray, sent: np.ndarray) -> Parts:
         if self.bits is None:
@@ -161,7 +146,7 @@ class LAQ:
         return now
 
 
-def moved(state: Lazy, model: Any, memory: int) -> Lazy:
+def moved(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
     """The state once the worker has been given another model."""
     if model is None or state.model is None:
         return state._replace(model=model)

@@ -20,10 +20,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression.around.layers import Layout, slices
+from ashl.compression.around.layers import slices
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.contract import Flags, Layout, Turn
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.levels import row_sums, whole
@@ -71,7 +71,7 @@ class TwoMeans(Code):
     flags: ClassVar[Flags] = OneBit.flags
     matrices: tuple[Matrix, ...]
 
-    def parts(self, x: np.ndarray) -> Iterator[np.ndarray]:
+    def split(self, x: np.ndarray) -> Iterator[np.ndarray]:
         """x as matrices whose rows are the parts: views."""
         sizes = [rows * columns for rows, columns, _ in self.matrices]
         for place, (rows, columns, turned) in zip(slices(sizes), self.matrices, strict=True):
@@ -79,7 +79,7 @@ class TwoMeans(Code):
             yield matrix.T if turned else matrix
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        means = [two_means(rows) for rows in self.parts(x)]
+        means = [two_means(rows) for rows in self.split(x)]
         return Parts(x.size, pack_signs(x), scales=np.concatenate(means).astype(np.float32))
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
@@ -87,7 +87,7 @@ class TwoMeans(Code):
         means = typed(parts.scales, "<u4", 2 * self._count(), "means").reshape(-1, 2)  # bits, of which some are flipped
         negative = np.unpackbits(stream, count=d, bitorder="little")
         x, start = np.empty(d, np.uint32), 0
-        for rows, signs in zip(self.parts(x), self.parts(negative), strict=True):
+        for rows, signs in zip(self.split(x), self.split(negative), strict=True):
             above, below = means[start : start + len(rows), :1], means[start : start + len(rows), 1:]
             for columns in column_blocks(rows):
                 block = signs[:, columns].astype(np.uint32)

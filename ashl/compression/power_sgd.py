@@ -30,17 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layout, slices
-from ashl.compression.around.stand_in import CodecInput, after, before
+from ashl.compression.around.layers import slices
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import array_of
-from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.contract import TURN, BodyError, CodecInput, Collective, Flags, Layout, Outcome, State, Team, Turn
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 from ashl.option import Count, option
-from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage
-from ashl.topology.exchange import Riders, summed
 
 LOW_RANK = Flags(contraction=True)
 DEPENDENT = 1e-6  # of a column's length: less than that, beside the columns before it, is rounding
@@ -56,19 +51,19 @@ class PowerSGD(Wrappers):
     def shaped(self, layout: Layout) -> LowRank:
         return LowRank(self.rank, tuple(layer.shape for layer in layout))
 
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         """Without layers there are no matrices: as it is."""
         return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, turn)
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
+    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
         return LowRank(self.rank, ((d,),)).decode(receiver, body, d)
 
 
 class Basis(NamedTuple):
     """The sender's state: every Q in one flat tensor, and the one before, in case the message is dropped."""
 
-    q: Any = None
-    before: Any = None
+    q: Tensor | None = None
+    before: Tensor | None = None
 
 
 class Matrix(NamedTuple):
@@ -81,7 +76,7 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Collective):
     """PowerSGD for layers of these shapes."""
 
     code: ClassVar[int] = 80
@@ -118,31 +113,23 @@ class LowRank:
     def bound(self, ratio: float | None, d: int) -> float:
         return 1.0 if self.matrices else 0.0
 
-    def encode(self, sender: Basis | None, x: Any, turn: Turn = TURN) -> tuple[Basis, Any]:
+    def encode(self, sender: Basis | None, x: Tensor, turn: Turn = TURN) -> tuple[Basis, Tensor]:
         sender = sender or Basis()
-        if isinstance(x, SizeOnly):
-            return sender, SizeOnly(self.payload(turn.ratio, x.nbytes // 4))
         flat = torch.from_numpy(array_of(x))
         left = self.orthonormal(self.left(flat, self.begin(sender.q, turn.stream())))
         right = self.right(flat, left)
         values = torch.cat([left, right, self.others(flat)])
         return Basis(right, sender.q), write_body(self.code, x.dtype, x.numel(), Parts(values.numel(), values.numpy()))
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if isinstance(body, SizeOnly):
-            return receiver, SizeOnly(4 * d)
+    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
         parts, dtype = read_body(body, self.code, d)
         if d != self.size or parts.indices.size or parts.scales.size or parts.count != sum(self.counts):
             raise BodyError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
         values = torch.from_numpy(typed(parts.values, "<f4", parts.count, "values").copy())
         return receiver, self.whole(*values.split(self.counts)).to(dtype)
 
-    def undo(self, sender: Basis, body: Any) -> Basis:
-        return sender if isinstance(body, SizeOnly) else Basis(sender.before)
-
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
-        _, x = self.decode(None, body, out.numel())
-        out.add_(x.to(out.device), alpha=scale)
+    def undo(self, sender: Basis, body: Tensor) -> Basis:
+        return Basis(sender.before)
 
     @property
     def size(self) -> int:
@@ -189,42 +176,34 @@ class LowRank:
         views = [[v.view(-1, a.r) for v, a in zip(f.split(sizes), self.matrices, strict=True)] for f in flat]
         return list(zip(self.matrices, *views, strict=True))
 
-    async def collective(
-        self, node: Node, stage: Stage, state: Any, x: Any, turn: Turn, weight: float, riders: Riders
-    ) -> tuple[Any, float, int]:
-        """Both products summed over all workers; see `topology.exchange`."""
-        given = before(stage.codec, state.sender, x, turn)
-        first, second = self.counts[0] + self.counts[2], self.counts[1]
-        if isinstance(x, SizeOnly):
-            _, loss, word = await summed(node, stage, SizeOnly(4 * first), 1.0, riders)
-            if second:
-                await node.all_reduce(SizeOnly(4 * second), stage.workers)
-            return x, loss, word
-        mine = await node.compute(partial(self._first, given), work=1, kind="compress")
-        total, loss, word = await summed(node, stage, mine, weight, riders)
-        left, right = await node.compute(partial(self._second, given, total), work=0, kind="compress")
-        common = await node.all_reduce(right * weight, stage.workers) if second else right
-        end = partial(self._end, stage, state.sender, x, turn, given, (left, right, common, total[self.counts[0] :]))
-        state.sender, update = await node.compute(end, work=0, kind="compress")
-        return update, loss, word
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
+        """Both products summed over all workers."""
+        mine = await team.compute(partial(self._first, source), work=1)
+        total = await team.all_reduce(mine, team.weight)
+        left, right = await team.compute(partial(self._second, source, total))
+        common = await team.all_reduce(right, team.weight) if self.matrices else right
+        return await team.compute(partial(self._end, source, left, right, common, total[self.counts[0] :]))
 
-    def _first(self, given: CodecInput) -> Tensor:
+    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+        left, right, others = self.counts
+        await team.all_reduce(team.blank(4 * (left + others)))
+        if right:
+            await team.all_reduce(team.blank(4 * right))
+
+    def _first(self, source: CodecInput) -> Tensor:
         """What is summed first: every P, and what is sent as it is."""
-        q = given.inner.q if given.inner else None
-        return torch.cat([self.left(given.x, self.begin(q, given.turn.shared())), self.others(given.x)])
+        q = source.inner.q if source.inner else None
+        return torch.cat([self.left(source.x, self.begin(q, source.turn.shared())), self.others(source.x)])
 
-    def _second(self, given: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
+    def _second(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
         """The common basis, and what is summed next: every Q."""
         left = self.orthonormal(total[: self.counts[0]])
-        return left, self.right(given.x, left)
+        return left, self.right(source.x, left)
 
-    def _end(
-        self, stage: Stage, sender: Any, x: Tensor, turn: Turn, given: CodecInput, found: tuple[Tensor, ...]
-    ) -> tuple[Any, Tensor]:
-        """(the sender's state, the update) once both sums are known."""
-        left, right, common, others = found
-        sent = self.whole(left, right, self.others(given.x))
-        return after(stage.codec, sender, x, turn, sent, Basis(common)), self.whole(left, common, others)
+    def _end(self, source: CodecInput, left: Tensor, right: Tensor, common: Tensor, others: Tensor) -> Outcome:
+        """Once both sums are known."""
+        sent = self.whole(left, right, self.others(source.x))
+        return Outcome(self.whole(left, common, others), sent, Basis(common))
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:

@@ -48,9 +48,9 @@ class RandomK(Seeded):
             return self.drawn(x, turn.stream(), turn)
         k = self.kept(turn.ratio, x.size)
         if self.form(k, x.size) != SPARSE:
-            return self.parts(x, k, None, None, turn)
+            return self.parts_of(x, k, None, None, turn)
         places = distinct(turn.stream(), k, x.size)
-        return self.parts(x, k, x[places], write_indices(self.indices, places, x.size), turn)
+        return self.parts_of(x, k, x[places], write_indices(self.indices, places, x.size), turn)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.loss(self.kept(ratio, d), d)

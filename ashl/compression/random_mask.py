@@ -1,4 +1,4 @@
-"""Random mask: all workers send the elements at the same random places, which nobody has to be told.
+"""Random mask: all workers send the elements at the same random places, which travel in no message.
 
 Rule: C(x)_j = x_j at k places that all workers draw alike in each round, else 0. E‖C(x) − x‖² = (1 − k/d)‖x‖². Bits:
 those of k values, and 64 for the seed. With values=fp32 the sum of bodies is the body of the sum: an all-reduce adds
@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression.base.linear import Linear
 from ashl.compression.base.seeded import Seeded
 from ashl.compression.contract import Flags, Turn
 from ashl.compression.wire.body import Parts
@@ -24,7 +23,7 @@ from ashl.option import option
 
 
 @option
-class RandomMask(Seeded, Linear):
+class RandomMask(Seeded):
     """A random share of the elements, the same on all workers."""
 
     code: ClassVar[int] = 50

@@ -20,25 +20,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.contract import Flags, Reduces, State, Turn
 from ashl.compression.wire.bits import pack_signs, packed_bytes, signed
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.wire.levels import mean_magnitude, whole
 from ashl.option import Fraction, option
-from ashl.size_only import SizeOnly
 
 ONE = np.ones(1, np.float32)
 
 
 @option
-class Sign(Code, Wrappers):
+class Sign(Code, Reduces, Wrappers):
     """Sends signs."""
 
     code: ClassVar[int] = 11
@@ -70,10 +70,8 @@ class Sign(Code, Wrappers):
     def bound(self, ratio: float | None, d: int) -> float:
         return 1 - 1 / d if self.flags.contraction else float("inf")
 
-    def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
+    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
         """The sign of the weighted sum of signs."""
-        if isinstance(bodies[0], SizeOnly):
-            return memory, SizeOnly(4 * d)
         total, most = torch.zeros(d), max(weights)
         for body, weight in zip(bodies, weights, strict=True):  # equal weights add up exactly, so that even is even
             replace(self, scale="none").add(total, body, weight / most)

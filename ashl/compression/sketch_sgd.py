@@ -21,27 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.stand_in import CodecInput, after, before
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import array_of
 from ashl.compression.base.count_sketch import CountSketch, dense, recovered, sketched
 from ashl.compression.base.select import largest
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.contract import CodecInput, Collective, Flags, Outcome, State, Team
 from ashl.option import Count, option
-from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
-from ashl.stage.stage import Stage
-from ashl.topology.exchange import Riders, summed
 
 
 @option
-class SketchSGD(CountSketch, Wrappers):
+class SketchSGD(CountSketch, Collective, Wrappers):
     """Finds what is large in the sum, then asks for it."""
 
     code: ClassVar[int] = 82
@@ -52,56 +47,40 @@ class SketchSGD(CountSketch, Wrappers):
         """How many exact values the second round is about."""
         return min(d, self.candidates * self.k(d))
 
-    async def collective(
-        self, node: Node, stage: Stage, state: Any, x: Any, turn: Turn, weight: float, riders: Riders
-    ) -> tuple[Any, float, int]:
-        """Both sums; see `topology.exchange`."""
-        d = stage.trainer.num_params
-        if isinstance(x, SizeOnly):
-            _, loss, word = await summed(node, stage, SizeOnly(4 * self.table(d).cells), 1.0, riders)
-            await node.all_reduce(SizeOnly(4 * self.asked(d)), stage.workers)
-            return x, loss, word
-        given = before(stage.codec, state.sender, x, turn)
-        cells = await node.compute(partial(self.cells, given), work=1, kind="compress")
-        total, loss, word = await summed(node, stage, cells, weight, riders)
-        places, mine = await node.compute(partial(self.wanted, given, total), work=0, kind="compress")
-        exact = await node.all_reduce(mine * weight, stage.workers)
-        end = partial(self.ended, stage, state.sender, (x, turn), given, places, exact)
-        state.sender, update = await node.compute(end, work=0, kind="compress")
-        return update, loss, word
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
+        """Both sums."""
+        cells = await team.compute(partial(self.cells, source), work=1)
+        total = await team.all_reduce(cells, team.weight)
+        places, mine = await team.compute(partial(self.wanted, source, total))
+        exact = await team.all_reduce(mine, team.weight)
+        return await team.compute(partial(self.ended, source, places, exact))
 
-    def cells(self, given: CodecInput) -> Tensor:
+    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+        await team.all_reduce(team.blank(4 * self.table(d).cells))
+        await team.all_reduce(team.blank(4 * self.asked(d)))
+
+    def cells(self, source: CodecInput) -> Tensor:
         """What is summed first."""
-        p = array_of(given.x)
+        p = array_of(source.x)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-            return torch.from_numpy(sketched(p, self.table(p.size, given.turn.seed)))
+            return torch.from_numpy(sketched(p, self.table(p.size, source.turn.seed)))
 
-    def wanted(self, given: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
+    def wanted(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
         """(the candidates' places, this worker's values there)."""
-        d = given.x.numel()
+        d = source.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
-            places, _ = recovered(total.numpy(), self.table(d, given.turn.seed), d, self.asked(d))
-        return places, given.x[places]
+            places, _ = recovered(total.numpy(), self.table(d, source.turn.seed), d, self.asked(d))
+        return places, source.x[places]
 
-    def ended(
-        self,
-        stage: Stage,
-        sender: Any,
-        sent_for: tuple[Tensor, Turn],
-        given: CodecInput,
-        places: np.ndarray,
-        exact: Tensor,
-    ) -> tuple[Any, Tensor]:
-        """(the sender's state, the update)."""
-        d = given.x.numel()
+    def ended(self, source: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:
+        """Of the candidates those that are largest."""
+        d = source.x.numel()
         chosen = largest(exact.numpy(), self.k(d))
-        sent = torch.zeros_like(given.x)
-        sent[places[chosen]] = given.x[places[chosen]]
-        return after(stage.codec, sender, *sent_for, sent), dense(places[chosen], exact.numpy()[chosen], d)
+        sent = torch.zeros_like(source.x)
+        sent[places[chosen]] = source.x[places[chosen]]
+        return Outcome(dense(places[chosen], exact.numpy()[chosen], d), sent)
 
-    def reduce(self, memory: Any, bodies: Sequence[Any], weights: Sequence[float], d: int) -> tuple[Any, Any]:
+    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
         """At a server: what the sum of the sketches says."""
-        if isinstance(bodies[0], SizeOnly):
-            return memory, SizeOnly(4 * d)
         table, cells = self.together(bodies, weights, d)
         return memory, dense(*recovered(cells, table, d, self.k(d)), d)

@@ -56,14 +56,14 @@ class SparseLoCo(Selection, Share):
         each, d = self.each(turn.ratio), x.size
         k = self.total(each, d)
         if self.form(k, d) != SPARSE:
-            return self.parts(x, k, None, None, turn)
+            return self.parts_of(x, k, None, None, turn)
         whole = d - d % self.chunk
         columns = [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
         if d > whole:
             columns.append(largest_of_rows(x[None, whole:], k - whole // self.chunk * each)[0])
         inside = np.concatenate(columns)
         coded = np.concatenate([np.array([each], "<u4").view(np.uint8), pack(inside, width(self.chunk))])
-        return self.parts(x, k, x[inside + self.starts(each, k)], coded, turn)
+        return self.parts_of(x, k, x[inside + self.starts(each, k)], coded, turn)
 
     def starts(self, each: int, k: int) -> np.ndarray:
         """Where the chunk of each of the k values begins."""

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression.base.linear import Linear
 from ashl.compression.base.seeded import Seeded
 from ashl.compression.base.sparsifier import DENSE
 from ashl.compression.contract import Flags, Turn
@@ -27,7 +26,7 @@ from ashl.option import option
 
 
 @option
-class Subsampling(Seeded, Linear):
+class Subsampling(Seeded):
     """A random share of the elements, scaled to be right on average."""
 
     code: ClassVar[int] = 52

@@ -17,29 +17,36 @@ Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Dist
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layout, size_of, slices
-from ashl.compression.around.stand_in import before
-from ashl.compression.around.wrapper import Wrapper
+from ashl.compression.around.layers import slices
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code, array_of
-from ashl.compression.contract import TURN, Flags, Turn
+from ashl.compression.contract import (
+    TURN,
+    Codec,
+    CodecInput,
+    Collective,
+    Flags,
+    Layout,
+    Outcome,
+    State,
+    Team,
+    Turn,
+    size_of,
+)
 from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import ends_of, level_bytes, packed, unpacked, whole
 from ashl.compression.wire.trits import read_ternary, ternary, trit_bytes, write_ternary
 from ashl.option import Positive, option
-from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
 
 WIDTHS = (2, 4, 8, 16)  # of the sums of ternaries
 
@@ -58,8 +65,8 @@ class TernGrad(Code, Wrappers):
     def flags(self) -> Flags:
         return Flags(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
-    def shaped(self, layout: Layout) -> Any:
-        """The codec for a model's layers; layers without a shared scale are told apart around it."""
+    def shaped(self, layout: Layout) -> Codec:
+        """The codec for a model's layers; layers without a shared scale are kept apart around it."""
         sizes = tuple(layer.size for layer in layout) if self.layers else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
@@ -98,38 +105,43 @@ class TernGrad(Code, Wrappers):
 
 
 @dataclass(frozen=True)
-class SharedScale(Wrapper):
+class SharedScale(Collective):
     """The protocol of an all-reduce in which all round to the same m."""
 
-    layers: ClassVar[bool] = False  # it sees to them itself
     codec: TernGrad
     sizes: tuple[int, ...]  # of the parts with an m each
 
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+    @property
+    def flags(self) -> Flags:
+        return self.codec.flags
+
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         return self.codec.encode(sender, x, turn)
 
-    async def collective(
-        self, node: Node, stage: Any, state: Any, x: Any, turn: Turn, weight: float, riders: tuple[float, float]
-    ) -> tuple[Any, float, int]:
-        """Σ c·C(x) over all, and what rode along."""
-        group, x = stage.workers, before(stage.codec, state.sender, x, turn).x
-        if isinstance(x, SizeOnly):
-            told = await node.all_gather(SizeOnly(4 * len(self.sizes), int(riders[1])), group)
-            words = SizeOnly(4 * -(-(x.nbytes // 4) * sum_width(len(group)) // 32))
-            await node.all_reduce(words, group)
-            return SizeOnly(x.nbytes), 0.0, sum(one.word for one in told)
-        x = x * weight
-        tops = await node.compute(partial(self.tops, x), work=0, kind="compress")
-        own = np.concatenate([tops.view(np.uint8), np.array(riders, np.float64).view(np.uint8)])
-        told = [one.numpy() for one in await node.all_gather(torch.from_numpy(own), group, riders=16)]
-        loss, word = sum(one[-16:].copy().view(np.float64) for one in told)
-        if math.isnan(loss):
-            return torch.zeros_like(x), loss, int(word)
-        tops = np.max([one[:-16].copy().view(np.float32) for one in told], axis=0)
-        words = await node.compute(partial(self.words, x, tops, turn, len(group)), work=1, kind="compress")
-        total = await node.all_reduce(words, group)
-        update = await node.compute(partial(self.update, total, tops, len(group)), work=0, kind="compress")
-        return update, float(loss), int(word)
+    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
+        return self.codec.decode(receiver, body, d)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return self.codec.payload(ratio, d)
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        return self.codec.bound(ratio, d)
+
+    async def collective(self, team: Team, source: CodecInput) -> Outcome:
+        """The largest m of each part, then the sum of the ternaries."""
+        x = source.x * team.weight
+        own = await team.compute(partial(self.tops, x))
+        all_tops = await team.all_gather(torch.from_numpy(own.view(np.uint8)))
+        if team.lost:
+            return Outcome(torch.zeros_like(x))
+        tops = np.max([one.clone().numpy().view(np.float32) for one in all_tops], axis=0)
+        words = await team.compute(partial(self.words, x, tops, source.turn, team.size), work=1)
+        total = await team.all_reduce(words)
+        return Outcome(await team.compute(partial(self.update, total, tops, team.size)))
+
+    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+        await team.all_gather(team.blank(4 * len(self.sizes)))
+        await team.all_reduce(team.blank(4 * -(-d * sum_width(team.size) // 32)))
 
     def tops(self, x: Tensor) -> np.ndarray:
         """m of each part."""

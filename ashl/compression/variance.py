@@ -22,15 +22,14 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from ashl.compression.around.feedback import rescaled
-from ashl.compression.around.layers import Layout, size_of
 from ashl.compression.base.code import Sparse, array_of
-from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.contract import TURN, BodyError, Flags, Layout, Turn, size_of
 from ashl.compression.wire.body import HEADER, Parts, typed, write_body
 from ashl.errors import UsageError
 from ashl.option import Count, Fraction, Number, option
-from ashl.size_only import SizeOnly
 
 PLACE_BITS = 28
 SMALLEST = 7  # e
@@ -40,8 +39,8 @@ class Waiting(NamedTuple):
     """The sender's state: r and v; what r held at the places that were sent last; and the learning rate that both go
     with."""
 
-    error: Any = None
-    squares: Any = None
+    error: Tensor | None = None
+    squares: Tensor | None = None
     places: Any = None
     values: Any = None
     lr: float = 1.0
@@ -70,9 +69,7 @@ class Variance(Sparse):
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + 4 * d
 
-    def encode(self, sender: Waiting | None, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
-        if isinstance(x, SizeOnly):
-            return sender, SizeOnly(self.payload(None, x.nbytes // 4))
+    def encode(self, sender: Waiting | None, x: Tensor, turn: Turn = TURN) -> tuple[Waiting, Tensor]:
         old = sender or Waiting()
         g = array_of(x)
         fresh = np.zeros_like(g) if turn.squares is None else array_of(turn.squares)
@@ -102,16 +99,19 @@ class Variance(Sparse):
         np.negative(values, out=values, where=words >> np.uint32(31) > 0)
         return places, values
 
-    def undo(self, sender: Any, body: Any) -> Any:
-        if isinstance(body, SizeOnly):
-            return sender
+    def residual(self, sender: Waiting | None) -> Tensor | None:
+        return sender and sender.error
+
+    def undo(self, sender: Waiting, body: Tensor) -> Waiting:
+        assert sender.error is not None
         sums = sender.error.clone()
         sums[sender.places] = sender.values
         return sender._replace(error=sums, places=sender.places[:0], values=sender.values[:0])
 
-    def _kept(self, vector: Any, before: float, now: float, power: int) -> Any:
+    def _kept(self, vector: Tensor | None, before: float, now: float, power: int) -> Any:
         """What was kept, in units of this learning rate."""
-        return np.float32(0) if vector is None else rescaled(vector, before**power, now**power).numpy()
+        kept = rescaled(vector, before**power, now**power)
+        return np.float32(0) if kept is None else kept.numpy()
 
 
 def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,7 +21,6 @@ KINDS = {  # by which a class is known to be of a group
     "model": ("build",),
     "dataset": ("load", "batch_size"),
     "cluster": ("num_workers",),
-    "compression": ("encode", "decode"),
     "runtime": ("name", "gradients"),
     "tracking": ("sink", "events"),
 }
@@ -30,6 +29,7 @@ BASES = {  # which a class has to extend to be of a group
     "topology": "ashl.stage.rule.Topology",
     "sync": "the rule that its topology asks, as ashl.topology.parameter_server.ServerRule",
     "aggregate": "ashl.aggregate.weighted.Weighted",
+    "compression": "ashl.compression.contract.Codec",
     "planner": "ashl.planner.assignment.Planner",
     "schedule": "ashl.schedule.choices.Schedule",
 }

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.layers import Layer, Layout, size_of
-from ashl.compression.around.wrapped import for_layers, wrapped
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.contract import Codec, Layer, Layout, size_of
 from ashl.config.construct import construct
 from ashl.data.batches import Batches
 from ashl.data.dataset import Data
@@ -45,7 +45,7 @@ def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
     return tuple(Layer(*layer) for layer in layers)
 
 
-def payload_of(option: Any, layout: Layout) -> Callable[[float | None], float]:
+def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]:
     """Bytes on the wire at a ratio, as a share of the dense vector's."""
     codec, d = wrapped(option, layout), size_of(layout)
     return lambda ratio: codec.payload(ratio, d) / (4 * d)
@@ -71,7 +71,6 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
                 sync=parts["sync"],
                 aggregate=parts["aggregate"],
                 codec=wrapped(parts["compression"], layout),
-                bare_codec=for_layers(parts["compression"], layout),
                 layout=layout,
                 trainer=trainer,
                 limits=plan.limits,
@@ -92,7 +91,7 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
 
 
 def replanned(
-    plan: Plan, first: int, planner: Any, codec: Any, measured: tuple[WorkerProfile, ...]
+    plan: Plan, first: int, planner: Any, codec: Codec, measured: tuple[WorkerProfile, ...]
 ) -> tuple[Profile, list[StagePlan]]:
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
     profile = Profile(

@@ -8,13 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ashl.compression.around.layers import Layout, size_of
+from ashl.aggregate.fednova import FedNova
+from ashl.aggregate.weighted import Weighted
 from ashl.compression.around.wrapped import wrapped
+from ashl.compression.around.wrapper import innermost
+from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.base.count_sketch import CountSketch
+from ashl.compression.contract import Codec, Collective, Layout, Linear, Reduces, size_of
+from ashl.compression.fetch_sgd import FetchSGD
+from ashl.compression.sign import Sign
+from ashl.compression.terngrad import TernGrad
 from ashl.compression.wire.entropy_code import check_code
 from ashl.config.override import key_of
 from ashl.errors import UsageError
+from ashl.optimizer.contract import Optimizer
+from ashl.optimizer.sgd import SGD
+from ashl.stage.rule import Rule, Topology
 
 MUCH, MOST = 0.8, 0.7  # momentum, and a lost share of an update, that together overshoot
 
@@ -34,11 +44,12 @@ def check_compression(
     codec = wrapped(option, layout)
     if codec.flags.lossless:
         return []
-    check_aids(name, option, parts["optimizer"], layout)
-    check_code(getattr(option, "entropy", "none"))
+    check_roles(name, innermost(codec))
+    check_wrappers(name, option, parts["optimizer"], layout)
+    check_code(option.entropy)
     if sync is not None:
-        check_exchange(name, codec, sync, choices["sync"], parts["optimizer"])
-    elif getattr(codec, "estimator", "minibatch") != "minibatch" or codec.flags.full_gradient:
+        check_exchange(name, option, sync, choices["sync"], parts["optimizer"])
+    elif codec.estimator != "minibatch" or codec.flags.full_gradient:
         raise UsageError(
             f"{name} is about gradients at one model, and the stages of schedule={choices['schedule']} exchange "
             "differences between models; take schedule=single sync=bsp"
@@ -47,12 +58,12 @@ def check_compression(
         check_aggregate(name, parts["aggregate"], choices["aggregate"])
     if isinstance(option, CountSketch):
         check_sketch(name, option, topology, parts["optimizer"])
-    if getattr(option, "shared_scale", False) and choices["topology"] != "all_reduce":
+    if isinstance(option, TernGrad) and option.shared_scale and choices["topology"] != "all_reduce":
         raise UsageError(
             f"{name} with compression.shared_scale=true is an agreement of all workers before each sum; take "
             "topology=all_reduce, or compression.shared_scale=false"
         )
-    pulled = option.pulled() if hasattr(option, "pulled") else option
+    pulled = option.pulled()
     if (
         topology.has_server
         and topology.pull_ratio is not None
@@ -65,12 +76,12 @@ def check_compression(
     d = size_of(layout)
     if topology.has_server and topology.pull_ratio is not None:
         check_share("topology.pull_ratio", topology.pull_ratio, d)
-    if getattr(topology, "replicas", False) and not (isinstance(option, Code) and tends_to_nothing(option, d)):
+    if topology.replicas and not (isinstance(option, Code) and tends_to_nothing(option, d)):
         raise UsageError(
             f"{name} makes no sense with topology={choices['topology']}: replicas of neighbours need a codec without "
             "memory that never enlarges what it is given; take one, as compression=topk"
         )
-    alone = getattr(option, "critical_ratio", None) is not None  # each worker decides how much it sends
+    alone = option.critical_ratio is not None  # each worker decides how much it sends
     if alone and codec.flags.linear and choices["topology"] == "all_reduce":
         raise UsageError(
             f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
@@ -79,31 +90,42 @@ def check_compression(
     return [*unused(option, parts, choices, overrides), *notes(name, option, codec, parts, d, num_workers)]
 
 
-def tends_to_nothing(option: Any, d: int) -> bool:
+def check_roles(name: str, codec: Codec) -> None:
+    """What comes with methods of its own is asked of those alone that derive from its class."""
+    for role, promised in {Reduces: codec.flags.reduces, Linear: codec.flags.linear, Collective: False}.items():
+        asked = {key for key in vars(role) if not key.startswith("_")}
+        if not isinstance(codec, role) and (promised or asked & set(dir(codec))):
+            raise UsageError(
+                f"{name} does what a {role.__name__} does, and is none; derive {type(codec).__name__} from "
+                f"ashl.compression.contract.{role.__name__}"
+            )
+
+
+def tends_to_nothing(option: Codec, d: int) -> bool:
     """Whether differences that are sent again and again shrink."""
     flags = option.flags
     return not flags.scale_free and (flags.contraction or flags.drains or option.bound(None, d) < 1)
 
 
-def check_aids(name: str, option: Any, optimizer: Any, layout: Layout) -> None:
+def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layout) -> None:
     """Momentum in two places, and shares of less than one element."""
-    if getattr(option, "momentum", None) is not None:
-        if getattr(optimizer, "momentum", 0):
+    if option.momentum is not None:
+        if momentum := optimizer.momentum:
             raise UsageError(
                 f"compression.momentum={option.momentum:g} is momentum correction, and optimizer.momentum="
-                f"{optimizer.momentum:g} would count every velocity twice; set optimizer.momentum=0"
+                f"{momentum:g} would count every velocity twice; set optimizer.momentum=0"
             )
         if option.feedback and not (option.flags.contraction or option.flags.drains):
             raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
     d = size_of(layout)
-    for key in ("ratio", "critical_ratio"):
-        if (share := getattr(option, key, None)) is not None:
+    ratio, critical = option.ratio, option.critical_ratio
+    for key, share in {"ratio": ratio, "critical_ratio": critical}.items():
+        if share is not None:
             check_share(f"compression.{key}", share, d)
-    critical = getattr(option, "critical_ratio", None)
-    if critical is not None and critical < option.ratio:
+    if critical is not None and ratio is not None and critical < ratio:
         raise UsageError(
             f"compression.critical_ratio={critical:g} is what is kept while gradients change fast, and must be no less "
-            f"than compression.ratio={option.ratio:g}, which is kept while they do not; take the one for the other"
+            f"than compression.ratio={ratio:g}, which is kept while they do not; take the one for the other"
         )
 
 
@@ -112,20 +134,20 @@ def check_share(key: str, share: float, d: int) -> None:
         raise UsageError(f"{key}={share:g} keeps less than one of the model's {d} elements; take at least 1/{d}")
 
 
-def plain(optimizer: Any) -> bool:
+def plain(optimizer: Optimizer) -> bool:
     """Whether a step is lr · gradient, but for weight decay."""
-    return getattr(optimizer, "momentum", None) == 0
+    return isinstance(optimizer, SGD) and not optimizer.momentum
 
 
-def check_exchange(name: str, codec: Any, sync: Any, sync_name: str, optimizer: Any) -> None:
+def check_exchange(name: str, codec: Codec, sync: Rule, sync_name: str, optimizer: Optimizer) -> None:
     """Whether what this sync mode exchanges is what the codec is for."""
-    gradients = "sync=bsp" + (", or compression.scale=mean" if hasattr(codec, "scale") else "")
+    gradients = "sync=bsp" + (", or compression.scale=mean" if isinstance(codec, Sign) else "")
     if codec.flags.scale_free and sync.exchange != "gradient":
         raise UsageError(
             f"{name} forgets how long an update is, so that it is for gradients, and sync={sync_name} exchanges "
             f"differences between models; take {gradients}"
         )
-    estimator = getattr(codec, "estimator", "minibatch")
+    estimator = codec.estimator
     curved = codec.flags.full_gradient and not plain(optimizer)
     if (codec.flags.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
         raise UsageError(
@@ -137,75 +159,75 @@ def check_exchange(name: str, codec: Any, sync: Any, sync_name: str, optimizer: 
             f"{name} compares what has changed with how far plain gradient descent has moved the model; take "
             "optimizer=sgd optimizer.momentum=0"
         )
-    if estimator == "full" and getattr(sync, "resizes", False):
+    if estimator == "full" and sync.resizes:
         raise UsageError(
             f"{name} with compression.estimator=full takes all samples of a worker at once, which leaves sync="
             f"{sync_name} no batches to size; take sync=bsp, or compression.estimator=minibatch"
         )
 
 
-def check_signs(name: str, option: Any, optimizer: Any) -> None:
+def check_signs(name: str, option: Codec, optimizer: Optimizer) -> None:
     """Signs without a scale have none to keep apart, and a vote has no use for one."""
-    if getattr(option, "vote", "mean") == "majority" and option.scale != "none":
+    if isinstance(option, Sign) and option.vote == "majority" and option.scale != "none":
         fix = "compression.scale=none" + (" compression.feedback=false" if option.feedback else "")
         raise UsageError(f"{name} with compression.vote=majority applies a sign; set {fix}")
-    if getattr(option, "scale", None) == "none" and getattr(option, "layers", False):
+    if isinstance(option, Sign) and option.scale == "none" and option.layers:
         raise UsageError(
             f"{name} with compression.scale=none is the same for each layer and for all; drop compression.layers"
         )
-    if getattr(option, "beta", None) is not None:
-        for key, part in (("compression", option), ("optimizer", optimizer)):
-            if getattr(part, "momentum", None):
+    if option.beta is not None:
+        for key, momentum in (("compression", option.momentum), ("optimizer", optimizer.momentum)):
+            if momentum:
                 raise UsageError(
                     f"{name} with compression.beta={option.beta:g} sends a momentum, and {key}.momentum="
-                    f"{part.momentum:g} would count every velocity twice; take one of them"
+                    f"{momentum:g} would count every velocity twice; take one of them"
                 )
 
 
-def check_sketch(name: str, option: CountSketch, topology: Any, optimizer: Any) -> None:
+def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: Optimizer) -> None:
     """What is recovered of a sum of sketches, only those know who have the sum."""
-    if topology.has_server and (getattr(option, "feedback", False) or getattr(option, "momentum", None) is not None):
+    if topology.has_server and (option.feedback or option.momentum is not None):
         raise UsageError(
             f"{name} keeps at a worker what was not recovered, and a parameter server does not tell what that was; "
             "take topology=all_reduce, compression=fetch_sgd, or compression.feedback=false and no compression.momentum"
         )
-    if getattr(topology, "replicas", False):
+    if topology.replicas:
         raise UsageError(
             f"{name} makes no sense with replicas of neighbours: what it recovers of one vector may be larger than the "
             "vector; take compression=topk, or topology=all_reduce"
         )
-    decay = getattr(option, "decay", 0.0)
-    if decay and getattr(optimizer, "momentum", 0):
+    momentum = optimizer.momentum
+    if isinstance(option, FetchSGD) and option.decay and momentum:
         raise UsageError(
-            f"{name} keeps the momentum in the sketch (compression.decay={decay:g}), and optimizer.momentum="
-            f"{optimizer.momentum:g} would count every velocity twice; set optimizer.momentum=0"
+            f"{name} keeps the momentum in the sketch (compression.decay={option.decay:g}), and optimizer.momentum="
+            f"{momentum:g} would count every velocity twice; set optimizer.momentum=0"
         )
 
 
-def check_aggregate(name: str, aggregate: Any, aggregate_name: str) -> None:
+def check_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None:
     """Bodies that are merged together leave nothing to do to each of them."""
-    for key in ("discount", "clip_norm"):
-        if getattr(aggregate, key, None) is not None:
-            raise UsageError(f"{name} merges all bodies at once, so aggregate.{key} has none to act on; drop it")
-    if not hasattr(aggregate, "outer") or aggregate_name == "fednova":
+    if isinstance(aggregate, FedNova):
         raise UsageError(
             f"{name} merges all bodies at once, and aggregate={aggregate_name} weighs each by itself; take "
             "aggregate=mean"
         )
+    for key, guard in (("discount", aggregate.discount), ("clip_norm", aggregate.clip_norm)):
+        if guard is not None:
+            raise UsageError(f"{name} merges all bodies at once, so aggregate.{key} has none to act on; drop it")
 
 
-def unused(option: Any, parts: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+def unused(option: Codec, parts: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
     """What was asked for and has no say in this run."""
     asked = {key.removeprefix("compression.") for key in map(key_of, overrides) if key.startswith("compression.")}
     found = []
-    preset = getattr(parts.get("schedule"), "r_preset", None)
+    preset = parts["schedule"].r_preset if "schedule" in parts else None
     if "ratio" in asked and preset and parts["schedule"].names_sync:
         found.append(
             f"compression.ratio={option.ratio:g} is not used: the stages of schedule={choices['schedule']} keep what "
             f"schedule.r_preset=[{', '.join(f'{share:g}' for share in preset)}] says; set that, or it to null"
         )
-    moves, keeps = getattr(option, "momentum", None) is not None, getattr(option, "feedback", False)
-    if "masking" in asked and hasattr(option, "momentum") and not moves:
+    moves, keeps = option.momentum is not None, option.feedback
+    if "masking" in asked and isinstance(option, Wrappers) and not moves:
         found.append("compression.masking is not used: it is for compression.momentum, which is not set")
     if asked & {"feedback_gain", "feedback_decay"} and (moves or not keeps):
         instead = "compression.momentum is there instead" if moves else "compression.feedback=false"
@@ -213,23 +235,23 @@ def unused(option: Any, parts: Mapping[str, Any], choices: Mapping[str, str], ov
     return found
 
 
-def notes(name: str, option: Any, codec: Any, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:
+def notes(name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:
     """What is legal and worth knowing."""
     found = []
-    topology, momentum = parts["topology"], getattr(parts["optimizer"], "momentum", None) or 0
-    keeps = getattr(option, "feedback", True) or getattr(option, "momentum", None) is not None
+    topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
+    keeps = not isinstance(option, Wrappers) or option.feedback or option.momentum is not None
     if isinstance(option, Code) and not option.flags.unbiased and not keeps and not option.flags.reduces:
         found.append(
             f"{name} without compression.feedback=true is biased: what it leaves out is lost, and training may stand "
             "still"
         )
-    if codec.flags.full_gradient and getattr(codec, "estimator", None) == "minibatch":
+    if codec.flags.full_gradient and codec.estimator == "minibatch":
         found.append(
             f"{name} with compression.estimator=minibatch takes the noise of gradients for change: hardly anything is "
             "ever left out"
         )
-    ratio, after = getattr(option, "ratio", None), getattr(parts["sync"], "exchange", None) == "gradient"
-    if after and getattr(option, "feedback", False) and momentum >= MUCH and codec.bound(ratio, d) > MOST:
+    ratio, after = option.ratio, sync is not None and sync.exchange == "gradient"
+    if after and option.feedback and momentum >= MUCH and codec.bound(ratio, d) > MOST:
         found.append(
             f"{name} keeps most of an update for later, which optimizer.momentum={momentum:g} carries on once more: "
             "training may overshoot; optimizer.momentum=0 with a larger optimizer.lr, or compression.momentum, may help"
@@ -238,7 +260,7 @@ def notes(name: str, option: Any, codec: Any, parts: Mapping[str, Any], d: int, 
         found.append(
             f"{name} shortens nothing here: {codec.payload(ratio, d) / 1e6:.3g} MB a push, as without compression"
         )
-    if not topology.has_server and not codec.flags.linear and not hasattr(codec, "collective"):
+    if not topology.has_server and not codec.flags.linear and not isinstance(innermost(codec), Collective):
         each = codec.payload(ratio, d) * (num_workers - 1)
         ring = 2 * (num_workers - 1) / num_workers * 4 * d
         if each >= ring:

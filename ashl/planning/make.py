@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.layers import Layout, size_of
 from ashl.compression.around.wrapped import wrapped
+from ashl.compression.contract import Layout, size_of
 from ashl.config.construct import construct, own_faults
 from ashl.data.dataset import Data
 from ashl.data.partition import shards
@@ -143,7 +143,7 @@ def choices_of(
         planner=parts["planner"],
         profile=given or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
         payload=payload_of(parts["compression"], layout),
-        ratio=getattr(parts["compression"], "ratio", None),
+        ratio=parts["compression"].ratio,
         given=given is not None,
     )
 

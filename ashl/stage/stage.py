@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from ashl.aggregate.weighted import Push, Weighted
+from ashl.compression.contract import Codec, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
 from ashl.runtime.effects import Tag
 from ashl.stage.judge import Judge
+from ashl.stage.link import Link
 from ashl.stage.rule import Rule, Topology, extra_ranks
 
 GO, NEXT, STOP = 0, 1, 2  # the word that every reply carries
@@ -29,15 +30,14 @@ class Stage:
     topology: Topology
     sync: Rule
     aggregate: Weighted
-    codec: Any  # of a worker's link, see `compression.link`
+    codec: Codec  # of a worker's link, see `compression.around.wrapped`
     trainer: AnyTrainer
     limits: Limits
     epoch_samples: int
     following: bool = False  # whether another stage comes after this one
     planner: Planner | None = None
     profile: Profile | None = None  # what the configuration declares of the workers
-    bare_codec: Any = None  # without memory or schedule around it
-    layout: tuple[Any, ...] = ()  # the model's layers, see `compression.layers`
+    layout: Layout = ()  # the model's layers
     health_every: int | None = None  # rounds between two looks at what compression loses
     health_layers: bool = False
     health_mean: bool = False
@@ -52,10 +52,10 @@ class Stage:
     def num_workers(self) -> int:
         return len(self.plan.workers)
 
-    @property
-    def pull_codec(self) -> Any:
-        """What compresses a pull, which is a difference between models: some codecs have another form for it."""
-        return self.bare_codec.pulled() if hasattr(self.bare_codec, "pulled") else self.bare_codec
+    @cached_property
+    def link(self) -> Link:
+        """How updates travel, and pulls."""
+        return Link(self.codec, self.trainer.num_params)
 
     @property
     def server(self) -> int:
@@ -127,7 +127,7 @@ class Stage:
         """Which gradient the workers exchange, see `topology.estimate`."""
         if self.trainer.statistics:
             return "statistics"
-        return self.sync.estimator or getattr(self.codec, "estimator", "minibatch")
+        return self.sync.estimator or self.codec.estimator
 
     def samples_of(self, rank: int) -> int:
         """The samples of one gradient: those of a minibatch, or all that the worker has."""

@@ -46,8 +46,8 @@ from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 @dataclass
 class Epoch:
-    """What the server knows of the epoch: x̃, ∇f(x̃) once all have told theirs (before that, its sum over samples), how
-    many samples it is over, the workers that have not told theirs, and the steps left."""
+    """What the server knows of the epoch: x̃, ∇f(x̃) once all have sent theirs (before that, its sum over samples), how
+    many samples it is over, the workers that have not sent theirs, and the steps left."""
 
     anchor: Any
     missing: set[int]
@@ -109,8 +109,7 @@ class Snapshots(Updates):
         tally.commit(worker, int(steps), int(samples))
         stepped = not epoch.missing
         if stepped:
-            receiver = state.receivers.get(worker)
-            state.receivers[worker], zeta = stage.codec.decode(receiver, message.body, stage.trainer.num_params)
+            zeta = stage.link.decode(state.ends, worker, message.body)
             lr = stage.trainer.rate(tally.samples)
             state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr)
             state.params = shrunk(x, lr * self.rule.l1)

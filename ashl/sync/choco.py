@@ -23,7 +23,6 @@ from ashl.errors import UsageError
 from ashl.option import Count, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
 from ashl.stage.rule import CODEC
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
@@ -65,15 +64,15 @@ class Choco(RoundRule):
 
     async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         state.params = state.params + delta
-        codec, own = stage.bare_codec, state.rule_state.own
+        link, own = stage.link, state.rule_state.own
         ahead = state.params - own
-        encode = partial(codec.encode, None, ahead, turn_of(stage, node.rank, state))
-        if codec.flags.lossless:
-            _, body = encode()
+        encode = partial(link.difference, ahead, turn_of(stage, node.rank, state))
+        if link.innermost.flags.lossless:
+            body = encode()
         else:
-            _, body = await node.compute(encode, work=1, kind="compress")
+            body = await node.compute(encode, work=1, kind="compress")
             report_health(node, stage, state, ahead, body)
-        state.rule_state = Replicas(added(codec, own, [(body, 1.0)]), state.rule_state.mixed, body)
+        state.rule_state = Replicas(link.added(own, [(body, 1.0)]), state.rule_state.mixed, body)
         return {j: (body, ()) for j in graph_of(stage).round(stage, k).targets[node.rank]}
 
     def merge(
@@ -82,16 +81,6 @@ class Choco(RoundRule):
         own, before, sent = state.rule_state
         row = graph_of(stage).round(stage, k).rows[rank]
         bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
-        mixed = added(stage.bare_codec, before, bodies)
+        mixed = stage.link.added(before, bodies)
         state.rule_state = Replicas(own, mixed, sent)
         state.params = state.params + (mixed - own) * self.gamma
-
-
-def added(codec: Any, vector: Any, bodies: Sequence[tuple[Any, float]]) -> Any:
-    """vector + Σ weight·decoded body, a new vector."""
-    if isinstance(vector, SizeOnly):
-        return vector
-    total = vector.clone()
-    for body, weight in bodies:
-        codec.add(total, body, weight)
-    return total

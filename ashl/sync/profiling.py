@@ -21,6 +21,7 @@ from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, WorkerProfile
 from ashl.runtime.node import Node
 from ashl.runtime.records import PlanMade, ProfileMeasured
+from ashl.stage.link import Ends
 from ashl.stage.rule import Loop
 from ashl.stage.stage import NEXT, STOP, Stage
 from ashl.topology.ending import leave, record_end
@@ -82,7 +83,7 @@ async def time_encoding(node: Node, stage: Stage, state: WorkerState) -> float:
     """Seconds of encoding a dense vector."""
     turn = Turn(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, node.rank)
     start = node.now
-    await node.compute(partial(stage.codec.encode, None, state.params, turn), work=1, kind="compress")
+    await node.compute(partial(stage.link.encode, Ends(), state.params, turn), work=1, kind="compress")
     return node.now - start
 
 
@@ -105,7 +106,7 @@ def slope(times: list[float], dense_bytes: int) -> float:
 
 
 async def server(node: Node, stage: Stage, state: ServerState) -> int:
-    """Answer every exchange; when all have told what they measured, plan and send everyone the plan."""
+    """Answer every exchange; when all have sent what they measured, plan and send everyone the plan."""
     state.tally.begin(node.now)
     measured: dict[int, WorkerProfile] = {}
     while len(measured) < stage.num_workers:

@@ -10,7 +10,7 @@ for each non-zero one down, or 32·d where that is less.
 At a fixed point x minimises Σ w_i·f_i(x) + λ‖x‖₁, whatever the shares, the delays and how alike the shards are. Once
 the non-zero elements are found, messages are as short as the model is sparse.
 
-Limits: sparse only by the l1 term; without it (lam = 0) all of x is told of, always. γ must not change, as points of
+Limits: sparse only by the l1 term; without it (lam = 0) all of x is sent, always. γ must not change, as points of
 before would be of another γ; with minibatches their noise keeps elements from staying zero.
 
 Source: Grishchenko, Iutzeler, Malick and Amini, "Asynchronous Distributed Learning with Sparse Communications and

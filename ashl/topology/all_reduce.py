@@ -19,6 +19,7 @@ from ashl.runtime.node import Node
 from ashl.stage.rule import CODEC, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.stage.team import Team
 from ashl.topology.ending import REASONS, foreseen, leave, record_end, rule_of, word_of
 from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import WorkerState, local_work
@@ -38,13 +39,13 @@ class AllReduce(Topology):
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""
-        return stage.codec.links(stage, rank) if hasattr(stage.codec, "links") else ()
+        return stage.link.peers(rank, stage.num_workers)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a merge takes: a sum on its way, or a ring of bodies that goes round once."""
-        flags, n = stage.codec.flags, stage.num_workers
+        n = stage.num_workers
         nbytes = stage.codec.payload(stage.worker(rank).compression_ratio, stage.trainer.dense_bytes // 4)
-        if flags.lossless or flags.linear or hasattr(stage.codec, "collective"):
+        if stage.link.adds_up:
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_gather_ns(stage.workers, n * nbytes, 0)
 
@@ -65,15 +66,12 @@ class PeerState(WorkerState):
     evaluated: Start = NOTHING  # at rank 0: the last evaluation
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # of the aggregation rule
-    receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker, where bodies are gathered
-    reduced: Any = None  # of a codec that reduces
 
     def begin(self, node: Node, stage: Stage) -> None:
         """A stage begins, unless it goes on from a checkpoint."""
         if self.entered != stage.index:
             opened = partial(begun, self.tally, node.now)
             self.tally = node.alike(stage.workers, ("begin", stage.index), opened)
-            self.receivers, self.reduced = {}, None
             if stage.resets:
                 self.outer_state = None
         self.enter(stage, node.rank)
@@ -106,20 +104,19 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     state.begin(node, stage)
-    team, n = stage.workers, stage.num_workers
-    weight = stage.team_weights[node.rank]
+    team = Team.of(node, stage)
     while True:
         node.mark(stage.index, state)
         work = await local_work(node, stage, state)
         body = stage.aggregate.clip(work.body)
-        said = REASONS.index(state.word) if node.rank == 0 else 0
-        update, mean_loss, word = await exchanged(node, stage, state, body, weight, (work.loss / n, said))
+        team.begin(work.loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
+        update = await exchanged(team, stage, state, state.tally.version, body)
         moment = ("merge", stage.index, state.tally.version)
-        state.adopt(node.alike(team, moment, partial(merged, stage, state, update, mean_loss)))
+        state.adopt(node.alike(team.ranks, moment, partial(merged, stage, state, update, team.loss)))
         tally = state.tally
-        reason = stage.judge.over(tally) or REASONS[word]
+        reason = stage.judge.over(tally) or REASONS[int(team.word)]
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
-            await node.all_reduce(torch.zeros(1), team, riders=1)
+            await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
         node.round(stage.index, state.round, work.steps, 0, dropped=False, loss=work.loss)
         state.round += 1
         if node.rank == 0 and stage.judge.take(state, node.now):

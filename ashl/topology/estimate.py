@@ -22,12 +22,10 @@ Tsuzuku et al., "Variance-based Gradient Compression for Efficient Distributed D
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-
-Estimator = Literal["minibatch", "full", "svrg"]
 
 
 class Anchor(NamedTuple):

@@ -6,7 +6,7 @@ Source: exchange of gradients as in synchronous SGD; exchange of differences as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ import torch
 
 from ashl.compression.around.layers import Layerwise, layer_at
 from ashl.compression.around.lost import measured_loss, sizes
-from ashl.compression.around.wrapped import handed_over
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Turn
 from ashl.runtime.node import Node
 from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly
+from ashl.stage.link import Body, Ends, Vector
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw, estimated
 
@@ -31,7 +31,7 @@ class WorkerState:
 
     params: Any
     moments: Any
-    sender: Any = None  # the codec's state on the way up
+    ends: Ends = field(default_factory=Ends)  # what the codec keeps here
     step: int = 0
     drawn: int = 0
     round: int = 0
@@ -60,7 +60,7 @@ class WorkerState:
         if stage.resets:
             self.moments = stage.trainer.moments()
         keep = stage.plan.handover.get("residual") != "drop"
-        self.sender = handed_over(self.sender, stage.codec) if keep else None
+        self.ends = stage.link.enter(self.ends, keep)
 
 
 class Work(NamedTuple):
@@ -100,15 +100,15 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps)
 
 
-async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> tuple[Any, float]:
-    """(body, loss) of what is to be sent. What is not finite is not encoded, and told of by a loss that is none: it
-    would reach every element, and the run is lost."""
-    if stage.codec.flags.lossless:
+async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:
+    """(body, loss) of what is to be sent. What is not finite is not encoded, and shows in a loss that is none: it would
+    reach every element, and the run is lost."""
+    if stage.link.flags.lossless:
         return work.body, work.loss
     if not_finite(node, stage, state, work.body):
         return work.body, math.nan
-    encode = partial(stage.codec.encode, state.sender, work.body, turn_of(stage, node.rank, state))
-    state.sender, body = await node.compute(encode, work=1, kind="compress")
+    encode = partial(stage.link.encode, state.ends, work.body, turn_of(stage, node.rank, state))
+    body = await node.compute(encode, work=1, kind="compress")
     report_health(node, stage, state, work.body, body)
     if reports_mean(stage, state.version):
         weight = stage.weights(stage.workers)[node.rank]
@@ -116,15 +116,15 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
     return body, work.loss
 
 
-def report_health(node: Node, stage: Stage, state: WorkerState, x: Any, body: Any) -> None:
+def report_health(node: Node, stage: Stage, state: WorkerState, x: Vector, body: Body) -> None:
     """Every so often, say what compression loses of this message."""
-    every, codec = stage.health_every, stage.bare_codec
-    if every is None or state.round % every or isinstance(x, SizeOnly):
+    every, codec = stage.health_every, stage.link.innermost
+    if every is None or state.round % every or isinstance(x, SizeOnly) or isinstance(body, SizeOnly):
         return
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
         found = sizes(body)  # a body alone does not say what comes of it
     else:
-        found = measured_loss(codec, state.sender, x, body, stage.layout, stage.health_layers)
+        found = measured_loss(codec, stage.link.kept(state.ends), x, body, stage.layout, stage.health_layers)
     node.emit(Health(node.rank, state.round, node.now_ns, **found))
 
 
@@ -149,8 +149,8 @@ def turn_of(stage: Stage, rank: int, state: WorkerState) -> Turn:
     )
 
 
-def not_finite(node: Node, stage: Stage, state: WorkerState, x: Any) -> bool:
-    """Whether an update is not finite; the first layer in which it is not is told of."""
+def not_finite(node: Node, stage: Stage, state: WorkerState, x: Vector) -> bool:
+    """Whether an update is not finite; the first layer in which it is not is reported."""
     if isinstance(x, SizeOnly) or torch.isfinite(x.sum()):  # one pass; a sum of finite numbers may be infinite, too
         return False
     finite = torch.isfinite(x)

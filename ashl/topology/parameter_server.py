@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from ashl.aggregate.weighted import Push
-from ashl.compression.around import pulls
 from ashl.compression.contract import Turn
 from ashl.option import Ratio, option
 from ashl.plan.plan import WorkerPlan, assigned
@@ -25,6 +24,7 @@ from ashl.planner.online import Averages
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
+from ashl.stage.link import Ends
 from ashl.stage.rule import CODEC, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
@@ -61,12 +61,16 @@ class Updates:
         return await merged(node, stage, state, message)
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
-        """The body of the reply to a worker; None = nothing new."""
-        return await pulled(node, stage, state, rank) if changed else None
+        """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
+        if not changed or stage.topology.pull_ratio is None:
+            return state.params if changed else None
+        turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
+        pull = partial(stage.link.pull, state.ends, rank, state.params, turn)
+        return await node.compute(pull, work=1, kind="compress")
 
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model that a worker goes on with after a pull."""
-        return pulls.advance(stage.pull_codec, state.params, body)
+        return stage.link.pulled(state.params, body)
 
 
 class ServerRule(Rule, contract=True):
@@ -146,9 +150,8 @@ class ParameterServer(Topology):
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push and a pull take, uncontended."""
-        dense, ratio = stage.trainer.dense_bytes, stage.worker(rank).compression_ratio
-        up = stage.codec.payload(ratio, dense // 4)
-        down = dense if self.pull_ratio is None else min(dense, stage.pull_codec.payload(self.pull_ratio, dense // 4))
+        up = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
+        down = stage.link.pull_bytes(self.pull_ratio)
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
     def begin(self, node: Node, stage: Stage) -> WorkerState | ServerState:
@@ -170,10 +173,8 @@ class ServerState:
     tally: Tally
     evaluated: Start = NOTHING  # the last evaluation
     buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
-    receivers: dict[int, Any] = field(default_factory=dict)  # the codec's state by worker
+    ends: Ends = field(default_factory=Ends)  # what the codec keeps here
     outer_state: Any = None  # of the aggregation rule
-    reduced: Any = None  # of a codec that reduces
-    held: dict[int, Any] = field(default_factory=dict)  # the model that each worker holds, where pulls are compressed
     profile: Profile | None = None  # as measured by a profiling stage
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
     entered: int | None = None  # the stage that it is in
@@ -191,7 +192,7 @@ class ServerState:
         self.entered, self.word, self.reason, self.ahead = stage.index, GO, None, None
         self.tally.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.tally)
-        self.workers, self.receivers, self.reduced = stage.plan.workers, {}, None
+        self.workers, self.ends = stage.plan.workers, stage.link.enter(self.ends, keep=False)
         if stage.resets:
             self.moments, self.outer_state = stage.trainer.moments(), None
 
@@ -230,7 +231,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         reply = Pull(*message.meta)
         word = int(reply.word)
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
-            state.sender = stage.codec.undo(state.sender, body)
+            stage.link.undo(state.ends, body)
         if message.body is not None:
             state.params = messages.take(stage, state, message.body)
         state.pull_s = 0.0 if message.body is None else node.now - message.start_ns / 1e9
@@ -299,10 +300,9 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
 
 async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
-    tally, worker, body, d = state.tally, message.src, message.body, stage.trainer.num_params
+    tally, worker = state.tally, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
-    if not stage.codec.flags.reduces:
-        state.receivers[worker], body = stage.codec.decode(state.receivers.get(worker), body, d)
+    body = stage.link.arrived(state.ends, worker, message.body)
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
     push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
     update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
@@ -327,7 +327,7 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     weights = stage.doing(state.workers).weights_of(members)
     if stage.codec.flags.reduces:
         bodies = [member.body for member in members]
-        state.reduced, total = stage.codec.reduce(state.reduced, bodies, weights, stage.trainer.num_params)
+        total = stage.link.reduce(state.ends, bodies, weights)
         state.outer_state, update = stage.aggregate.outer(state.outer_state, total)
     else:
         state.outer_state, update = stage.aggregate.fold(state.outer_state, members, weights)
@@ -376,16 +376,6 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
     await node.send(rank, stage.tag("pull"), body, meta)
 
 
-async def pulled(node: Node, stage: Stage, state: ServerState, rank: int) -> Any:
-    """The model, or what of it a compressed pull brings."""
-    if (ratio := stage.topology.pull_ratio) is None:
-        return state.params
-    turn = Turn(ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
-    pull = partial(pulls.pull, stage.pull_codec, state.held.get(rank), state.params, turn)
-    state.held[rank], body = await node.compute(pull, work=1, kind="compress")
-    return body
-
-
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
     """Tell every worker that the stage ended now. What came before and was not merged is dropped."""
     tally, end_ns = state.tally, node.now_ns
@@ -397,7 +387,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> No
     working = set(stage.workers) - set(tally.waiting)
     for rank in sorted(tally.waiting):
         staleness, late = tally.answer(rank)
-        state.held[rank] = state.params
+        stage.link.gave(state.ends, rank, state.params)
         meta = Pull(word, tally.version, tally.samples, staleness, late or rank in unmerged, end_ns, 1, 1.0, 0.0)
         await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)
     while working:

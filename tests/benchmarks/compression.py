@@ -12,10 +12,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from ashl.compression.around.layers import Layer
 from ashl.compression.around.wrapped import for_layers
 from ashl.compression.base.select import largest
-from ashl.compression.contract import Turn
+from ashl.compression.contract import Layer, Turn
 from ashl.learn.allocator import keep_pages
 from tests.benchmarks.table import ratio, show
 from tests.conf_option import CONF, conf_option

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ashl.cli.catalog import catalog
-from ashl.compression.around.layers import Layer
 from ashl.compression.around.wrapped import wrapped
+from ashl.compression.around.wrapper import innermost
+from ashl.compression.contract import Collective, Layer
 from ashl.errors import UsageError
 from ashl.planning.legal import check_combination
 from ashl.planning.legal_compression import check_compression
@@ -43,7 +44,9 @@ def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
 def way(name: str) -> str:
     """How an all-reduce carries it."""
     codec = wrapped(conf_option("compression", name), LAYOUT)
-    return "own protocol" if hasattr(codec, "collective") else "summed" if codec.flags.linear else "gathered"
+    if isinstance(innermost(codec), Collective):
+        return "own protocol"
+    return "summed" if codec.flags.linear else "gathered"
 
 
 def row(name: str) -> str:

@@ -9,7 +9,7 @@ from ashl.compression.around.feedback import Feedback
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.contract import Turn
 from ashl.compression.diana import Diana
-from ashl.size_only import SizeOnly
+from ashl.stage.link import Link
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -104,12 +104,10 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
     kept: dict[int, Tensor] = {}
     owner: dict[int, tuple[int, Tensor]] = {}  # by the address of a body, which is kept alive
 
-    encode, undo, decode = Feedback.encode, Feedback.undo, Feedback.decode
+    encode, undo, decode = Feedback.encode, Feedback.undo, Link.decode
 
     def watched_encode(self, sender, x, turn):
         state, body = encode(self, sender, x, turn)
-        if isinstance(x, SizeOnly):  # of the forecast
-            return state, body
         owner[body.data_ptr()] = (turn.worker, body)
         given[turn.worker] = given.get(turn.worker, 0) + x.double()
         kept[turn.worker] = state.error
@@ -117,21 +115,18 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
 
     def watched_undo(self, sender, body):
         state = undo(self, sender, body)
-        if not isinstance(body, SizeOnly):
-            kept[owner[body.data_ptr()][0]] = state.error
+        kept[owner[body.data_ptr()][0]] = state.error
         return state
 
-    def watched_decode(self, receiver, body, d):
-        receiver, x = decode(self, receiver, body, d)
-        if isinstance(body, SizeOnly):
-            return receiver, x
-        worker = owner[body.data_ptr()][0]
-        applied[worker] = applied.get(worker, 0) + x.double()
-        return receiver, x
+    def watched_decode(self, ends, worker, body):
+        x = decode(self, ends, worker, body)
+        if isinstance(x, Tensor):  # a forecast comes before it
+            applied[worker] = applied.get(worker, 0) + x.double()
+        return x
 
     monkeypatch.setattr(Feedback, "encode", watched_encode)
     monkeypatch.setattr(Feedback, "undo", watched_undo)
-    monkeypatch.setattr(Feedback, "decode", watched_decode)
+    monkeypatch.setattr(Link, "decode", watched_decode)
     ran = simulated(*BACKUP, "compression=topk")
     assert sum(ran.end["dropped_by"]) > 10
     assert set(given) == set(range(ran.plan.num_workers))
@@ -151,13 +146,10 @@ def test_both_ends_of_diana_hold_the_same(mode: tuple[str, ...], monkeypatch: py
         monkeypatch.setattr(Diana, "decode", decode)
         state, body = encode(self, sender, x, turn)
         monkeypatch.setattr(Diana, "decode", watched_decode)
-        if not isinstance(body, SizeOnly):
-            held[body.data_ptr()] = (state.before, body)
+        held[body.data_ptr()] = (state.before, body)
         return state, body
 
     def watched_decode(self, receiver, body, d):
-        if isinstance(body, SizeOnly):
-            return decode(self, receiver, body, d)
         before, _ = held[body.data_ptr()]
         decoded.append(receiver is None if before is None else torch.equal(receiver, before))
         return decode(self, receiver, body, d)

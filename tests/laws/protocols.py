@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,21 @@ import torch
 from torch import Tensor
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.layers import Layer
-from ashl.compression.around.stand_in import before
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.base.select import largest
-from ashl.compression.contract import Turn
+from ashl.compression.contract import Collective, Layer, Turn
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends
 from ashl.stage.stage import Stage
+from ashl.stage.team import Team
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.exchange import summed_bodies
+from ashl.topology.exchange import by_protocol
+from ashl.topology.local_work import WorkerState
 from tests.laws.codecs import vector
 from tests.swarm.drawn import Seen, bound, check_mail, run
 
@@ -83,18 +83,18 @@ def together(
 async def worker(
     node: Node, stage: Stage, rounds: Sequence[Sequence[Any]], weights: Sequence[float], came: list[list[Any]]
 ) -> None:
-    state, rank = SimpleNamespace(sender=None, reduced=None, receivers={}, round=0), node.rank
+    state, rank, link = WorkerState(None, None), node.rank, stage.link
+    team = Team(node, stage, stage.workers, list(weights))
     for number, vectors in enumerate(rounds):
-        x, sender, turn = vectors[rank], state.sender, Turn(seed=3, worker=rank, round=number)
-        given = None if isinstance(x, SizeOnly) else before(stage.codec, sender, x, turn).x
-        riders = (rank + 1.0, 5 if rank == 0 else 0)
-        if hasattr(stage.codec, "collective"):
-            found = await stage.codec.collective(node, stage, state, x, turn, weights[rank], riders)
+        x, turn = vectors[rank], Turn(seed=3, worker=rank, round=number)
+        given = None if isinstance(x, SizeOnly) else link.before(state.ends, x, turn).x
+        team.begin(rank + 1.0, 5 if rank == 0 else 0)
+        if isinstance(link.innermost, Collective):
+            update = await by_protocol(team, stage, state, link.innermost, x, turn)
         else:
-            _, body = stage.codec.encode(None, x * weights[rank], turn)
-            found = await summed_bodies(node, stage, state, body, riders)
-        came[number][rank] = Round(given, found[0], state.sender, *found[1:])
-        state.round += 1
+            body = link.encode(Ends(), x * weights[rank], turn)
+            update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, turn)))
+        came[number][rank] = Round(given, update, state.ends.sender, team.loss, int(team.word))
 
 
 def whole(d: int, n: int, seed: int = 0) -> list[Tensor]:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ashl.compression.around.feedback import Feedback, Residual
-from ashl.compression.around.pulls import advance, pull
 from ashl.compression.around.wrapped import handed_over, wrapped
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import BodyError, Codec, Turn
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends, Link
 from tests.conf_option import conf_option
 from tests.laws.codecs import (
     CASES,
@@ -106,13 +106,15 @@ def test_two_workers_and_two_rounds_draw_apart(name: str) -> None:
 
 @every_codec
 @pytest.mark.parametrize("d", SIZES)
-def test_a_hollow_vector_is_as_long(name: str, d: int) -> None:
-    for codec in (ROWS[name], Feedback(ROWS[name])):
+def test_what_is_only_timed_is_as_long(name: str, d: int) -> None:
+    for link in (Link(ROWS[name], d), Link(Feedback(ROWS[name]), d)):
         for ratio in RATIOS:
-            sender, body = codec.encode(None, SizeOnly(4 * d), Turn(ratio))
-            sender, again = codec.encode(codec.undo(sender, body), SizeOnly(4 * d), Turn(ratio))
-            assert body == again == SizeOnly(codec.payload(ratio, d))
-            assert codec.decode(None, body, d)[1] == SizeOnly(4 * d)
+            ends = Ends()
+            body = link.encode(ends, SizeOnly(4 * d), Turn(ratio))
+            link.undo(ends, body)
+            assert body == link.encode(ends, SizeOnly(4 * d), Turn(ratio)) == SizeOnly(link.codec.payload(ratio, d))
+            assert link.decode(ends, 0, body) == SizeOnly(4 * d)
+            assert ends == Ends()
 
 
 @every_codec
@@ -310,7 +312,7 @@ def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None
     assert wrapped(conf_option("compression", "none"), ()) == conf_option("compression", "none")
     assert Feedback(kept).flags.contraction
 
-    class Scaled:
+    class Scaled(Codec):
         flags = plain.flags._replace(contraction=False)
         feedback, feedback_gain, feedback_decay = True, 1.0, 1.0
 
@@ -336,30 +338,28 @@ def test_a_residual_goes_on_into_the_next_stage() -> None:
 def test_a_compressed_pull(name: str, ratio: float) -> None:
     """Both ends hold the same; what was left out comes later; a ratio of 1 is the plain pull."""
     model = vector("normal", 1000)
-    held = worker = None
+    link, server, worker = Link(ROWS[name], 1000), Ends(), torch.zeros(1000)
     for version in range(20):
-        before = [bits(v) for v in (model, *([held] if held is not None else []))]
-        old = held
-        held, body = pull(ROWS[name], old, model, Turn(ratio))
-        assert [bits(v) for v in (model, *([old] if old is not None else []))] == before
-        worker = advance(ROWS[name], worker, body)
-        assert bits(worker) == bits(held)
-        declared = 4000 if version == 0 else min(4000, ROWS[name].payload(ratio, 1000))
+        seen = [model, *server.held.values()]
+        before = [bits(v) for v in seen]
+        body = link.pull(server, 3, model, Turn(ratio))
+        assert [bits(v) for v in seen] == before
+        worker = link.pulled(worker, body)
+        assert bits(worker) == bits(server.held[3])
+        declared = 4000 if version == 0 else link.pull_bytes(ratio)
         assert body.nbytes <= declared if ROWS[name].flags.variable else body.nbytes == declared
         if version == 0 or (ratio == 1.0 and name in EXACT):
             assert bits(worker) == bits(model)
         if version < 9:
             model = model + 0.01 * vector("heavy", 1000, version)
     for _ in range(math.ceil(1 / ratio)):  # the model stands still: every element comes over
-        held, body = pull(ROWS[name], held, model, Turn(ratio))
-        worker = advance(ROWS[name], worker, body)
+        worker = link.pulled(worker, link.pull(server, 3, model, Turn(ratio)))
     assert not ROWS[name].flags.contraction or name not in EXACT or torch.allclose(worker, model, rtol=1e-6, atol=1e-9)
 
 
 @every_codec
 def test_a_compressed_pull_without_content(name: str) -> None:
-    size_only = SizeOnly(4000)
-    held, first = pull(ROWS[name], None, size_only, Turn(0.1))
-    held, second = pull(ROWS[name], held, size_only, Turn(0.1))
-    assert (first.nbytes, second.nbytes) == (4000, min(4000, ROWS[name].payload(0.1, 1000)))
-    assert advance(ROWS[name], size_only, second) == advance(ROWS[name], None, first) == held == size_only
+    link, server, size_only = Link(ROWS[name], 1000), Ends(), SizeOnly(4000)
+    first, second = (link.pull(server, 0, size_only, Turn(0.1)) for _ in range(2))
+    assert (first.nbytes, second.nbytes) == (4000, link.pull_bytes(0.1))
+    assert link.pulled(size_only, second) == link.pulled(size_only, first) == server.held[0] == size_only

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layer, size_of
 from ashl.compression.around.wrapped import for_layers
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import BodyError, Layer, Turn, size_of
 from tests.laws.codecs import codec, vector
 
 LAYOUT = (Layer("weight", (10, 12)), Layer("bias", (10,)), Layer("conv", (4, 3, 3, 3)))

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ashl.compression.around.feedback import Feedback
-from ashl.compression.around.layers import Layer
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.atomo import drawn, odds
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import BodyError, Layer, Turn
 from ashl.compression.dryden import learned
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends, Link
 from tests.laws.codecs import bits, codec, decoded, length, vector
 
 # --- Strom ------------------------------------------------------------------------------------------------------------
@@ -223,10 +223,12 @@ def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
 
 def test_diana_without_content_and_malformed() -> None:
     diana = codec("diana")
-    sender, body = diana.encode(None, SizeOnly(400))
-    assert (sender, body) == (None, SizeOnly(diana.payload(None, 100)))
-    assert diana.undo(sender, body) is None
-    assert diana.decode(None, body, 100) == (None, SizeOnly(400))
+    link, ends = Link(diana, 100), Ends()
+    body = link.encode(ends, SizeOnly(400), Turn())
+    assert body == SizeOnly(diana.payload(None, 100))
+    link.undo(ends, body)
+    assert link.decode(ends, 0, body) == SizeOnly(400)
+    assert ends == Ends()
     _, body = diana.encode(None, vector("normal", 100))
     for bad in (body[:-1], body[:10], torch.cat([body, body]), None):
         with pytest.raises(BodyError):

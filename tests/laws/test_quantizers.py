@@ -1,7 +1,6 @@
 """What the papers of the quantizers state, and how each of them rounds."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layer, Layerwise
+from ashl.compression.around.layers import Layerwise
 from ashl.compression.around.running_mean import RunningMean
 from ashl.compression.around.wrapped import for_layers, handed_over, wrapped
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import BodyError, Layer, Turn
 from ashl.compression.rotated import rotate
 from ashl.compression.terngrad import SharedScale, sum_width
 from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
@@ -21,6 +20,7 @@ from ashl.compression.wire.value_code import WIDTHS, ValueCode, read_values, val
 from ashl.errors import UsageError
 from ashl.planning.legal_compression import check_signs
 from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends, Link
 from tests.conf_option import conf_option
 from tests.laws.codecs import decoded, length, vector
 
@@ -210,7 +210,7 @@ def test_a_majority_decides(n: int) -> None:
     assert torch.equal(codec.reduce(None, bodies, [1 / n] * n, 500)[1], votes.sign())
     weights = [1.0] + [0.1 / n] * (n - 1)
     assert torch.equal(codec.reduce(None, bodies, weights, 500)[1], xs[0].sign())
-    assert codec.reduce(None, [SizeOnly(83)] * n, weights, 500)[1] == SizeOnly(2000)
+    assert Link(codec, 500).reduce(Ends(), [SizeOnly(83)] * n, weights) == SizeOnly(2000)
     assert codec.pulled().flags.contraction
 
 
@@ -225,7 +225,7 @@ def test_signum_sends_the_signs_of_a_running_mean() -> None:
         assert torch.allclose(sender.mean, mean, atol=1e-6)
         assert torch.equal(decoded(codec, body, 100), sender.mean.sign())
         assert codec.undo(sender, body) == sender
-    assert codec.encode(None, SizeOnly(400))[1] == SizeOnly(20 + 13)
+    assert Link(codec, 100).encode(Ends(), SizeOnly(400), Turn()) == SizeOnly(20 + 13)
 
 
 def test_a_residual_goes_on_behind_a_running_mean() -> None:
@@ -248,8 +248,8 @@ def test_a_residual_goes_on_behind_a_running_mean() -> None:
 )
 def test_signs_that_make_no_sense(fields: dict[str, Any], momentum: float, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        check_signs("compression=sign", option("sign", **fields), SimpleNamespace(momentum=momentum))
-    check_signs("compression=sign", option("sign"), SimpleNamespace(momentum=0.9))
+        check_signs("compression=sign", option("sign", **fields), conf_option("optimizer", "sgd", momentum=momentum))
+    check_signs("compression=sign", option("sign"), conf_option("optimizer", "sgd", momentum=0.9))
 
 
 # --- sums of bodies ---------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ashl.compression.around.feedback import Feedback
-from ashl.compression.around.layers import Layer, size_of
 from ashl.compression.around.wrapped import wrapped
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import BodyError, Layer, Turn, size_of
 from ashl.compression.gtopk import bits_bytes, family
 from ashl.compression.power_sgd import LowRank, orthonormal
 from ashl.compression.wire.body import HEADER
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends, Link
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
 from tests.support import planned, simulated
@@ -42,7 +42,6 @@ def test_a_body_of_low_rank() -> None:
     sender, body = own.encode(None, x)
     got = decoded(own, body, D)
     assert body.nbytes == own.payload(None, D) == HEADER.size + 4 * (2 * (12 + 10) + 12 + 2 * (6 + 12) + 10)
-    assert own.encode(None, SizeOnly(4 * D))[1] == SizeOnly(body.nbytes)
     assert bits(own.encode(None, x)[1]) == bits(body)
     assert bits(x) == before
     for layer, a, b in zip(
@@ -281,7 +280,7 @@ def test_the_server_half_of_gtopk() -> None:
         kept = memory
     forgets = codec("gtopk", ratio=0.1, feedback=False)
     assert forgets.reduce(None, [forgets.encode(None, xs[0])[1]], [1.0], d)[0] is None
-    assert option.reduce(None, [SizeOnly(9)], [1.0], d) == (None, SizeOnly(4 * d))
+    assert Link(option, d).reduce(Ends(), [SizeOnly(9)], [1.0]) == SizeOnly(4 * d)
 
 
 # --- what makes no sense, and runs ------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression.around.layers import Layer
 from ashl.compression.around.wrapped import for_layers, wrapped
 from ashl.compression.base.seeded import distinct
 from ashl.compression.base.select import SMALL, estimated, largest_of_rows, reaching
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import BodyError, Layer, Turn
 from ashl.compression.random_dropping import slope
 from ashl.compression.wire.index_code import INDEX_CODES, index_bytes, index_room, read_indices, write_indices
 from ashl.errors import UsageError

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ashl.cli.app import main
-from ashl.compression.around.layers import Layer
 from ashl.compression.around.lost import measured_loss, split
 from ashl.compression.around.wrapped import wrapped
+from ashl.compression.contract import Layer
 from ashl.learn.learner import Learner
 from ashl.run.health import OFTEN, Health
 from ashl.runtime import records
@@ -49,7 +49,7 @@ def test_what_was_looked_at() -> None:
     codec = conf_option("compression", "topk", ratio=0.1)
     link, x = wrapped(codec, layout), vector("normal", 100)
     sender, body = link.encode(None, x)
-    found = measured_loss(codec, sender, x, body, layout, layers=True)
+    found = measured_loss(codec, link.residual(sender), x, body, layout, layers=True)
     sent = codec.decode(None, body, 100)[1]
     left = float(((x - sent) ** 2).sum() / (x**2).sum())
     assert found["lost"] == pytest.approx(left)

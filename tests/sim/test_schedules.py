@@ -8,8 +8,10 @@ import torch
 
 from ashl.cli.compose import compose
 from ashl.compression.around.feedback import Residual
+from ashl.compression.contract import Codec
 from ashl.planning.build import assemble
 from ashl.run import train as run
+from ashl.stage.link import Ends, Link
 from ashl.stage.tally import Tally
 from ashl.sync.asp import ASP
 from ashl.topology.local_work import WorkerState, turn_of
@@ -152,7 +154,7 @@ def entering(index, codec, **handover):
     return SimpleNamespace(
         index=index,
         plan=plan,
-        codec=codec,
+        link=Link(codec, 4),
         trainer=trainer,
         sync=ASP(local_steps=1),
         resets=resets,
@@ -161,25 +163,24 @@ def entering(index, codec, **handover):
 
 
 def test_what_a_worker_takes_over():
-    feedback = SimpleNamespace()
-    state = WorkerState(params=None, moments=("old",), sender=Residual("error", "inner"))
-    state.enter(entering(1, feedback), 0)
+    state = WorkerState(params=None, moments=("old",), ends=Ends(sender=Residual("error", "inner")))
+    state.enter(entering(1, Codec()), 0)
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
-    assert state.sender is None  # this codec keeps no residual
+    assert state.ends == Ends()  # this codec keeps no residual
     state.entered = None  # a stage is entered once, also by a run that goes on from a checkpoint
-    state.enter(entering(1, feedback, momentum="reset", residual="drop"), 0)
-    assert (state.moments, state.sender) == (("zero",), None)
+    state.enter(entering(1, Codec(), momentum="reset", residual="drop"), 0)
+    assert (state.moments, state.ends) == (("zero",), Ends())
     state.moments = ("old",)
-    state.enter(entering(0, feedback, momentum="reset"), 0)
+    state.enter(entering(0, Codec(), momentum="reset"), 0)
     assert state.moments == ("old",)  # nothing came before the first stage
 
 
 def test_what_a_server_takes_over():
-    state = ServerState(None, ("old",), Tally(1), receivers={0: "state of a codec"}, outer_state="momentum")
-    state.enter(entering(1, None, momentum="keep"), 0.0)
-    assert (state.moments, state.outer_state, state.receivers) == (("old",), "momentum", {})
+    state = ServerState(None, ("old",), Tally(1), ends=Ends(receivers={0: "state of a codec"}), outer_state="momentum")
+    state.enter(entering(1, Codec(), momentum="keep"), 0.0)
+    assert (state.moments, state.outer_state, state.ends) == (("old",), "momentum", Ends())
     state.entered = None
-    state.enter(entering(1, None, momentum="reset"), 0.0)
+    state.enter(entering(1, Codec(), momentum="reset"), 0.0)
     assert (state.moments, state.outer_state) == (("zero",), None)
 
 

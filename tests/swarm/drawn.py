@@ -120,7 +120,6 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         sync=sync,
         aggregate=Mean(scale=rng.choice([1.0, 2.5]), weights=rng.choice(["samples", "data_share"]), **GUARDS),
         codec=Dense(),
-        bare_codec=Dense(),
         trainer=SizeOnlyTrainer(rng.choice([1, 1000, 25_000]), 100),
         limits=limits,
         epoch_samples=100,

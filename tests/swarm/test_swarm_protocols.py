@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.layers import Layer, size_of
 from ashl.compression.around.wrapped import wrapped
+from ashl.compression.contract import Layer, size_of
 from ashl.compression.gtopk import bits_bytes
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.stage.stage import Stage

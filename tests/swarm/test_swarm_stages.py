@@ -89,7 +89,6 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 index=index,
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
                 codec=wrapped(codec, ()) if compressed else stage.codec,
-                bare_codec=codec if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
             )
         )

@@ -9,13 +9,12 @@ Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from ashl.compression.around.wrapper import Wrapper
-from ashl.compression.contract import TURN, Turn
-from ashl.size_only import SizeOnly
+from ashl.compression.contract import TURN, State, Turn
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,7 @@ class Clipped(Wrapper):
 
     norm: float
 
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
-        if not isinstance(x, SizeOnly):
-            length = float(torch.linalg.vector_norm(x, dtype=torch.float64))
-            bound = abs(turn.weight) * self.norm / turn.workers**0.5
-            x = x if length <= bound else x * (bound / length)
-        return self.codec.encode(sender, x, turn)
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
+        length = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        bound = abs(turn.weight) * self.norm / turn.workers**0.5
+        return self.codec.encode(sender, x if length <= bound else x * (bound / length), turn)

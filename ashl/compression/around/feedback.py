@@ -14,18 +14,19 @@ ICML 2018.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from ashl.compression.around.wrapper import Wrapper
-from ashl.compression.contract import TURN, Flags, Turn
-from ashl.size_only import SizeOnly
+from ashl.compression.contract import TURN, Codec, Flags, State, Turn
 
 
 class Residual(NamedTuple):
     """The sender's state: e (None = 0), the state of the codec inside, and the learning rate that e goes with."""
 
-    error: Any = None
-    inner: Any = None
+    error: Tensor | None = None
+    inner: State = None
     lr: float = 1.0
 
 
@@ -40,30 +41,36 @@ class Feedback(Wrapper):
     def flags(self) -> Flags:
         return self.codec.flags._replace(unbiased=False)
 
-    def encode(self, sender: Residual | None, x: Any, turn: Turn = TURN) -> tuple[Residual, Any]:
+    def encode(self, sender: Residual | None, x: Tensor, turn: Turn = TURN) -> tuple[Residual, Tensor]:
         error, inner, lr = sender or Residual()
         error = rescaled(error, lr, turn.lr)
         p = x if error is None else x + (error if self.gain == 1 else error * self.gain)
         inner, body = self.codec.encode(inner, p, turn)
-        if isinstance(x, SizeOnly):
-            return Residual(None, inner, turn.lr), body
         if error is not None and self.gain != self.decay:
             p = x + error * self.decay
         rest = p.clone() if p is x or p is body else p
         self.codec.add(rest, body, -1.0)
         return Residual(rest, inner, turn.lr), body
 
-    def undo(self, sender: Residual, body: Any) -> Residual:
-        error, inner, lr = sender
-        inner = self.codec.undo(inner, body)
-        if isinstance(body, SizeOnly):
-            return Residual(None, inner, lr)
-        restored = error.clone()
-        self.codec.add(restored, body)
-        return Residual(restored, inner, lr)
+    def undo(self, sender: Residual, body: Tensor) -> Residual:
+        return Residual(restored(self.codec, sender.error, body), self.codec.undo(sender.inner, body), sender.lr)
+
+    def residual(self, sender: Residual | None) -> Tensor | None:
+        return sender and sender.error
+
+    def adopt(self, kept: State) -> State:
+        return kept if isinstance(kept, Residual) else None
 
 
-def rescaled(vector: Any, before: float, now: float) -> Any:
+def restored(codec: Codec, error: Tensor | None, body: Tensor) -> Tensor:
+    """What was kept, with the content of a body that was dropped."""
+    assert error is not None
+    whole = error.clone()
+    codec.add(whole, body)
+    return whole
+
+
+def rescaled(vector: Tensor | None, before: float, now: float) -> Tensor | None:
     """What is kept in units of a gradient, so that lr · vector stays what it was; unchanged where either rate is 0."""
     if vector is None or before == now or not before or not now:
         return vector

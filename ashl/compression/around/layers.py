@@ -11,34 +11,16 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ashl.compression.contract import TURN, BodyError, Flags, Turn
+from ashl.compression.contract import TURN, BodyError, Codec, Flags, Layout, State, Turn
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
-from ashl.size_only import SizeOnly
 
-
-class Layer(NamedTuple):
-    """One parameter tensor: its name in the model and its shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-
-Layout = tuple[Layer, ...]
-
-
-def size_of(layout: Layout) -> int:
-    """d, the elements of the flat vector."""
-    return sum(layer.size for layer in layout)
+C = TypeVar("C", bound=Codec)
 
 
 def layer_at(layout: Layout, place: int) -> str:
@@ -51,7 +33,7 @@ def layer_at(layout: Layout, place: int) -> str:
     raise IndexError(place)
 
 
-def with_layout(option: Any, layout: Layout) -> Any:
+def with_layout(option: C, layout: Layout) -> C:
     """A copy of an option that knows the model's layers, as its `layout`."""
     shaped = copy(option)
     object.__setattr__(shaped, "layout", layout)
@@ -65,11 +47,11 @@ def slices(sizes: Sequence[int]) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class Layerwise:
+class Layerwise(Codec):
     """A codec without state for each layer."""
 
     code: ClassVar[int] = 1
-    codec: Any
+    codec: Codec
     sizes: tuple[int, ...]
 
     @property
@@ -77,12 +59,10 @@ class Layerwise:
         return self.codec.flags._replace(linear=False, reduces=False)
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         return self.codec.ratio
 
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
-        if isinstance(x, SizeOnly):
-            return sender, SizeOnly(self.payload(turn.ratio, x.nbytes // 4))
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         bodies = [
             self.codec.encode(None, x[part], turn._replace(layer=layer))[1].numpy()
             for layer, part in enumerate(slices(self.sizes))
@@ -91,19 +71,14 @@ class Layerwise:
         parts = Parts(x.numel(), np.concatenate(bodies), scales=lengths)
         return sender, write_body(self.code, x.dtype, x.numel(), parts)
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if isinstance(body, SizeOnly):
-            return receiver, SizeOnly(4 * d)
+    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
         pieces = [self.codec.decode(None, piece, part.stop - part.start)[1] for part, piece in self._pieces(body, d)]
         return receiver, torch.cat(pieces)
-
-    def undo(self, sender: Any, body: Any) -> Any:
-        return sender
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + sum(4 + self.codec.payload(ratio, size) for size in self.sizes)
 
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
         pieces = list(self._pieces(body, out.numel()))
         for part, piece in pieces:  # all are read before anything is written
             self.codec.decode(None, piece, part.stop - part.start)
@@ -113,7 +88,7 @@ class Layerwise:
     def bound(self, ratio: float | None, d: int) -> float:
         return max(self.codec.bound(ratio, size) for size in self.sizes)
 
-    def _pieces(self, body: Any, d: int) -> Iterator[tuple[slice, Any]]:
+    def _pieces(self, body: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
         """Where each layer lies, and its body."""
         parts, _ = read_body(body, self.code, d)
         lengths = typed(parts.scales, "<u4", len(self.sizes), "lengths").astype(np.int64)

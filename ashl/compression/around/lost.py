@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layerwise, Layout, slices
+from ashl.compression.around.layers import Layerwise, slices
+from ashl.compression.contract import Codec, Layout
 from ashl.compression.wire.body import HEADER, Split
 
 
-def measured_loss(codec: Any, sender: Any, x: Tensor, body: Tensor, layout: Layout, layers: bool) -> dict[str, Any]:
-    """The measures of one message, as plain values. `codec` is one without state."""
+def measured_loss(
+    codec: Codec, kept_back: Tensor | None, x: Tensor, body: Tensor, layout: Layout, layers: bool
+) -> dict[str, Any]:
+    """The measures of one message, as plain values. `codec` is one whose bodies are read without state, `kept_back`
+    what the sender keeps for later."""
     _, sent = codec.decode(None, body, x.numel())
-    rest = kept_back(sender)
-    kept = rest is not None
-    rest = x - sent if rest is None else rest
+    kept = kept_back is not None
+    rest = x - sent if kept_back is None else kept_back
     found = sizes(body) | measures(x, sent, rest, kept)
     found["unbiased"] = codec.flags.unbiased  # what it loses evens out, and may well be longer than what is sent
     if layers:
@@ -56,13 +59,6 @@ def cosine(a: Tensor, b: Tensor) -> float | None:
 
 def norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
-
-
-def kept_back(sender: Any) -> Tensor | None:
-    """What a sender keeps for later, wherever it is among the states around a codec."""
-    while sender is not None and not isinstance(getattr(sender, "error", None), Tensor):
-        sender = getattr(sender, "inner", None)
-    return None if sender is None else sender.error
 
 
 def split(body: Tensor) -> Split:

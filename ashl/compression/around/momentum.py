@@ -10,24 +10,24 @@ Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ashl.compression.around.feedback import rescaled
+from ashl.compression.around.feedback import rescaled, restored
 from ashl.compression.around.wrapper import Wrapper
-from ashl.compression.contract import TURN, Flags, Turn
-from ashl.size_only import SizeOnly
+from ashl.compression.contract import TURN, Flags, State, Turn
 
 
 class Velocity(NamedTuple):
     """The sender's state: u and v (None = 0), u before it was masked, the state of the codec inside, and the learning
     rate that v goes with."""
 
-    velocity: Any = None
-    error: Any = None
-    before: Any = None
-    inner: Any = None
+    velocity: Tensor | None = None
+    error: Tensor | None = None
+    before: Tensor | None = None
+    inner: State = None
     lr: float = 1.0
 
 
@@ -42,11 +42,8 @@ class MomentumCorrection(Wrapper):
     def flags(self) -> Flags:
         return self.codec.flags._replace(unbiased=False, lossless=False)
 
-    def encode(self, sender: Velocity | None, x: Any, turn: Turn = TURN) -> tuple[Velocity, Any]:
+    def encode(self, sender: Velocity | None, x: Tensor, turn: Turn = TURN) -> tuple[Velocity, Tensor]:
         state = sender or Velocity()
-        if isinstance(x, SizeOnly):
-            inner, body = self.codec.encode(state.inner, x, turn)
-            return Velocity(inner=inner), body
         velocity = state.velocity
         if state.lr * turn.lr < 0:  # a gradient after a difference, or the other way round
             velocity = rescaled(velocity, state.lr, turn.lr)
@@ -59,11 +56,13 @@ class MomentumCorrection(Wrapper):
         masked = torch.where(sent == 0, u, 0) if self.masking else u
         return Velocity(masked, v - sent, u if self.masking else None, inner, turn.lr), body
 
-    def undo(self, sender: Velocity, body: Any) -> Velocity:
-        inner = self.codec.undo(sender.inner, body)
-        if isinstance(body, SizeOnly):
-            return sender._replace(inner=inner)
-        restored = sender.error.clone()
-        self.codec.add(restored, body)
+    def undo(self, sender: Velocity, body: Tensor) -> Velocity:
         velocity = sender.velocity if sender.before is None else sender.before
-        return Velocity(velocity, restored, None, inner, sender.lr)
+        whole = restored(self.codec, sender.error, body)
+        return Velocity(velocity, whole, None, self.codec.undo(sender.inner, body), sender.lr)
+
+    def residual(self, sender: Velocity | None) -> Tensor | None:
+        return sender and sender.error
+
+    def adopt(self, kept: State) -> State:
+        return kept if isinstance(kept, Velocity) else None

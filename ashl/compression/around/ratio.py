@@ -11,14 +11,15 @@ Critical Learning Regime Identification", MLSys 2021, with its η = 0.5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ashl.compression.around.wrapper import Wrapper, innermost, inwards
-from ashl.compression.contract import TURN, Turn
-from ashl.size_only import SizeOnly
+from ashl.compression.around.wrapper import Stateful, Wrapper
+from ashl.compression.contract import TURN, State, Turn
 
 CHANGE = 0.5  # η
 
@@ -29,18 +30,13 @@ class WarmUp(Wrapper):
 
     epochs: int
 
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         return self.codec.encode(sender, x, turn._replace(ratio=self.share(turn)))
 
     def share(self, turn: Turn) -> float:
-        """What is kept of this message."""
-        ratio = innermost(self.codec).ratio if turn.ratio is None else turn.ratio
+        ratio = self.codec.ratio if turn.ratio is None else turn.ratio
+        assert ratio is not None, "a codec without a share has no warm-up"
         return ratio ** min(1.0, (int(turn.epoch) + 1) / (self.epochs + 1))
-
-
-def scheduled(codec: Any, turn: Turn) -> float | None:
-    """The kept share of a message after the warm-up around a codec, where there is one."""
-    return next((part.share(turn) for part in inwards(codec) if isinstance(part, WarmUp)), turn.ratio)
 
 
 class Regime(NamedTuple):
@@ -48,19 +44,20 @@ class Regime(NamedTuple):
     epoch is critical."""
 
     epoch: int = 0
-    total: Any = None
+    total: Tensor | None = None
     before: float | None = None
     critical: bool = True
-    inner: Any = None
+    inner: State = None
 
 
 @dataclass(frozen=True)
-class Accordion(Wrapper):
+class Accordion(Stateful):
     """Sends more in critical epochs, around a codec that knows a share."""
 
+    state: ClassVar[Callable[..., State]] = Regime
     critical_ratio: float
 
-    def encode(self, sender: Regime | None, x: Any, turn: Turn = TURN) -> tuple[Regime, Any]:
+    def encode(self, sender: Regime | None, x: Tensor, turn: Turn = TURN) -> tuple[Regime, Tensor]:
         state = sender or Regime(epoch=int(turn.epoch))
         if int(turn.epoch) > state.epoch and state.total is not None:
             norm = float(torch.linalg.vector_norm(state.total, dtype=torch.float64))
@@ -68,11 +65,12 @@ class Accordion(Wrapper):
             state = Regime(int(turn.epoch), None, norm, critical, state.inner)
         elif state.total is None:  # the first update of a stage
             state = state._replace(epoch=int(turn.epoch))
-        total = None if isinstance(x, SizeOnly) else x if state.total is None else state.total + x
+        total = x if state.total is None else state.total + x
         if state.critical:
             turn = turn._replace(ratio=self.critical_ratio)
         inner, body = self.codec.encode(state.inner, x, turn)
         return state._replace(total=total, inner=inner), body
 
-    def undo(self, sender: Regime, body: Any) -> Regime:
-        return sender._replace(inner=self.codec.undo(sender.inner, body))
+    def share(self, turn: Turn) -> float | None:
+        """That of a critical epoch, at most."""
+        return self.codec.share(turn._replace(ratio=self.critical_ratio))

@@ -8,35 +8,32 @@ Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Probl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from ashl.compression.around.wrapper import Wrapper
-from ashl.compression.contract import TURN, Turn
-from ashl.size_only import SizeOnly
+from torch import Tensor
+
+from ashl.compression.around.wrapper import Stateful
+from ashl.compression.contract import TURN, State, Turn
 
 
 class Average(NamedTuple):
     """The sender's state: u (None = 0), and the state of the codec inside."""
 
-    mean: Any = None
-    inner: Any = None
+    mean: Tensor | None = None
+    inner: State = None
 
 
 @dataclass(frozen=True)
-class RunningMean(Wrapper):
+class RunningMean(Stateful):
     """Keeps u in front of a codec."""
 
+    state: ClassVar[Callable[..., State]] = Average
     decay: float
 
-    def encode(self, sender: Average | None, x: Any, turn: Turn = TURN) -> tuple[Average, Any]:
+    def encode(self, sender: Average | None, x: Tensor, turn: Turn = TURN) -> tuple[Average, Tensor]:
         mean, inner = sender or Average()
-        if isinstance(x, SizeOnly):
-            inner, body = self.codec.encode(inner, x, turn)
-            return Average(None, inner), body
         mean = x * (1 - self.decay) if mean is None else (mean * self.decay).add_(x, alpha=1 - self.decay)
         inner, body = self.codec.encode(inner, mean, turn)
         return Average(mean, inner), body
-
-    def undo(self, sender: Average, body: Any) -> Average:
-        return sender._replace(inner=self.codec.undo(sender.inner, body))

@@ -1,55 +1,49 @@
-"""A protocol over all workers inside the aids of a link: what it is given, and what is kept once it has ended.
+"""A protocol over all workers inside the wrappers of a link: what it is given, and what is kept once it has ended.
 
 What a codec sends is known to the wrappers around it when it has encoded; what a protocol has brought of a worker's
 vector into the sum is known only at its end. So the wrappers run twice, with a stand-in for the codec: once for what
-they give it, and once more to be told what of that was sent. They are pure, hence the first run leaves nothing behind.
+they give it, and once more to learn what of that was sent. They are pure, hence the first run leaves nothing behind.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch import Tensor
 
 from ashl.compression.around.wrapper import Wrapper, innermost
-from ashl.compression.contract import TURN, Codec, Turn
-from ashl.size_only import SizeOnly
-
-
-class CodecInput(NamedTuple):
-    """What a codec is given by the wrappers around it: its own state, the vector, and what it is sent for."""
-
-    inner: Any
-    x: Any
-    turn: Turn
+from ashl.compression.contract import TURN, Codec, CodecInput, Outcome, State, Turn
 
 
 @dataclass(frozen=True)
 class StandIn(Wrapper):
-    """In the place of a codec: notes what it is given, and says what of it was sent."""
+    """In the place of a codec: notes what it is given, and says what of it was sent. Its body is a vector or None."""
 
     seen: list[CodecInput]
-    inner: Any = None  # the codec's state afterwards
-    sent: Any = None  # a vector; None = nothing
+    inner: State = None  # the codec's state afterwards
+    sent: Tensor | None = None
 
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Any]:
         self.seen.append(CodecInput(sender, x, turn))
-        return self.inner, SizeOnly(0) if isinstance(x, SizeOnly) else self.sent
+        return self.inner, self.sent
 
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+    def add(self, out: Tensor, body: Tensor | None, scale: float = 1.0) -> None:
         if body is not None:
             out.add_(body, alpha=scale)
 
 
-def before(codec: Codec, sender: Any, x: Any, turn: Turn) -> CodecInput:
+def before(codec: Codec, sender: State, x: Tensor, turn: Turn) -> CodecInput:
     """What the codec inside these wrappers is given."""
     seen: list[CodecInput] = []
     inside(codec, StandIn(innermost(codec), seen)).encode(sender, x, turn)
     return seen[0]
 
 
-def after(codec: Codec, sender: Any, x: Any, turn: Turn, sent: Any, inner: Any = None) -> Any:
-    """The sender's state after a message of which `sent` has come into the sum; `inner` is the codec's own part."""
-    return inside(codec, StandIn(innermost(codec), [], inner, sent)).encode(sender, x, turn)[0]
+def after(codec: Codec, sender: State, x: Tensor, turn: Turn, outcome: Outcome) -> State:
+    """The sender's state once the protocol has ended."""
+    stand_in = StandIn(innermost(codec), [], outcome.inner, outcome.sent)
+    return inside(codec, stand_in).encode(sender, x, turn)[0]
 
 
 def inside(codec: Codec, other: Codec) -> Codec:

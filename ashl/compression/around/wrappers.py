@@ -1,4 +1,4 @@
-"""What helps a codec along, as fields that every codec with a use for it has.
+"""What may be wrapped around a codec, as fields that every codec with a use for it has.
 
 Rule, in the order of a message: x is shortened to clip_norm/√n where it is longer (n workers); it is added to the
 velocity (`momentum`) or to what earlier messages left out (`feedback`); the sum is encoded; what was not sent is kept.
@@ -10,11 +10,12 @@ masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR 201
 
 from __future__ import annotations
 
+from ashl.compression.contract import Codec
 from ashl.option import Fraction, Positive, option
 
 
 @option
-class Wrappers:
+class Wrappers(Codec):
     """The fields; see `conf/compression/_wrappers.yaml`."""
 
     feedback: bool

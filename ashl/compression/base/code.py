@@ -9,23 +9,20 @@ not finite in x must show in what is decoded, as NaN or infinity somewhere, exce
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import TURN, Flags, Turn
+from ashl.compression.contract import TURN, Codec, State, Turn
 from ashl.compression.wire.body import Parts, read_body, write_body
-from ashl.size_only import SizeOnly
 
 
-class Code:
+class Code(Codec, contract=True):
     """A codec without state."""
 
     code: ClassVar[int]  # its number on the wire, one for each codec
-    flags: ClassVar[Flags]
 
     def pack(self, x: np.ndarray, turn: Turn) -> Parts:
         raise NotImplementedError
@@ -33,40 +30,21 @@ class Code:
     def unpack(self, parts: Parts, d: int) -> Any:
         raise NotImplementedError
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        raise NotImplementedError
-
-    def bound(self, ratio: float | None, d: int) -> float:
-        return math.inf
-
-    def encode(self, sender: Any, x: Any, turn: Turn = TURN) -> tuple[Any, Any]:
-        if isinstance(x, SizeOnly):
-            return sender, SizeOnly(self.payload(turn.ratio, x.nbytes // 4))
+    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # of a run that diverges
             parts = self.pack(array_of(x), turn)
         return sender, write_body(self.code, x.dtype, x.numel(), parts)
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if isinstance(body, SizeOnly):
-            return receiver, SizeOnly(4 * d)
+    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
         parts, dtype = read_body(body, self.code, d)
         with np.errstate(over="ignore", invalid="ignore"):
             return receiver, torch.from_numpy(self.unpack(parts, d)).to(dtype)
-
-    def undo(self, sender: Any, body: Any) -> Any:
-        return sender
-
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
-        _, x = self.decode(None, body, out.numel())
-        out.add_(x.to(out.device), alpha=scale)
 
 
 class Sparse(Code):
     """A codec without state that sends some elements and their places."""
 
-    def decode(self, receiver: Any, body: Any, d: int) -> tuple[Any, Any]:
-        if isinstance(body, SizeOnly):
-            return receiver, SizeOnly(4 * d)
+    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
         parts, dtype = read_body(body, self.code, d)
         with np.errstate(over="ignore", invalid="ignore"):
             places, values = self.unpack(parts, d)
@@ -74,7 +52,7 @@ class Sparse(Code):
         x.numpy()[places] = values
         return receiver, x.to(dtype)
 
-    def add(self, out: Any, body: Any, scale: float = 1.0) -> None:
+    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
         parts, dtype = read_body(body, self.code, out.numel())
         if out.device.type != "cpu" or out.dtype != torch.float32 or dtype != torch.float32:
             super().add(out, body, scale)

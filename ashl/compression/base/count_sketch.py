@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ashl.compression.base.code import Sparse, kept
-from ashl.compression.base.linear import Linear
+from ashl.compression.base.linear import SummedValues
 from ashl.compression.base.select import largest
-from ashl.compression.contract import ALL, BodyError, Flags, Turn
+from ashl.compression.contract import ALL, BodyError, Flags, Reduces, Turn
 from ashl.compression.wire.bits import BLOCK
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed
 from ashl.data.rng import Purpose, quick
@@ -136,7 +136,7 @@ def recovered(cells: np.ndarray, table: Table, d: int, k: int) -> tuple[np.ndarr
 
 
 @option
-class CountSketch(Sparse, Linear):
+class CountSketch(Sparse, SummedValues, Reduces):
     """The fields and the body of every codec that sends a sketch."""
 
     flags: ClassVar[Flags] = Flags(linear=True, reduces=True)

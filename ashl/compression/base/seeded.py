@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from ashl.compression.base.linear import SummedValues
 from ashl.compression.base.sparsifier import SPARSE, Selection, Share
 from ashl.compression.contract import BodyError, Turn
 from ashl.compression.wire.body import HEADER, Parts
@@ -21,8 +22,8 @@ SEED_BYTES = 8
 
 
 @option
-class Seeded(Selection, Share):
-    """A share of the elements, at random places."""
+class Seeded(Selection, SummedValues, Share):
+    """A share of the elements, at random places; where all draw alike, values add up."""
 
     def place_bytes(self, k: int, d: int) -> int:
         return SEED_BYTES
@@ -42,9 +43,9 @@ class Seeded(Selection, Share):
         """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""
         k, seed = self.kept(turn.ratio, x.size), new_seed(rng)
         if self.form(k, x.size) != SPARSE:
-            return self.parts(x, k, None, None, turn)
+            return self.parts_of(x, k, None, None, turn)
         kept = x[places_of(seed, k, x.size)]
-        return self.parts(x, k, kept if scale == 1 else kept * np.float32(scale), seed, turn)
+        return self.parts_of(x, k, kept if scale == 1 else kept * np.float32(scale), seed, turn)
 
 
 def new_seed(rng: np.random.Generator) -> np.ndarray:

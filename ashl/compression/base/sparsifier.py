@@ -65,7 +65,7 @@ class Selection(Sparse, Wrappers):
     def _sparse_bytes(self, k: int, d: int) -> int:
         return value_bytes(self.values, k) + self.place_bytes(k, d)
 
-    def parts(self, x: np.ndarray, k: int, kept: Any, coded: Any, turn: Turn) -> Parts:
+    def parts_of(self, x: np.ndarray, k: int, kept: Any, coded: Any, turn: Turn) -> Parts:
         """k values `kept` of x, whose places are written as `coded`; neither is read where all of x is sent."""
         form = self.form(k, x.size)
         if form == DENSE:
@@ -117,8 +117,8 @@ class Indexed(Selection):
     def written(self, x: np.ndarray, k: int, places: Any, turn: Turn) -> Parts:
         """x at these k ascending places; of `places` nothing is read where all of x is sent."""
         if self.form(k, x.size) != SPARSE:
-            return self.parts(x, k, None, None, turn)
-        return self.parts(x, k, x[places], write_indices(self.indices, places, x.size), turn)
+            return self.parts_of(x, k, None, None, turn)
+        return self.parts_of(x, k, x[places], write_indices(self.indices, places, x.size), turn)
 
 
 @option

@@ -1,0 +1,200 @@
+"""A link: a codec between the model's two ends, and all that the codec keeps there.
+
+Rule: up it goes as the codec says, with what is wrapped around it. A worker's messages meet the same `sender` at one
+end and the same `receiver` at the other; the bodies of a merge that are no sum meet one `memory`. Down, where pulls are
+compressed, with h_i what worker i holds, C(w − h_i) is sent; both ends add it, h_i ← h_i + C(w − h_i). What was left
+out is still in w − h_i at the next pull: h_i carries the residual, so C goes without error feedback. The first pull,
+and one that would be no shorter, is the model itself, hence a ratio of 1 is the plain pull, bit for bit.
+
+`Ends` lies in a rank's state, so that a checkpoint has it, and nobody else touches it. Where a run is only timed, what
+goes in and comes out is `SizeOnly`, and the codec is asked for nothing but its `payload`.
+
+Source: pulls are EF21-P of Gruntkowska, Tyurin and Richtárik, "EF21-P and Friends", ICML 2023, with one copy per worker
+because workers pull at different times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ashl.compression.around import wrapper
+from ashl.compression.around.stand_in import after, before
+from ashl.compression.around.wrapped import handed_over
+from ashl.compression.contract import Codec, CodecInput, Collective, Flags, Linear, Outcome, Reduces, State, Turn
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.size_only import SizeOnly
+
+Vector: TypeAlias = Tensor | SizeOnly  # what a worker computed, or a model
+Body: TypeAlias = Tensor | SizeOnly  # what travels of it
+
+
+@dataclass
+class Ends:
+    """What a codec keeps at this rank's ends of its links."""
+
+    sender: State = None  # on the way up
+    receivers: dict[int, State] = field(default_factory=dict)  # ... where it arrives, by worker
+    memory: State = None  # where bodies are reduced together
+    held: dict[int, Vector] = field(default_factory=dict)  # by a server: the model that each worker has
+
+
+@dataclass(frozen=True)
+class Link:
+    """A codec as a stage uses it, for vectors of d elements."""
+
+    codec: Codec  # with what is wrapped around it
+    d: int
+
+    @cached_property
+    def innermost(self) -> Codec:
+        """Without anything around it: by it a body is read, and differences between models are sent."""
+        return wrapper.innermost(self.codec)
+
+    @cached_property
+    def flags(self) -> Flags:
+        return self.codec.flags
+
+    @cached_property
+    def down(self) -> Codec:
+        """What compresses a pull."""
+        return self.innermost.pulled()
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether an all-reduce carries messages of one body's size, whatever the number of workers."""
+        return self.flags.lossless or self.flags.linear or isinstance(self.innermost, Collective)
+
+    def peers(self, place: int, size: int) -> tuple[int, ...]:
+        """The ranks that a protocol of the codec's own exchanges messages with."""
+        return self.innermost.peers(place, size) if isinstance(self.innermost, Collective) else ()
+
+    def enter(self, ends: Ends, keep: bool) -> Ends:
+        """The ends when a stage begins with this link: both begin anew, but for the sender's residual, which is handed
+        over where the codec takes it up, and what workers hold."""
+        return Ends(sender=handed_over(ends.sender, self.codec) if keep else None, held=ends.held)
+
+    # --- up
+
+    def encode(self, ends: Ends, x: Vector, turn: Turn) -> Body:
+        if isinstance(x, SizeOnly):
+            return SizeOnly(self.codec.payload(self.codec.share(turn), self.d))
+        ends.sender, body = self.codec.encode(ends.sender, x, turn)
+        return body
+
+    def undo(self, ends: Ends, body: Body) -> None:
+        """A body was dropped on the way: the sender takes back what was in it."""
+        if not isinstance(body, SizeOnly):
+            ends.sender = self.codec.undo(ends.sender, body)
+
+    def kept(self, ends: Ends) -> Tensor | None:
+        """What the sender keeps for later."""
+        return self.codec.residual(ends.sender)
+
+    def decode(self, ends: Ends, worker: int, body: Body) -> Vector:
+        """What a worker sent. Raises BodyError."""
+        if isinstance(body, SizeOnly):
+            return SizeOnly(4 * self.d)
+        ends.receivers[worker], x = self.innermost.decode(ends.receivers.get(worker), body, self.d)
+        return x
+
+    def arrived(self, ends: Ends, worker: int, body: Body) -> Vector | Body:
+        """The same, but the body as it is where bodies are reduced together."""
+        return body if self.flags.reduces else self.decode(ends, worker, body)
+
+    def reduce(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
+        """What the bodies of a merge are together, with `flags.reduces`. Raises BodyError."""
+        real = [body for body in bodies if isinstance(body, Tensor)]
+        if len(real) < len(bodies):
+            return SizeOnly(4 * self.d)
+        assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
+        ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
+        return x
+
+    def merge(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
+        """Σ c·C(x) of the bodies of workers 0, 1, …, or what else they are together. Raises BodyError."""
+        if self.flags.reduces:
+            return self.reduce(ends, bodies, weights)
+        pairs = enumerate(zip(bodies, weights, strict=True))
+        return sum_in_rank_order([self.decode(ends, worker, body) * weight for worker, (body, weight) in pairs])
+
+    # --- up, summed on the way
+
+    def summand(self, body: Body, turn: Turn) -> Body:
+        """What of a body an all-reduce sums, with `flags.linear`."""
+        assert isinstance(self.innermost, Linear), "a codec that is linear is derived from Linear"
+        if isinstance(body, SizeOnly):
+            return SizeOnly(self.innermost.summed_bytes(self.codec.share(turn), self.d))
+        return self.innermost.summand(body)
+
+    def summed(self, ends: Ends, body: Body, total: Body) -> Vector:
+        """What a sum of summands decodes to, where this worker's body was this one. Raises BodyError."""
+        if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
+            return SizeOnly(4 * self.d)
+        assert isinstance(self.innermost, Linear)
+        whole = self.innermost.summed(body, total)
+        return (
+            self.reduce(ends, [whole], [1.0]) if self.flags.reduces else self.innermost.decode(None, whole, self.d)[1]
+        )
+
+    def before(self, ends: Ends, x: Tensor, turn: Turn) -> CodecInput:
+        """What a protocol of the codec's own is given of x."""
+        return before(self.codec, ends.sender, x, turn)
+
+    def after(self, ends: Ends, x: Tensor, turn: Turn, outcome: Outcome) -> Tensor:
+        """The update that the protocol came to; the sender keeps what of x is not in it."""
+        ends.sender = after(self.codec, ends.sender, x, turn, outcome)
+        return outcome.update
+
+    # --- differences between models
+
+    def difference(self, x: Vector, turn: Turn) -> Body:
+        """x by the codec alone, without state."""
+        if isinstance(x, SizeOnly):
+            return SizeOnly(self.innermost.payload(turn.ratio, self.d))
+        return self.innermost.encode(None, x, turn)[1]
+
+    def added(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
+        """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
+        return vector if isinstance(vector, SizeOnly) else added(self.innermost, vector, bodies)
+
+    def pull_bytes(self, ratio: float | None) -> int:
+        """Bytes of a pull of this share; None = of the model."""
+        return 4 * self.d if ratio is None else min(4 * self.d, self.down.payload(ratio, self.d))
+
+    def pull(self, ends: Ends, worker: int, model: Vector, turn: Turn) -> Body:
+        """At the server: what to send a worker that is to have this model."""
+        held = ends.held.get(worker)
+        if held is None or self.down.payload(turn.ratio, self.d) >= model.nbytes:
+            ends.held[worker] = model
+            return model
+        if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
+            return SizeOnly(self.down.payload(turn.ratio, self.d))
+        _, body = self.down.encode(None, model - held, turn)
+        ends.held[worker] = self.pulled(held, body)
+        return body
+
+    def gave(self, ends: Ends, worker: int, model: Vector) -> None:
+        """At the server: this worker has been sent the model itself."""
+        ends.held[worker] = model
+
+    def pulled(self, params: Vector, body: Body) -> Vector:
+        """At the worker: the model after a pull. Nothing is changed in place. Raises BodyError."""
+        if isinstance(params, SizeOnly) or isinstance(body, SizeOnly):
+            return params
+        if body.dtype == torch.float32 and body.shape == params.shape:
+            return body
+        return added(self.down, params, [(body, 1.0)])
+
+
+def added(codec: Codec, vector: Tensor, bodies: Sequence[tuple[Body, float]]) -> Tensor:
+    total = vector.clone()
+    for body, weight in bodies:
+        assert isinstance(body, Tensor)
+        codec.add(total, body, weight)
+    return total

@@ -1,0 +1,108 @@
+"""A team: the ranks that merge, as a codec's protocol (`ashl.compression.contract.Team`) and an all-reduce see them.
+
+With every merge two scalars ride along: a share of the mean loss, and what rank 0 alone has to say. They go with the
+first message of each, count for neither bytes nor time, and come back as sums; who merges needs not know of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from ashl.runtime.effects import Compute
+from ashl.runtime.node import Node
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.size_only import SizeOnly
+from ashl.stage.stage import Stage
+
+T = TypeVar("T")
+NUMBERS = 2  # that ride along
+
+
+@dataclass
+class Team:
+    """The workers of a stage at one rank. `loss` and `word` are this rank's before a merge and the sums after it."""
+
+    node: Node
+    stage: Stage
+    ranks: tuple[int, ...]
+    weights: list[float]  # c_j
+    loss: float = 0.0
+    word: float = 0
+    carried: bool = False  # whether they have gone with a message of this merge
+
+    @classmethod
+    def of(cls, node: Node, stage: Stage) -> Team:
+        """All workers of a stage."""
+        return cls(node, stage, stage.workers, stage.team_weights)
+
+    def begin(self, loss: float, word: float) -> None:
+        """A merge begins."""
+        self.loss, self.word, self.carried = loss, word, False
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def place(self) -> int:
+        return self.ranks.index(self.node.rank)
+
+    @property
+    def weight(self) -> float:
+        return self.weights[self.place]
+
+    @property
+    def lost(self) -> bool:
+        return math.isnan(self.loss)
+
+    async def all_reduce(self, x: Any, weight: float = 1.0) -> Any:
+        if self.carried:
+            return await self.node.all_reduce(x if weight == 1 else x * weight, self.ranks)
+        if isinstance(x, SizeOnly):
+            total = await self.node.all_reduce(SizeOnly(x.nbytes, int(self.word)), self.ranks, riders=NUMBERS)
+            self._carry(0.0, total.word)
+            return SizeOnly(total.nbytes)
+        packed = torch.empty(x.numel() + NUMBERS, dtype=x.dtype)
+        torch.mul(x, weight, out=packed[:-NUMBERS])
+        packed[-2], packed[-1] = self.loss, self.word
+        total = await self.node.all_reduce(packed, self.ranks, riders=NUMBERS)
+        self._carry(*total[-NUMBERS:].tolist())
+        return total[:-NUMBERS]
+
+    async def all_gather(self, x: Any) -> list[Any]:
+        if self.carried:
+            return await self.node.all_gather(x, self.ranks)
+        if isinstance(x, SizeOnly):
+            parts = await self.node.all_gather(SizeOnly(x.nbytes, int(self.word)), self.ranks)
+            self._carry(0.0, sum(part.word for part in parts))
+            return parts
+        tail = torch.tensor([self.loss, self.word], dtype=torch.float64).view(torch.uint8)
+        parts = await self.node.all_gather(torch.cat([x, tail]), self.ranks, riders=tail.numel())
+        sums = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts])
+        self._carry(*sums.tolist())
+        return [part[: -tail.numel()] for part in parts]
+
+    async def send(self, place: int, name: str, body: Any, *numbers: float) -> None:
+        await self.node.send(self.ranks[place], self.stage.tag(name), body, (self.loss, self.word, *numbers))
+
+    async def recv(self, place: int, name: str, final: bool = False) -> tuple[Any, tuple[float, ...]]:
+        """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything."""
+        message = await self.node.recv(self.stage.tag(name), src=self.ranks[place])
+        loss, word, *numbers = message.meta
+        self._carry(*((loss, word) if final else (self.loss + loss, self.word + word)))
+        return message.body, tuple(numbers)
+
+    def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
+        return self.node.compute(fn, work=work, kind="compress")
+
+    def blank(self, nbytes: int) -> Any:
+        return SizeOnly(nbytes)
+
+    def _carry(self, loss: float, word: float) -> None:
+        self.loss, self.word, self.carried = loss, word, True

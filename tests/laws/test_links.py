@@ -1,0 +1,112 @@
+"""A link keeps what its codec keeps, and nothing else does; what a codec may say is declared, misspelt or not."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.compression.around.feedback import Feedback, Residual
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.around.wrapper import Wrapper, inwards
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Codec, Flags, Linear, Turn
+from ashl.errors import UsageError
+from ashl.option import option, refuse_unasked
+from ashl.planning.legal_compression import check_roles
+from ashl.runtime.packed import packed, unpacked
+from ashl.stage.link import Ends, Link
+from tests.laws.codecs import codec, vector
+
+D = 200
+OWN = {  # what a wrapper has not: fields of the option, which `wrapped` reads, and the option's other forms
+    "beta", "clip_norm", "code", "critical_ratio", "entropy", "feedback", "feedback_decay", "feedback_gain", "layers",
+    "masking", "momentum", "parts", "pulled", "shaped", "warmup_epochs",
+}  # fmt: skip
+
+
+def test_a_link_goes_on_from_a_checkpoint() -> None:
+    link = Link(wrapped(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D)
+    ends = Ends()
+    for k in range(4):
+        link.decode(ends, k % 2, link.encode(ends, vector("normal", D, k), Turn(round=k, epoch=k)))
+        link.pull(ends, k % 2, vector("normal", D, k), Turn(0.1))
+    again = unpacked(packed(ends))
+    x, turn = vector("normal", D, 9), Turn(round=9, epoch=9)
+    assert torch.equal(link.encode(ends, x, turn), link.encode(again, x, turn))
+    assert torch.equal(link.pull(ends, 1, x, Turn(0.1)), link.pull(again, 1, x, Turn(0.1)))
+    assert torch.equal(link.kept(ends), link.kept(again))
+
+
+def test_a_dropped_message_leaves_nothing_behind() -> None:
+    link, ends, x = Link(wrapped(codec("topk", ratio=0.1), ()), D), Ends(), vector("normal", D)
+    link.undo(ends, link.encode(ends, x, Turn()))
+    assert torch.equal(link.kept(ends), x)
+
+
+def test_what_a_stage_takes_over() -> None:
+    """The residual where it is kept, and what workers hold, always."""
+    held, residual = {0: torch.ones(D)}, Residual(torch.ones(D))
+    ends = Ends(sender=residual, receivers={0: "state"}, memory="state", held=held)
+    plain, feedback = (Link(wrapped(codec("topk", feedback=on), ()), D) for on in (False, True))
+    assert feedback.enter(ends, keep=True) == Ends(sender=residual, held=held)
+    assert plain.enter(ends, keep=True) == feedback.enter(ends, keep=False) == Ends(held=held)
+
+
+def test_wrappers_delegate_all_of_the_contract() -> None:
+    public = {name for name in dir(Codec) if not name.startswith("_")}
+    assert public - {name for name in vars(Wrapper) if not name.startswith("_")} - {"encode"} == OWN
+    inner = codec("diana", estimator="svrg")
+    assert [part.estimator for part in inwards(Feedback(inner))] == ["svrg", "svrg"]
+    assert Feedback(codec("topk", ratio=0.3)).ratio == 0.3
+
+
+@option
+class Misspelt(Code):
+    """Undoes nothing."""
+
+    flag: ClassVar[Any] = None
+    code: ClassVar[int] = 201
+
+
+@option
+class Reducing(Codec):
+    """Says how bodies add up."""
+
+    summd: ClassVar[Any] = None
+
+
+@option
+class Summing(Linear):
+    """Says it in another word."""
+
+    summd: ClassVar[Any] = None
+
+
+@pytest.mark.parametrize(("cls", "why"), [(Misspelt, "did you mean 'flags'"), (Summing, "did you mean 'summed'")])
+def test_a_misspelt_hook_is_an_error(cls: type[Codec], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        refuse_unasked(cls, "compression")
+
+
+class Promising(Codec):
+    """Promises what it has no methods for."""
+
+    flags = Flags(reduces=True)
+
+
+class Hiding(Codec):
+    """Has a method that nobody would ask it for."""
+
+    def summand(self, body: Tensor) -> Tensor:
+        return body
+
+
+@pytest.mark.parametrize(("own", "role"), [(Promising(), "Reduces"), (Hiding(), "Linear")])
+def test_what_comes_with_methods_derives_from_its_class(own: Codec, role: str) -> None:
+    with pytest.raises(UsageError, match=f"derive {type(own).__name__} from .*{role}"):
+        check_roles("compression=mine", own)
+
+
+def test_what_is_near_to_nothing_is_a_codecs_own() -> None:
+    refuse_unasked(Reducing, "compression")
