@@ -240,8 +240,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         state.batch = int(reply.batch) or state.batch
         if word != GO:
             leave(node, stage, word, int(reply.end_ns))
-        dropped = bool(reply.dropped)
-        node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=dropped, loss=loss)
+        what = (stage.index, state.round, work.steps, int(reply.staleness))
+        node.round(*what, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
     return word
 
