@@ -1,8 +1,8 @@
-"""What the model becomes. A rule weighs the workers and folds pushes into one update:
+"""What the merged update is. A rule weighs the workers and folds pushes into one update; what is then done with it is
+`ashl.outer`'s:
 
 `scale`, `weigh(workers)`  the coefficients c_i = scale · w_i (Σ w_i = 1)
 `accepts(staleness)`       whether a push is used at all; if not, it is dropped and counted
-`fold(stage, memory, members)`  (memory, update) of the pushes that make a merge
-`clip(body)`, `outer(memory, total)`  what fold does with each push, and with their weighted sum: for sums that no
-                           server makes
+`fold(members, weights)`    the update of the pushes that make a merge
+`clip(body)`               what fold does with each push: for sums that no server makes
 """

@@ -36,7 +36,7 @@ class Push(NamedTuple):
 
 
 @option
-class Weighted(Contract, group="aggregate"):
+class Weighted(Contract, group="aggregate", strict=True):
     """The fields and the fold that every weighted rule has; each says how it weighs."""
 
     normalised: ClassVar[bool] = True  # whether Σ w_i = 1
@@ -51,10 +51,10 @@ class Weighted(Contract, group="aggregate"):
     def weigh(self, workers: Sequence[WorkerPlan]) -> list[float]:
         raise NotImplementedError
 
-    def fold(self, memory: Any, members: Sequence[Push], weights: Sequence[float]) -> tuple[Any, Any]:
-        """(memory, update) of the members of a merge, in rank order, so that the order of arrival plays no part."""
+    def fold(self, members: Sequence[Push], weights: Sequence[float]) -> Any:
+        """The update of the members of a merge, in rank order, so that the order of arrival plays no part."""
         terms = [self.clip(p.body) * (w * self._fresh(p.staleness)) for p, w in zip(members, weights, strict=True)]
-        return self.outer(memory, sum_in_rank_order(terms))
+        return sum_in_rank_order(terms)
 
     def clip(self, body: Any) -> Any:
         """The body, shortened to `clip_norm` where it is longer."""
@@ -62,10 +62,6 @@ class Weighted(Contract, group="aggregate"):
             return body
         length = float(torch.linalg.vector_norm(body, dtype=torch.float64))
         return body if length <= self.clip_norm else body * (self.clip_norm / length)
-
-    def outer(self, memory: Any, total: Any) -> tuple[Any, Any]:
-        """(memory, update) of the weighted sum: the sum itself, unless a rule has momentum of its own."""
-        return memory, total
 
     def _fresh(self, staleness: int) -> float:
         return 1.0 if self.discount is None else (1.0 + staleness) ** -self.discount

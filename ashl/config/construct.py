@@ -30,6 +30,7 @@ BASES = {  # which a class has to extend to be of a group
     "sync": "the rule that its topology asks, as ashl.topology.parameter_server.ServerRule",
     "aggregate": "ashl.aggregate.weighted.Weighted",
     "compression": "ashl.compression.contract.Codec",
+    "outer": "ashl.outer.contract.Outer",
     "planner": "ashl.planner.assignment.Planner",
     "schedule": "ashl.schedule.choices.Schedule",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 SCHEMA = 1
 Spec = dict[str, Any]  # `_target_` and its parameters
+AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}  # what plans had before they said it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class StagePlan:
     sync: Spec
     topology: Spec
     aggregate: Spec
+    outer: Spec = field(default_factory=AVERAGE.copy)
     compression: Spec
     optimizer: Spec
     until: dict[str, float]  # rule → bound, see Stage.reached; empty: until the run's own stop rule

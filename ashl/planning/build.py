@@ -17,6 +17,7 @@ from ashl.data.partition import shards
 from ashl.learn.learner import Learner
 from ashl.learn.trainer import SizeOnlyTrainer, Trainer
 from ashl.optimizer.schedule import with_horizon
+from ashl.outer.average import Average
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
 from ashl.plan.profile import Profile, WorkerProfile, declared
@@ -61,7 +62,7 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
     for index, (stage, trainer) in enumerate(zip(plan.stages, trainers, strict=True)):
         parts = {
             group: construct(getattr(stage, group), group, plan.allow_targets)
-            for group in ("topology", "sync", "aggregate", "compression")
+            for group in ("topology", "sync", "aggregate", "outer", "compression")
         }
         stages.append(
             Stage(
@@ -70,12 +71,14 @@ def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
                 topology=parts["topology"],
                 sync=parts["sync"],
                 aggregate=parts["aggregate"],
+                outer=Average() if isinstance(trainer, SizeOnlyTrainer) else parts["outer"],  # sizes have no moments
                 codec=wrapped(parts["compression"], layout),
                 layout=layout,
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
                 following=index + 1 < len(plan.stages),
+                new_outer=index > 0 and stage.outer != plan.stages[index - 1].outer,
                 planner=planner,
                 profile=known,
                 health_every=plan.health_every,

@@ -13,8 +13,8 @@ from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
 from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
-from ashl.plan.plan import Limits, StagePlan, WorkerPlan
-from ashl.stage.rule import CODEC, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
+from ashl.plan.plan import AVERAGE, Limits, StagePlan, WorkerPlan
+from ashl.stage.rule import CODEC, OUTER, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.gossip import Gossip
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule, Updates
@@ -184,6 +184,24 @@ def check_stages(stages: Sequence[StagePlan], topology: Topology, gradients: boo
                 f"topology={' or '.join(topologies_of(sync))}, or one sync mode for the whole run, as in "
                 f"{INSTEAD.get(type(topology), 'sync=bsp')}"
             )
+        if stage.outer != AVERAGE:
+            check_outer(stage.name, sync, topology)
+
+
+def check_outer(stage: str, sync: Rule, topology: Topology) -> None:
+    """An outer optimizer needs merged updates, and to be the only one that steps on what is merged."""
+    carried = topology.carries if sync.carries is None else sync.carries
+    if OUTER in carried and sync.exchange == "difference":
+        return
+    why = "what is pushed there is no update"
+    if topology.replicas:
+        why = "workers average their models, and nobody adds up updates"
+    elif OUTER in carried:
+        why = "gradients are merged, and the optimizer is what steps on them"
+    raise UsageError(
+        f"an outer optimizer has nothing to step on in stage {stage}: {why}; take outer=average, or a mode that merges "
+        "updates, as sync=local_sgd"
+    )
 
 
 def follows_samples(aggregate: Weighted) -> bool:

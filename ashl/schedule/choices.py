@@ -61,6 +61,7 @@ class Choices:
             sync=specs["sync"],
             topology=specs["topology"],
             aggregate=specs["aggregate"],
+            outer=specs["outer"],
             compression=specs["compression"],
             optimizer=specs["optimizer"],
             until=until or {},

@@ -14,7 +14,7 @@ from ashl.plan.plan import StagePlan
 class Handover:
     """The fields of a schedule that declares it, for all of its borders.
 
-    momentum: the optimizer's moments and the server's own momentum are kept, or start from zero. residual: what error
+    momentum: the moments of the optimizer and of the outer one are kept, or start from zero. residual: what error
     feedback holds back is kept and sent in the next stage, or dropped.
     """
 

@@ -21,6 +21,7 @@ Loop = Callable[["Node", "Stage", Any], Coroutine[Any, Any, int]]  # of one rank
 Members = tuple[int, ...]  # sorted ranks
 
 CODEC, WEIGHTS, PULLS, STATISTICS = "codec", "weights", "pulls", "statistics"  # what a topology may carry
+OUTER = "outer"  # ... and whether it merges updates, so that an outer optimizer may step on them
 
 
 class Network(Protocol):

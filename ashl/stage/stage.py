@@ -9,6 +9,7 @@ from functools import cached_property
 from ashl.aggregate.weighted import Push, Weighted
 from ashl.compression.contract import Codec, Layout
 from ashl.learn.trainer import AnyTrainer
+from ashl.outer.contract import Outer
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
@@ -30,11 +31,13 @@ class Stage:
     topology: Topology
     sync: Rule
     aggregate: Weighted
+    outer: Outer
     codec: Codec  # of a worker's link, see `compression.around.wrapped`
     trainer: AnyTrainer
     limits: Limits
     epoch_samples: int
     following: bool = False  # whether another stage comes after this one
+    new_outer: bool = False  # whether the stage before had another outer optimizer
     planner: Planner | None = None
     profile: Profile | None = None  # what the configuration declares of the workers
     layout: Layout = ()  # the model's layers
@@ -83,6 +86,11 @@ class Stage:
     def resets(self) -> bool:
         """Whether momentum starts from zero here, instead of being handed over by the stage before."""
         return self.index > 0 and self.plan.handover.get("momentum") == "reset"
+
+    @property
+    def resets_outer(self) -> bool:
+        """... and the outer optimizer's, which no other one could take over."""
+        return self.resets or self.new_outer
 
     @cached_property
     def quorum(self) -> int:

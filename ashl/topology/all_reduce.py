@@ -1,6 +1,6 @@
 """All-reduce: every worker holds the model, and each merge is one sum over all of them.
 
-Rule: w_i ← w_i + Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker. A ring moves
+Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker. A ring moves
 2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
@@ -16,7 +16,7 @@ import torch
 
 from ashl.option import option
 from ashl.runtime.node import Node
-from ashl.stage.rule import CODEC, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.rule import CODEC, OUTER, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.stage.team import Team
@@ -35,7 +35,7 @@ class AllReduce(Topology):
     `topology.exchange`), and everybody keeps the sum."""
 
     asks: ClassVar[type[Rule]] = StepRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER})
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""
@@ -65,14 +65,14 @@ class PeerState(WorkerState):
     tally: Tally = field(default_factory=lambda: Tally(0))
     evaluated: Start = NOTHING  # at rank 0: the last evaluation
     word: str | None = None  # what rank 0 will tell the others with the next exchange
-    outer_state: Any = None  # of the aggregation rule
+    outer_state: Any = None  # the outer optimizer's moments
 
     def begin(self, node: Node, stage: Stage) -> None:
         """A stage begins, unless it goes on from a checkpoint."""
         if self.entered != stage.index:
             opened = partial(begun, self.tally, node.now)
             self.tally = node.alike(stage.workers, ("begin", stage.index), opened)
-            if stage.resets:
+            if stage.resets_outer:
                 self.outer_state = None
         self.enter(stage, node.rank)
 
@@ -134,12 +134,11 @@ def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float) -> Mer
         tally.observe(rank, 0, mean_loss, mean=True)
     if tally.diverged:
         return Merged(state.params, None, state.outer_state, tally)
-    outer_state, total = stage.aggregate.outer(state.outer_state, update)
-    moments, params = None, state.params
+    moments, outer_state, lr = None, state.outer_state, stage.trainer.rate(tally.samples)
     if stage.sync.exchange == "gradient":
-        moments, params = stage.trainer.apply(params, state.moments, total, stage.trainer.rate(tally.samples))
+        moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
-        params = params + total
+        outer_state, params = stage.outer.step(outer_state, state.params, update, lr)
     for rank, steps, samples in zip(stage.workers, stage.round_steps, stage.round_samples, strict=True):
         tally.commit(rank, steps, samples)
     tally.merge()

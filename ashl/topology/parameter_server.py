@@ -1,7 +1,7 @@
 """Parameter server: workers push what they computed, the server merges it and answers with the model.
 
-Rule: on a push of worker i the server folds it into the model (`aggregate`), then answers every worker that may go on
-(`sync.admit`). Traffic per exchange and worker: one push and one pull of the model.
+Rule: on a push of worker i the server folds it into the model (`aggregate` weighs, `outer` steps), then answers every
+worker that may go on (`sync.admit`). Traffic per exchange and worker: one push and one pull of the model.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -25,7 +25,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.link import Ends
-from ashl.stage.rule import CODEC, PULLS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.rule import CODEC, OUTER, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.ending import leave, record_end, verdict
@@ -141,7 +141,7 @@ class ParameterServer(Topology):
     """
 
     asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER})
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
@@ -174,7 +174,7 @@ class ServerState:
     evaluated: Start = NOTHING  # the last evaluation
     buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
     ends: Ends = field(default_factory=Ends)  # what the codec keeps here
-    outer_state: Any = None  # of the aggregation rule
+    outer_state: Any = None  # the outer optimizer's moments
     profile: Profile | None = None  # as measured by a profiling stage
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
     entered: int | None = None  # the stage that it is in
@@ -194,7 +194,8 @@ class ServerState:
         self.rule_state = rule_of(stage).begin(stage, self.tally)
         self.workers, self.ends = stage.plan.workers, stage.link.enter(self.ends, keep=False)
         if stage.resets:
-            self.moments, self.outer_state = stage.trainer.moments(), None
+            self.moments = stage.trainer.moments()
+        self.outer_state = None if stage.resets_outer else self.outer_state
 
 
 class Pull(NamedTuple):
@@ -316,8 +317,8 @@ async def merged(node: Node, stage: Stage, state: ServerState, message: Message)
 
 
 def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
-    """Fold a push into the model: w ← w + Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum. Until a
-    quorum has come it is kept (None); at a border (push None) those that were kept are folded in, however few."""
+    """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum.
+    Until a quorum has come it is kept (None); at a border (push None) those that were are folded in, however few."""
     tally = state.tally
     members = state.buffer if push is None else (*state.buffer, push)
     if push is not None and len(members) < stage.quorum:
@@ -327,16 +328,16 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     weights = stage.doing(state.workers).weights_of(members)
     if stage.codec.flags.reduces:
         bodies = [member.body for member in members]
-        total = stage.link.reduce(state.ends, bodies, weights)
-        state.outer_state, update = stage.aggregate.outer(state.outer_state, total)
+        update = stage.link.reduce(state.ends, bodies, weights)
     else:
-        state.outer_state, update = stage.aggregate.fold(state.outer_state, members, weights)
+        update = stage.aggregate.fold(members, weights)
     state.buffer = ()
+    lr = stage.trainer.rate(tally.samples)
     if stage.sync.exchange != "difference":
-        lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
+        lr *= rule_of(stage).anneal(state.rule_state)
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
-        state.params = state.params + update
+        state.outer_state, state.params = stage.outer.step(state.outer_state, state.params, update, lr)
     tally.merge()
     for member in members:
         tally.commit(member.worker, member.steps, member.samples)

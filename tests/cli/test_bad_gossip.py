@@ -48,6 +48,7 @@ def said(workplace, capsys):
         ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
         ("sync=ad_psgd aggregate=fednova", "topology=gossip has no place for aggregate=fednova"),
         ("sync=d_psgd aggregate.scale=2", "topology=gossip has no place for aggregate.scale"),
+        ("sync=noloco outer=nesterov", "nothing to step on in stage noloco: workers average their models"),
         (
             "sync=asp",
             "its workers share no model that they could wait for; take topology=parameter_server, or sync=d_psgd",

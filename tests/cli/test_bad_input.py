@@ -71,6 +71,26 @@ def said(workplace, capsys):
         ("topology=partial_all_reduce sync=ripples_smart sync.threshold=0", "should be greater than or equal to 1"),
         ("topology=partial_all_reduce sync=ripples_static compression=topk", "take compression=none, or sync=choco"),
         ("topology=partial_all_reduce sync=ripples_static aggregate=fednova", "has no place for aggregate=fednova"),
+        (
+            "topology=partial_all_reduce sync=ripples_static outer=slowmo",
+            "nothing to step on in stage ripples_static: workers",
+        ),
+        ("sync=bsp outer=nesterov", "in stage bsp: gradients are merged, and the optimizer is what steps on them"),
+        (
+            "sync=bsp topology=all_reduce outer=adam",
+            "take outer=average, or a mode that merges updates, as sync=local_sgd",
+        ),
+        (
+            "sync=spy outer=nesterov optimizer.momentum=0 optimizer.weight_decay=0",
+            "in stage spy: what is pushed there is no",
+        ),
+        (
+            "sync=asylpg outer=adam optimizer.momentum=0 optimizer.weight_decay=0",
+            "in stage asylpg: what is pushed there",
+        ),
+        ("sync=local_sgd outer=nesterov outer.lr=0", "outer.lr=0 is not possible: should be greater than 0"),
+        ("sync=local_sgd outer=slowmo outer.beta=1", "outer.beta=1 is not possible: should be less than 1"),
+        ("sync=local_sgd outer.lr=0.7", "outer=average has no key lr; these have one: adam, heavy_ball, nesterov"),
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
         ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
         ("runtime=local runtime.backend=nccl", "take runtime.backend=gloo"),

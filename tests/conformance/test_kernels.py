@@ -23,6 +23,8 @@ SYNCHRONOUS = [
     ["sync=backup", "sync.backups=0"],
     ["sync=local_sgd", "sync.local_steps=4"],
     ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce"],
+    ["sync=local_sgd", "sync.local_steps=4", "outer=nesterov"],
+    ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce", "outer=adam"],
 ]
 
 

@@ -277,9 +277,19 @@ def learning() -> dict[str, Row]:
         "data-share": Row("sync=ssp aggregate=data_share dataset.partition=plan aggregate.max_delay=3"),
         "mean-data-share": Row("sync=bsp aggregate.weights=data_share aggregate.scale=0.7", twin=True),
         "fednova": Row("sync=asp sync.local_steps=plan schedule.h_preset=[3] aggregate=fednova"),
-        "delayed-nesterov": Row(f"{late} aggregate=delayed_nesterov aggregate.buffer=2 optimizer.momentum=0"),
+        "outer-nesterov": Row("sync=local_sgd sync.local_steps=4 outer=nesterov", processes="slow"),
+        "outer-nesterov-ring": Row(f"{RING} sync=local_sgd sync.local_steps=4 outer=nesterov", processes="slow"),
+        "outer-heavy-ball": Row("sync=bsp sync.exchange=difference outer=heavy_ball compression=topk"),
+        "outer-slowmo": Row(f"{RING} sync=local_sgd outer=slowmo optimizer.schedule=linear optimizer.horizon_epochs=1"),
+        "outer-adam": Row("sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=adam"),
+        "outer-border": Row(
+            "schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset outer=nesterov stop.steps=120",
+            twin=True,
+        ),
+        "delayed-nesterov": Row(f"{late} aggregate=uniform outer=delayed_nesterov outer.buffer=2 optimizer.momentum=0"),
         "delayed-nesterov-spread": Row(
-            f"{late} aggregate=delayed_nesterov aggregate.spread=0.25 aggregate.discount=1 optimizer.momentum=0",
+            f"{late} aggregate=uniform aggregate.discount=1 outer=delayed_nesterov outer.spread=0.25 "
+            "optimizer.momentum=0",
             twin=True,
         ),
         "nesterov": Row(

@@ -18,6 +18,7 @@ UNSAID = {  # what is chosen where a row says nothing, and what schedules put be
     "compression=none",
     "planner=balanced",
     "aggregate=mean",
+    "outer=average",
     "optimizer=sgd",
 }
 
@@ -53,7 +54,7 @@ def test_the_record_is_of_these_runs() -> None:
 
 def test_every_mechanism_has_a_row() -> None:
     words = {word for row in RUNS.values() for word in row.line.split()} | UNSAID
-    groups = ("topology", "sync", "compression", "schedule", "planner", "aggregate", "optimizer")
+    groups = ("topology", "sync", "compression", "schedule", "planner", "aggregate", "outer", "optimizer")
     chosen = {f"{group}={option}" for group in groups for option in catalog()[group]}
     assert sorted(chosen - words) == []
 

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from ashl.aggregate.delayed_nesterov import Momentum
 from ashl.errors import UsageError
 from ashl.plan.profile import Profile, WorkerProfile
-from ashl.size_only import SizeOnly
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -194,20 +192,20 @@ def test_dylu_on_equal_workers_is_asp_with_the_preset():
 
 def test_delayed_nesterov_without_momentum_is_uniform():
     plain = run("sync=asp", "aggregate=uniform", "aggregate.scale=0.7")
-    same(run("sync=asp", "aggregate=delayed_nesterov", "aggregate.beta=0", "aggregate.scale=0.7"), plain)
+    outer = ("outer=delayed_nesterov", "outer.beta=0")
+    same(run("sync=asp", "aggregate=uniform", "aggregate.scale=0.7", *outer), plain)
 
 
 @pytest.mark.parametrize(("n", "spread"), [(1, 0.0), (1, 0.5), (3, 0.0), (4, 0.25), (4, 0.1)])
 def test_delayed_nesterov_is_the_published_recursion(n, spread):
     """Against w −= lr(c·β·m + g/N) with the authors' signs: g = −Δ, and x = lr·Δ/N as `uniform` gives it for N = n."""
     lr, beta, g = 0.7, 0.9, torch.Generator().manual_seed(0)
-    rule = conf_option("aggregate", "delayed_nesterov", buffer=n, beta=beta, spread=spread)
+    rule = conf_option("outer", "delayed_nesterov", buffer=n, beta=beta, spread=spread)
     w = expected = torch.zeros(5, dtype=torch.float64)
-    m, delta, memory = torch.zeros_like(w), torch.zeros_like(w), None
+    m, delta, moments = torch.zeros_like(w), torch.zeros_like(w), None
     for k in range(1, 3 * n + 2):
         grad = torch.randn(5, generator=g, dtype=torch.float64)
-        memory, update = rule.outer(memory, -lr * grad / n)
-        w = w + update
+        moments, w = rule.step(moments, w, -lr * grad / n, 0.1)
         delta = delta + grad
         share = spread
         if k % n == 0:
@@ -216,29 +214,14 @@ def test_delayed_nesterov_is_the_published_recursion(n, spread):
         torch.testing.assert_close(w, expected)
 
 
-def test_delayed_nesterov_changes_nothing_in_place_and_knows_sizes():
-    rule = conf_option("aggregate", "delayed_nesterov", buffer=2)
-    x, memory = torch.ones(3), None
-    for _ in range(5):
-        before = memory
-        kept = None if before is None else [v.clone() for v in before[:2] if v is not None]
-        memory, _ = rule.outer(memory, x)
-        assert kept is None or all(
-            torch.equal(a, b) for a, b in zip(kept, [v for v in before[:2] if v is not None], strict=True)
-        )
-    assert torch.equal(x, torch.ones(3))
-    memory, update = rule.outer(Momentum(SizeOnly(12), SizeOnly(12), 1), SizeOnly(12))
-    assert (update, memory) == (SizeOnly(12), Momentum(SizeOnly(12), None, 0))
-
-
 def test_delayed_nesterov_at_a_barrier_is_the_same_with_and_without_a_server():
-    outer = ("sync=local_sgd", "sync.local_steps=3", "aggregate=delayed_nesterov", "aggregate.buffer=2")
+    outer = ("sync=local_sgd", "sync.local_steps=3", "aggregate=uniform", "outer=delayed_nesterov", "outer.buffer=2")
     assert run(*outer).sha256 == run(*outer, "topology=all_reduce").sha256
 
 
 def test_a_spread_of_more_than_the_momentum_is_refused():
     with pytest.raises(UsageError, match=r"at most 0.25"):
-        conf_option("aggregate", "delayed_nesterov", spread=0.3)
+        conf_option("outer", "delayed_nesterov", spread=0.3)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -254,7 +237,8 @@ RELATIVES = (
         "planner=dylu",
         "schedule=single",
         "schedule.h_preset=[4]",
-        "aggregate=delayed_nesterov",
+        "aggregate=uniform",
+        "outer=delayed_nesterov",
     ),
 )
 

@@ -33,7 +33,6 @@ ROWS = {
     "mean": Row("mean", {}, (56 / 184, 64 / 184, 64 / 184)),
     "mean-data_share": Row("mean", {"weights": "data_share"}, (7 / 13, 4 / 13, 2 / 13)),
     "fednova": Row("fednova", {}, (69 / 169, 69 / 169, 69 / 169)),  # p_i·τ/H_i with τ = (49 + 16 + 4)/13
-    "delayed_nesterov": Row("delayed_nesterov", {"beta": 0.0}, (1 / 3, 1 / 3, 1 / 3)),
 }
 every_rule = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 
@@ -51,7 +50,7 @@ def staged(row: Row, *, barrier: bool, plan: Any = None, **fields: Any) -> Any:
     plan = plan or workers()
     sync = SimpleNamespace(averages=barrier, estimator="minibatch")
     rule = conf_option("aggregate", row.rule, **{**row.fields, **fields})
-    rest = {"trainer": SimpleNamespace(statistics=0), **dict.fromkeys(("topology", "codec", "limits"))}
+    rest = {"trainer": SimpleNamespace(statistics=0), **dict.fromkeys(("topology", "outer", "codec", "limits"))}
     return Stage(index=0, plan=SimpleNamespace(workers=plan), sync=sync, aggregate=rule, epoch_samples=1, **rest)
 
 
@@ -73,7 +72,7 @@ def folded(stage: Any, *members: Push) -> list[float]:
 def update_of(stage: Any, members: Sequence[Push]) -> Any:
     """What the members of a merge make, in whatever order they came."""
     members = sorted(members, key=lambda push: push.worker)
-    return stage.aggregate.fold(None, members, stage.weights_of(members))[1]
+    return stage.aggregate.fold(members, stage.weights_of(members))
 
 
 @every_rule

@@ -158,6 +158,7 @@ def entering(index, codec, **handover):
         trainer=trainer,
         sync=ASP(local_steps=1),
         resets=resets,
+        resets_outer=resets,
         worker=lambda rank: worker,
     )
 

@@ -12,6 +12,7 @@ from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
 from ashl.compression.none import Dense
 from ashl.learn.trainer import SizeOnlyTrainer
+from ashl.outer.average import Average
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.node import Vector
@@ -119,6 +120,7 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         topology=topology,
         sync=sync,
         aggregate=Mean(scale=rng.choice([1.0, 2.5]), weights=rng.choice(["samples", "data_share"]), **GUARDS),
+        outer=Average(),
         codec=Dense(),
         trainer=SizeOnlyTrainer(rng.choice([1, 1000, 25_000]), 100),
         limits=limits,

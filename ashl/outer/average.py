@@ -1,0 +1,24 @@
+"""The merged update is added, and that is all.
+
+Rule: w ← w + Σ c_i·Δ_i.
+
+Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
+(FedAvg); with H local steps it is local SGD: Stich, ICLR 2019.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ashl.option import option
+from ashl.outer.contract import Moments, Outer
+
+
+@option
+class Average(Outer):
+    """Adds."""
+
+    def step(
+        self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float
+    ) -> tuple[Moments | None, Tensor]:
+        return moments, params + update

@@ -1,0 +1,197 @@
+"""What every outer optimizer promises, and each at its limits: a new one is in the table by its file alone."""
+
+import json
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ashl.cli.catalog import catalog
+from ashl.optimizer.sgd import SGD
+from ashl.outer.average import Average
+from ashl.outer.contract import Outer
+from ashl.plan.plan import Plan
+from ashl.planning.build import assemble
+from tests.conf_option import conf_option
+from tests.support import planned, simulated
+
+METHODS = tuple(catalog()["outer"])
+D, LR = 1000, 0.1
+LOCAL = ("sync=local_sgd", "sync.local_steps=4", "stop.steps=96", "model.hidden=[16]")
+LIMITS = {  # of the method, with which it is `average`
+    "nesterov": ("outer.lr=1", "outer.momentum=0"),
+    "heavy_ball": ("outer.lr=1", "outer.momentum=0"),
+    "slowmo": ("outer.alpha=1", "outer.beta=0"),
+    "delayed_nesterov": ("outer.beta=0",),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def updates(count: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(D, generator=generator) * 0.01 for _ in range(count)]
+
+
+def walk(outer: Outer, steps: list[torch.Tensor], rates: list[float] | None = None) -> torch.Tensor:
+    """The model after these merged updates, from zero."""
+    moments, params = None, torch.zeros(D)
+    for update, rate in zip(steps, rates or [LR] * len(steps), strict=True):
+        moments, params = outer.step(moments, params, update, rate)
+    return params
+
+
+def flat(moments: object) -> list[torch.Tensor]:
+    return [part for part in moments or () if isinstance(part, torch.Tensor)]  # type: ignore[union-attr]
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_nothing_changes_in_place(method):
+    outer, moments, params = conf_option("outer", method), None, torch.ones(D)
+    for update in updates(5):
+        before = [tensor.clone() for tensor in (params, update, *flat(moments))]
+        new, moved = outer.step(moments, params, update, LR)
+        after = [params, update, *flat(moments)]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        moments, params = new, moved
+
+
+@every_method
+def test_the_same_with_and_without_a_server(method):
+    runs = [simulated(*LOCAL, f"outer={method}", f"topology={t}") for t in ("parameter_server", "all_reduce")]
+    assert runs[0].sha256 == runs[1].sha256
+    assert runs[0].params.isfinite().all()
+
+
+@every_method
+def test_it_costs_no_bytes_and_no_time(method):
+    """What it steps on is merged already; and a run that learns nothing is timed without it."""
+    plain, stepped = (simulated(*LOCAL, f"outer={o}", "runtime.gradients=false") for o in ("average", method))
+    assert plain.records == stepped.records
+
+
+@pytest.mark.parametrize("method", LIMITS)
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_at_its_limit_it_is_average_bit_for_bit(method, topology):
+    base = (*LOCAL, "optimizer.momentum=0.9", "optimizer.schedule=cosine", "optimizer.horizon_epochs=1")
+    plain = simulated(*base, f"topology={topology}")
+    limit = simulated(*base, f"topology={topology}", f"outer={method}", *LIMITS[method])
+    assert limit.sha256 == plain.sha256
+    assert limit.time_ns == plain.time_ns
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value"),
+    [
+        ("nesterov", "lr", 0),
+        ("nesterov", "lr", math.inf),
+        ("nesterov", "momentum", 1.0),
+        ("heavy_ball", "momentum", -0.1),
+        ("slowmo", "alpha", -1),
+        ("slowmo", "beta", 1),
+        ("adam", "tau", 0),
+        ("adam", "beta2", 1.0),
+        ("delayed_nesterov", "buffer", 0),
+    ],
+)
+def test_nonsense_is_refused(method, field, value):
+    with pytest.raises(ValidationError):
+        conf_option("outer", method, **{field: value})
+
+
+# --- each -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "nesterov"), [("nesterov", True), ("heavy_ball", False)])
+def test_momentum_is_sgd_on_the_pseudo_gradient(method, nesterov):
+    """torch.optim.SGD, step for step: its gradient is −Δ."""
+    weight = torch.nn.Parameter(torch.zeros(D))
+    sgd = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=nesterov)
+    steps = updates(12)
+    for update in steps:
+        weight.grad = -update
+        sgd.step()
+    torch.testing.assert_close(walk(conf_option("outer", method, lr=0.7, momentum=0.9), steps), weight.detach())
+
+
+def test_heavy_ball_is_the_inner_sgd_of_one_step():
+    """Our own optimizer, with the signs turned."""
+    sgd = conf_option("optimizer", "sgd", lr=0.7, momentum=0.9, weight_decay=0.0)
+    assert isinstance(sgd, SGD)
+    steps, moments, params = updates(6), sgd.init(D), torch.zeros(D)
+    for update in steps:
+        moments, params = sgd.step(moments, params, -update, 0.7)
+    assert torch.equal(walk(conf_option("outer", "heavy_ball", lr=0.7, momentum=0.9), steps), params)
+
+
+def test_slowmo_at_a_constant_rate_is_heavy_ball_bit_for_bit():
+    slow, heavy = (
+        conf_option("outer", "slowmo", alpha=0.7, beta=0.6),
+        conf_option("outer", "heavy_ball", lr=0.7, momentum=0.6),
+    )
+    assert torch.equal(walk(slow, updates(9)), walk(heavy, updates(9)))
+
+
+def test_slowmo_is_the_published_recursion():
+    """u ← β·u + (x₀ − x_τ)/γ, x ← x₀ − α·γ·u, with a rate that falls; to zero in the end, and it stays finite."""
+    rates, alpha, beta = [0.1, 0.08, 0.02, 0.005], 0.9, 0.7
+    steps, u, x = updates(4), torch.zeros(D), torch.zeros(D)
+    for update, rate in zip(steps, rates, strict=True):
+        u = beta * u - update / rate
+        x = x - alpha * rate * u
+    slow = conf_option("outer", "slowmo", alpha=alpha, beta=beta)
+    torch.testing.assert_close(walk(slow, steps, rates), x)
+    assert walk(slow, updates(4), [0.1, 0.0, 0.0, 0.0]).isfinite().all()
+
+
+def test_adam_has_its_closed_form():
+    """A coordinate that always moves by Δ: m = (1 − β1^t)·Δ, v = β2^t·τ² + (1 − β2^t)·Δ²."""
+    lr, b1, b2, tau, delta, w = 0.05, 0.9, 0.99, 0.001, -0.02, 0.0
+    for t in range(1, 11):
+        w += lr * (1 - b1**t) * delta / (math.sqrt(b2**t * tau**2 + (1 - b2**t) * delta**2) + tau)
+    moved = walk(conf_option("outer", "adam", lr=lr, beta1=b1, beta2=b2, tau=tau), [torch.full((D,), delta)] * 10)
+    torch.testing.assert_close(moved, torch.full((D,), w))
+
+
+def test_adam_without_memory_is_a_sign_or_average():
+    (update,) = updates(1)
+    sign = walk(conf_option("outer", "adam", lr=0.5, beta1=0.0, beta2=0.0, tau=1e-12), [update])
+    torch.testing.assert_close(sign, 0.5 * update.sign())
+    plain = walk(conf_option("outer", "adam", lr=1e4, beta1=0.0, beta2=0.0, tau=1e4), [update])
+    torch.testing.assert_close(plain, update, rtol=1e-4, atol=1e-7)
+
+
+# --- plans and stages -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_without_one_means_average():
+    plan = planned(*LOCAL)
+    data = json.loads(plan.to_json())
+    assert [stage.pop("outer") for stage in data["stages"]] == [{"_target_": "ashl.outer.average.Average"}]
+    assert Plan.from_json(json.dumps(data)) == plan
+    assert isinstance(assemble(Plan.from_json(json.dumps(data)), "cpu").stages[0].outer, Average)
+
+
+def test_moments_go_over_a_border_as_the_schedule_says():
+    base = ("schedule=post_local", "schedule.switch_epochs=0.2", "schedule.local_steps=2", "outer=nesterov", *LOCAL[2:])
+    kept, reset = (simulated(*base, "optimizer.momentum=0", f"schedule.momentum={how}") for how in ("keep", "reset"))
+    assert len(kept.of("stage")) == 2
+    assert kept.sha256 != reset.sha256  # without inner momentum, the outer one is all that is handed over
+
+
+def test_moments_of_another_method_are_not_taken_over(monkeypatch):
+    slow = {"_target_": "ashl.outer.slowmo.SlowMo", "alpha": 1.0, "beta": 0.5}
+    sync = {"_target_": "ashl.sync.local_sgd.LocalSGD", "local_steps": 2}
+
+    def first(choices, until):
+        return choices.stage("first", sync=sync, outer=slow, local_steps=2, until=until)
+
+    monkeypatch.setattr("ashl.schedule.post_local.bsp", first)
+    base = ("schedule=post_local", "schedule.switch_epochs=0.2", "schedule.local_steps=2", *LOCAL[2:])
+    for topology in ("parameter_server", "all_reduce"):
+        ran = simulated(*base, "outer=nesterov", f"topology={topology}")
+        assert [stage["name"] for stage in ran.of("stage")] == ["first", "local_sgd"]
+        assert ran.params.isfinite().all()
