@@ -327,14 +327,12 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     members = tuple(sorted(members, key=lambda push: push.worker))
     weights = stage.doing(state.workers).weights_of(members)
     if stage.codec.flags.reduces:
-        bodies = [member.body for member in members]
-        update = stage.link.reduce(state.ends, bodies, weights)
+        update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
     else:
         update = stage.aggregate.fold(members, weights)
     state.buffer = ()
-    lr = stage.trainer.rate(tally.samples)
+    lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
     if stage.sync.exchange != "difference":
-        lr *= rule_of(stage).anneal(state.rule_state)
         state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         state.outer_state, state.params = stage.outer.step(state.outer_state, state.params, update, lr)
