@@ -6,6 +6,9 @@ one other, drawn alike by all from the seed, and
 with means over the two. Both Δ and φ travel: twice the model. Who is left over, with an odd number of workers or on a
 sparse graph, is alone. Pairs are edges of the graph; as published, of the complete one (topology.graph=complete).
 
+This momentum is no option of the group `outer`: δ_i is one worker's and takes in the gap φ_i − mean(φ) between two
+models, where an outer optimizer sees one merged update of one model.
+
 Limits: α = 0, β = γ = 1 is the mean of the two models θ. γ should be above α, or the models drift apart.
 Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv
 2506.10911.
