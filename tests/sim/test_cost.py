@@ -1,5 +1,5 @@
-"""What a round costs a worker in virtual time, counted in lines of Python instead of seconds: as much with 400 workers
-as with 50, whatever the topology; and so does planning."""
+"""What a round costs a worker in virtual time, counted in steps of the interpreter instead of seconds: as much among
+200 workers as among 25, whatever the topology; and so does planning."""
 
 import sys
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from ashl.cli.compose import compose
 from ashl.planning.make import prepared
 from tests.benchmarks.simulator import simulation
 
-FEW, MANY = 50, 400
-ROUNDS = 6
-MOST = 1.3  # times as many lines for each round of a worker
+FEW, MANY = 25, 200
+ROUNDS = 5
+MOST = 1.3  # times as many steps for each round of a worker
 GROUPS = "topology=partial_all_reduce schedule=single"
 CASES = {
     "server, bsp": "sync=bsp",
@@ -37,17 +37,18 @@ def composed(line: str, n: int) -> dict[str, Any]:
     return compose([*base, *steps, f"cluster.compute={[1 + i % 7 / 2 for i in range(n)]}", *line.split()], None)
 
 
-def lines_of(run: Callable[[], object]) -> int:
-    """How many lines of Python a call runs, turns of a loop included."""
+def steps_of(run: Callable[[], object]) -> int:
+    """How many instructions of Python a call runs, every turn of a loop included."""
     count = 0
 
-    def line(frame: FrameType, event: str, arg: object) -> Any:
+    def step(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
-        count += event == "line"
-        return line
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += 1
+        return step
 
     before = sys.gettrace()
-    sys.settrace(line)
+    sys.settrace(step)
     try:
         run()
     finally:
@@ -61,8 +62,8 @@ def test_a_round_costs_a_worker_the_same_among_many(case: str) -> None:
     for n in (FEW, MANY):
         run = simulation(prepared(composed(CASES[case], n)).plan)
         run()  # what is kept from run to run is there
-        costs.append(lines_of(run) / (ROUNDS * n))
-    assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} lines with {FEW} workers, {costs[1]:.0f} with {MANY}"
+        costs.append(steps_of(run) / (ROUNDS * n))
+    assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} steps with {FEW} workers, {costs[1]:.0f} with {MANY}"
 
 
 @pytest.mark.slow
@@ -73,5 +74,5 @@ def test_planning_costs_by_the_worker(case: str, monkeypatch: pytest.MonkeyPatch
     for n in (FEW, MANY):
         config = composed(CASES[case], n)
         prepared(config)
-        costs.append(lines_of(lambda config=config: prepared(config)) / n)
-    assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} lines a worker of {FEW}, {costs[1]:.0f} of {MANY}"
+        costs.append(steps_of(lambda config=config: prepared(config)) / n)
+    assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} steps a worker of {FEW}, {costs[1]:.0f} of {MANY}"
