@@ -108,13 +108,16 @@ class Uncontended:
 
     def __init__(self, network: Exchange | Ports) -> None:
         self._network = network
-        self._ring_ns = cache(network.all_reduce_ns)
+        self._sum_ns, self._gather_ns = cache(network.all_reduce_ns), cache(network.all_gather_ns)
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         return self._network.transfer_ns(src, dst, nbytes)
 
     def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int:
-        return self._ring_ns(group, nbytes, now_ns)
+        return self._sum_ns(group, nbytes, now_ns)
+
+    def all_gather_ns(self, group: Members, total: int, now_ns: int) -> int:
+        return self._gather_ns(group, total, now_ns)
 
 
 def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
