@@ -48,6 +48,13 @@ def permutation(length: int, seed: int, purpose: Purpose, worker: int = 0, step:
     return np.argsort(words, kind="stable")
 
 
+def chosen(length: int, count: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> list[int]:
+    """The first `count` of that `permutation`, without sorting the others."""
+    words = bits(seed, purpose, worker, step).random_raw(length)
+    least = np.argpartition(words, count)[:count] if count < length else np.arange(length)
+    return least[np.lexsort((least, words[least]))].tolist()
+
+
 def torch_seed(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> int:
     """A seed for one of torch's own generators, below 2^63."""
     return int(bits(seed, purpose, worker, step).random_raw()) >> 1

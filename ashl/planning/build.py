@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.contract import Codec, Layer, Layout, size_of
@@ -15,20 +16,83 @@ from ashl.data.batches import Batches
 from ashl.data.dataset import Data
 from ashl.data.partition import shards
 from ashl.learn.learner import Learner
-from ashl.learn.trainer import SizeOnlyTrainer, Trainer
+from ashl.learn.trainer import AnyTrainer, SizeOnlyTrainer, Trainer
+from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
-from ashl.plan.plan import Plan, StagePlan
+from ashl.outer.contract import Outer
+from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
 from ashl.plan.profile import Profile, WorkerProfile, declared
+from ashl.planner.assignment import Planner
+from ashl.planning.settings import STAGE_GROUPS
 from ashl.schedule.choices import with_assignments
+from ashl.stage.rule import Rule, Topology
 from ashl.stage.stage import Stage
+
+
+class Options:
+    """Makes an option of each spec, once: options never change, so that equal specs may share one."""
+
+    def __init__(self, allow: Sequence[str]) -> None:
+        self.allow = allow
+        self._made: dict[tuple[str, str], Any] = {}
+
+    def of(self, group: str, spec: Mapping[str, Any]) -> Any:
+        """The option of this group that a spec stands for. Raises UsageError."""
+        key = (group, repr(spec))  # not by ==, to which 1 and true are the same
+        if key not in self._made:
+            self._made[key] = construct(spec, group, self.allow)
+        return self._made[key]
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """The options of one stage."""
+
+    sync: Rule
+    topology: Topology
+    aggregate: Weighted
+    outer: Outer
+    compression: Codec
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All options of a plan: whoever builds of a plan is handed them, and makes none anew."""
+
+    model: Any
+    dataset: Any
+    cluster: Any
+    runtime: Any
+    planner: Planner
+    stages: tuple[StageParts, ...]
+
+
+def parts_of(plan: Plan, options: Options | None = None) -> Parts:
+    """What a plan's specs stand for; with `options` where some of them have been made. Raises UsageError."""
+    options = options or Options(plan.allow_targets)
+    return Parts(
+        model=options.of("model", plan.model),
+        dataset=options.of("dataset", plan.dataset),
+        cluster=options.of("cluster", plan.cluster),
+        runtime=options.of("runtime", plan.runtime),
+        planner=options.of("planner", plan.planner),
+        stages=tuple(stage_parts(stage, options) for stage in plan.stages),
+    )
+
+
+def stage_parts(stage: StagePlan, options: Options) -> StageParts:
+    specs: dict[str, Spec] = {group: getattr(stage, group) for group in STAGE_GROUPS}
+    return StageParts(**{group: options.of(group, spec) for group, spec in specs.items()})
 
 
 @dataclass(frozen=True)
 class Job:
     """A plan's objects, in one process."""
 
+    parts: Parts
     data: Data
     learner: Learner
     stages: tuple[Stage, ...]
@@ -52,49 +116,44 @@ def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]
     return lambda ratio: codec.payload(ratio, d) / (4 * d)
 
 
-def rules(plan: Plan, trainers: Sequence[Any]) -> tuple[Stage, ...]:
+def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer]) -> tuple[Stage, ...]:
     """Each stage's rules, bound to its workers."""
     stages = []
-    planner = construct(plan.planner, "planner", plan.allow_targets)
-    cluster = construct(plan.cluster, "cluster", plan.allow_targets)
-    known = declared_profile(cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
+    batch = plan.stages[0].workers[0].batch
+    known = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
     layout = layout_of(plan.layers)
-    for index, (stage, trainer) in enumerate(zip(plan.stages, trainers, strict=True)):
-        parts = {
-            group: construct(getattr(stage, group), group, plan.allow_targets)
-            for group in ("topology", "sync", "aggregate", "outer", "compression")
-        }
+    for index, (stage, own, trainer) in enumerate(zip(plan.stages, parts.stages, trainers, strict=True)):
         stages.append(
             Stage(
                 index=index,
                 plan=stage,
-                topology=parts["topology"],
-                sync=parts["sync"],
-                aggregate=parts["aggregate"],
-                outer=Average() if isinstance(trainer, SizeOnlyTrainer) else parts["outer"],  # sizes have no moments
-                codec=wrapped(parts["compression"], layout),
+                topology=own.topology,
+                sync=own.sync,
+                aggregate=own.aggregate,
+                outer=Average() if isinstance(trainer, SizeOnlyTrainer) else own.outer,  # sizes have no moments
+                codec=wrapped(own.compression, layout),
                 layout=layout,
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
                 following=index + 1 < len(plan.stages),
                 new_outer=index > 0 and stage.outer != plan.stages[index - 1].outer,
-                planner=planner,
+                planner=parts.planner,
                 profile=known,
                 health_every=plan.health_every,
                 health_layers=plan.health_layers,
                 health_mean=plan.health_mean,
                 seed=plan.seed,
-                nodes=cluster.node,
-                payload=payload_of(parts["compression"], layout),
-                replan=partial(replanned, plan, index + 1, planner, parts["compression"]),
+                nodes=parts.cluster.node,
+                payload=payload_of(own.compression, layout),
+                replan=partial(replanned, plan, index + 1, parts.planner, own.compression),
             )
         )
     return tuple(stages)
 
 
 def replanned(
-    plan: Plan, first: int, planner: Any, codec: Codec, measured: tuple[WorkerProfile, ...]
+    plan: Plan, first: int, planner: Planner, codec: Codec, measured: tuple[WorkerProfile, ...]
 ) -> tuple[Profile, list[StagePlan]]:
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
     profile = Profile(
@@ -111,31 +170,30 @@ def replanned(
     return profile, [s if s.h_preset is None else with_assignments(s, planner, profile, payload) for s in stages]
 
 
-def size_only_trainer(plan: Plan, epoch_samples: int) -> SizeOnlyTrainer:
+def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyTrainer:
     """For a plan that is only timed."""
-    optimizer = construct(plan.stages[0].optimizer, "optimizer", plan.allow_targets)
-    statistics = optimizer.statistics(plan.layers)
+    statistics = parts.stages[0].optimizer.statistics(plan.layers)
     return SizeOnlyTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
 
 
-def assemble(plan: Plan, device: str, data: Data | None = None) -> Job:
-    """Everything that a process needs to run or to evaluate a plan; `data` where it is loaded already."""
-    dataset = construct(plan.dataset, "dataset", plan.allow_targets)
+def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None) -> Job:
+    """Everything that a process needs to run or to evaluate a plan; `parts` and `data` where they are there already."""
+    parts = parts or parts_of(plan)
+    dataset = parts.dataset
     data = data or dataset.load()
-    learner = Learner(construct(plan.model, "model", plan.allow_targets), data, seed=plan.seed, device=device)
-    runtime = construct(plan.runtime, "runtime", plan.allow_targets)
-    if not runtime.gradients:
-        size_only = size_only_trainer(plan, len(data.train))
-        return Job(data, learner, rules(plan, [size_only] * len(plan.stages)))
+    learner = Learner(parts.model, data, seed=plan.seed, device=device)
+    if not parts.runtime.gradients:
+        size_only = size_only_trainer(plan, parts, len(data.train))
+        return Job(parts, data, learner, rules(plan, parts, [size_only] * len(plan.stages)))
     sizes = [worker.batch for worker in plan.stages[0].workers]
 
     def deal(shares: Sequence[float]) -> list[Batches]:
-        parts = shards(data, dataset.partition, plan.num_workers, shares, dataset.alpha, plan.seed, sizes)
+        dealt = shards(data, dataset.partition, plan.num_workers, shares, dataset.alpha, plan.seed, sizes)
         shuffle = dataset.partition != "interleaved"
-        return [Batches(part, sizes[i], plan.seed, i, shuffle) for i, part in enumerate(parts)]
+        return [Batches(shard, sizes[i], plan.seed, i, shuffle) for i, shard in enumerate(dealt)]
 
     trainers = []
-    for stage in plan.stages:
-        optimizer = with_horizon(construct(stage.optimizer, "optimizer", plan.allow_targets), plan.limits.epochs)
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        optimizer = with_horizon(own.optimizer, plan.limits.epochs)
         trainers.append(Trainer(learner, optimizer, deal, [worker.data_share for worker in stage.workers]))
-    return Job(data, learner, rules(plan, trainers))
+    return Job(parts, data, learner, rules(plan, parts, trainers))

@@ -8,12 +8,12 @@ from typing import Any
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import RealCluster
-from ashl.config.construct import construct
 from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
 from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
 from ashl.plan.plan import AVERAGE, Limits, StagePlan, WorkerPlan
+from ashl.planning.build import Parts, StageParts
 from ashl.stage.rule import CODEC, OUTER, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.gossip import Gossip
@@ -148,39 +148,40 @@ def changed(aggregate: Weighted, name: str) -> str | None:
     return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
 
 
-def check_checkpoints(every_s: float | None, runtime: Any, stages: Sequence[StagePlan], allow: Sequence[str]) -> None:
+def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
     """Refuse to promise checkpoints where none can be made."""
     if every_s is None:
         return
-    if runtime.name != "sim":
+    if parts.runtime.name != "sim":
         raise UsageError("run.checkpoint_s is for virtual time; real processes leave no checkpoints yet: drop it")
-    for stage in stages:
-        if not construct(stage.sync, "sync", allow).resumable:
+    for stage, own in zip(stages, parts.stages, strict=True):
+        if not own.sync.resumable:
             raise UsageError(
                 f"run.checkpoint_s: no checkpoint can hold stage {stage.name}, whose workers do several things at "
                 "once; drop it, or take a mode that goes in rounds, as sync=d_psgd"
             )
 
 
-def check_stages(stages: Sequence[StagePlan], topology: Topology, gradients: bool, allow: Sequence[str]) -> None:
-    """Refuse a schedule whose stages the topology cannot run, or that needs a loss where nothing is learned."""
-    extra = {extra_ranks(topology, construct(stage.sync, "sync", allow)) for stage in stages}
+def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Refuse stages that their topology cannot run, that need a loss where nothing is learned, or whose ranks cannot
+    take over what the ranks of the stage before leave."""
+    check_one_topology(stages, parts.stages)
+    extra = {extra_ranks(own.topology, own.sync) for own in parts.stages}
     if len(extra) > 1:
         raise UsageError(
             "some stages need a coordinator and others do without, and the processes of a run stay the same; take "
             "stages of one kind"
         )
-    for stage in stages:
-        sync = construct(stage.sync, "sync", allow)
-        if not gradients and set(stage.until) & NEED_LOSS:
+    for stage, own in zip(stages, parts.stages, strict=True):
+        sync, topology = own.sync, own.topology
+        if not parts.runtime.gradients and set(stage.until) & NEED_LOSS:
             raise UsageError(
                 f"runtime.gradients=false learns nothing, and stage {stage.name} ends by {', '.join(stage.until)}; "
                 "take one sync mode for the whole run, as in sync=asp"
             )
         if not isinstance(sync, topology.asks):
-            name = next((name for name, kind in TOPOLOGIES.items() if isinstance(topology, kind)), "…")
             raise UsageError(
-                f"stage {stage.name} of the schedule has no rule for topology={name}; take "
+                f"stage {stage.name} of the schedule has no rule for topology={name_of(topology)}; take "
                 f"topology={' or '.join(topologies_of(sync))}, or one sync mode for the whole run, as in "
                 f"{INSTEAD.get(type(topology), 'sync=bsp')}"
             )
@@ -202,6 +203,22 @@ def check_outer(stage: str, sync: Rule, topology: Topology) -> None:
         f"an outer optimizer has nothing to step on in stage {stage}: {why}; take outer=average, or a mode that merges "
         "updates, as sync=local_sgd"
     )
+
+
+def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts]) -> None:
+    """Each rank takes its state along from stage to stage, and what it holds is the topology's to say."""
+    for stage, own in zip(stages, parts, strict=True):
+        if type(own.topology) is not type(parts[0].topology):
+            raise UsageError(
+                f"stage {stages[0].name} has topology={name_of(parts[0].topology)} and stage {stage.name} has "
+                f"topology={name_of(own.topology)}, but no worker can take its state from one to the other; take one "
+                "topology for the whole run"
+            )
+
+
+def name_of(topology: Topology) -> str:
+    """The topology as it is chosen."""
+    return next((name for name, kind in TOPOLOGIES.items() if isinstance(topology, kind)), type(topology).__name__)
 
 
 def follows_samples(aggregate: Weighted) -> bool:

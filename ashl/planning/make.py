@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.contract import Layout, size_of
-from ashl.config.construct import construct, own_faults
+from ashl.config.construct import own_faults
 from ashl.data.dataset import Data
 from ashl.data.partition import shards
 from ashl.errors import UsageError
@@ -18,7 +18,16 @@ from ashl.optimizer.schedule import with_horizon
 from ashl.plan.files import read_plan, read_profile
 from ashl.plan.plan import SCHEMA, Plan, StagePlan
 from ashl.plan.profile import Profile
-from ashl.planning.build import declared_profile, layout_of, payload_of, rules, size_only_trainer
+from ashl.planning.build import (
+    Options,
+    Parts,
+    declared_profile,
+    layout_of,
+    parts_of,
+    payload_of,
+    rules,
+    size_only_trainer,
+)
 from ashl.planning.device import device_of
 from ashl.planning.legal import (
     check_checkpoints,
@@ -36,24 +45,31 @@ from ashl.schedule.choices import Choices
 from ashl.stage.rule import extra_ranks
 
 
+class Prepared(NamedTuple):
+    """A checked plan with the options that its specs stand for, and the data set, which a check has loaded."""
+
+    plan: Plan
+    parts: Parts
+    data: Data
+
+
 def make_plan(
     config: Mapping[str, Any],
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
 ) -> Plan:
-    """The plan alone, see `plan_and_data`."""
-    return plan_and_data(config, world_size, overrides, profile)[0]
+    """The plan alone, see `prepared`."""
+    return prepared(config, world_size, overrides, profile).plan
 
 
-def plan_and_data(
+def prepared(
     config: Mapping[str, Any],
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
-) -> tuple[Plan, Data]:
-    """Check every choice and every combination, and resolve them into a plan; with it comes the data set, which a check
-    has loaded.
+) -> Prepared:
+    """Check every choice and every combination, and resolve them into a plan.
 
     `world_size` is the number of processes of the job that this one is part of, where there is one; `overrides` is what
     the user wrote; `profile` what was just measured. Precedence: plan=FILE, what was measured, profile=FILE, cluster.*.
@@ -61,17 +77,18 @@ def plan_and_data(
     """
     settings = settings_of(config)
     with own_faults(settings.allow_targets):
-        return _plan_and_data(config, settings, world_size, overrides, profile)
+        return _prepared(config, settings, world_size, overrides, profile)
 
 
-def _plan_and_data(
+def _prepared(
     config: Mapping[str, Any],
     settings: Settings,
     world_size: int | None,
     overrides: Sequence[str],
     profile: Profile | None,
-) -> tuple[Plan, Data]:
-    parts = {group: construct(config[group], group, settings.allow_targets) for group in GROUPS}
+) -> Prepared:
+    options = Options(settings.allow_targets)
+    parts = {group: options.of(group, config[group]) for group in GROUPS}
     if parts["schedule"].names_sync:
         refuse_sync(config["choices"]["schedule"], overrides)
         parts["sync"] = None
@@ -89,8 +106,6 @@ def _plan_and_data(
     batch = parts["dataset"].batch_size
     given = given_profile(profile, settings, config, num_workers, num_params, batch)
     stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, given))
-    check_checkpoints(settings.run.checkpoint_s, parts["runtime"], stages, settings.allow_targets)
-    check_stages(stages, parts["topology"], parts["runtime"].gradients, settings.allow_targets)
     plan = Plan(
         schema=SCHEMA,
         name=settings.name or name_of(config["choices"], parts),
@@ -115,18 +130,22 @@ def _plan_and_data(
     )
     if settings.plan is not None:
         plan = given_plan(settings.plan, plan)
-    plan = replace(plan, stages=tuple(sized(stage, layout, settings.allow_targets) for stage in plan.stages))
-    if parts["runtime"].gradients:
-        check_shards(plan, parts["dataset"], data)
-    return predicted(plan, parts["cluster"], len(data.train), batch), data
+    resolved = parts_of(plan, options)
+    check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
+    check_stages(resolved, plan.stages)
+    sizes = zip(plan.stages, resolved.stages, strict=True)
+    plan = replace(plan, stages=tuple(sized(stage, own.compression, layout) for stage, own in sizes))
+    if resolved.runtime.gradients:
+        check_shards(plan, resolved.dataset, data)
+    return Prepared(predicted(plan, resolved, len(data.train), batch), resolved, data)
 
 
-def sized(stage: StagePlan, layout: Layout, allow: Sequence[str]) -> StagePlan:
+def sized(stage: StagePlan, compression: Any, layout: Layout) -> StagePlan:
     """The stage with the bytes of each worker's messages."""
-    codec, d = wrapped(construct(stage.compression, "compression", allow), layout), size_of(layout)
-    sizes = [codec.payload(worker.compression_ratio, d) for worker in stage.workers]
-    workers = zip(stage.workers, sizes, strict=True)
-    return replace(stage, workers=tuple(replace(worker, message_bytes=size) for worker, size in workers))
+    codec, d = wrapped(compression, layout), size_of(layout)
+    sizes = {ratio: codec.payload(ratio, d) for ratio in {worker.compression_ratio for worker in stage.workers}}
+    workers = (replace(worker, message_bytes=sizes[worker.compression_ratio]) for worker in stage.workers)
+    return replace(stage, workers=tuple(workers))
 
 
 def choices_of(
@@ -161,12 +180,13 @@ def check_shards(plan: Plan, dataset: Any, data: Data) -> None:
         shards(data, dataset.partition, plan.num_workers, shares, dataset.alpha, plan.seed, batches)
 
 
-def predicted(plan: Plan, cluster: Any, epoch_samples: int, batch: int) -> Plan:
+def predicted(plan: Plan, parts: Parts, epoch_samples: int, batch: int) -> Plan:
     """The plan with what each stage should reach, where the cluster declares its costs."""
+    cluster = parts.cluster
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan
-    size_only = size_only_trainer(plan, epoch_samples)
-    stages = rules(plan, [size_only] * len(plan.stages))
+    size_only = size_only_trainer(plan, parts, epoch_samples)
+    stages = rules(plan, parts, [size_only] * len(plan.stages))
     plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
     return replace(plan, predicted_s=duration_s(plan, epoch_samples))
 

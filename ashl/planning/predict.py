@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
-from ashl.cluster.network import network
+from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.runtime.node import Vector
-from ashl.runtime.records import LedgerTotals, Record, Snapshot, StageEnd, UpdateShown
+from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
-from ashl.stage.rule import extra_ranks
+from ashl.stage.rule import Members, extra_ranks
 from ashl.stage.stage import Stage
 
-CYCLES = 64  # of every worker: enough for the slack of a bounded lead to be used up
-ROUNDS = 20_000  # of all workers together: enough for thousands of them, and quick
+CYCLES = 128  # of every worker: enough for the slack of a bounded lead to be used up within the first half
+ROUNDS = 13_000  # of all workers together: enough for thousands of them, and quick
+MARKS = 8  # at which the counts are read on the way
 WITHOUT = Limits(
     epochs=None,
     steps=None,
@@ -31,36 +34,90 @@ WITHOUT = Limits(
 )
 
 
-class Silent:
-    """An observer that keeps how a stage ended and where its workers' time went."""
+class Mark(NamedTuple):
+    """How a stage stood at some moment."""
 
-    rounds = False
+    steps: int
+    time_ns: int
+    came_ns: Mapping[int, int]  # when each rank had come so far, where that is not the same moment for all
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+
+class Watch:
+    """An observer that keeps how a stage stood on its way and at its end, and when its workers waited."""
+
+    rounds = True
+
+    def __init__(self, num_workers: int, home: int) -> None:
+        self.num_workers, self.home = num_workers, home
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
-        self.steps = self.end_ns = self.wait_ns = 0
+        self.steps: dict[int, int] = {}  # by version of the model, at each evaluation
+        self.came_ns: dict[int, dict[int, int]] = {}  # ... when those who count had come to it
+        self.waits: list[tuple[int, int, int]] = []  # whose, from when, to when
+        self.end = Mark(0, 0, {})
 
     def emit(self, record: Record) -> None:
-        if isinstance(record, StageEnd):
-            self.steps, self.end_ns = record.counts.steps, record.end_ns
-        elif isinstance(record, LedgerTotals) and record.rank < self.num_workers:
-            self.wait_ns += record.totals_ns["wait"]
+        match record:
+            case StageEnd():
+                self.end = Mark(record.counts.steps, record.end_ns, {})
+            case Round() if record.rank < self.num_workers:
+                self.waits += [(record.rank, start, end) for kind, start, end in record.spans_ns if kind == "wait"]
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        """Nothing is learned, so there is nothing to evaluate."""
+        """A rank that counts has come to an evaluation; nothing is learned, so there is nothing to evaluate."""
+        if not isinstance(record, Snapshot) or record.final:
+            return
+        if record.counts is not None:
+            version = record.counts.merges
+            self.steps[version] = record.counts.steps
+        elif record.tick is not None and self.home != self.num_workers:  # all count alike, and call their rounds so
+            version = record.tick
+        else:
+            return
+        self.came_ns.setdefault(version, {})[record.rank] = record.time_ns
+
+    def half_and_whole(self) -> tuple[Mark, Mark]:
+        """The mark nearest to half of the steps, and the end. What is counted because it had begun by the end is in no
+        mark, so the last mark stands for the end where they are at one moment."""
+        came = self.came_ns
+        marks = [Mark(steps, max(came[k].values()), came[k]) for k, steps in self.steps.items()] or [Mark(0, 0, {})]
+        whole = marks[-1] if marks[-1].time_ns == self.end.time_ns else self.end
+        return min(marks, key=lambda mark: abs(2 * mark.steps - whole.steps)), whole
+
+    def waited_ns(self, mark: Mark) -> int:
+        """What all workers together had waited by then, with who had come earlier waiting for the others."""
+        own = [mark.came_ns.get(rank, mark.time_ns) for rank in range(self.num_workers)]
+        before = sum(min(end, own[rank]) - start for rank, start, end in self.waits if start < own[rank])
+        return before + sum(mark.time_ns - came for came in own)
 
 
-def timed(stage: Stage, cluster: Cluster, steps: int, batch: int, num_ranks: int) -> Silent:
-    """How a stage stands after so many steps."""
-    seen = Silent(stage.num_workers)
-    bounded = replace(
-        stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=replace(WITHOUT, steps=steps)
-    )
+def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -> Watch:
+    """How a stage stands on its way to so many steps, which are about so many cycles of every worker."""
+    n = stage.num_workers
+    seen = Watch(n, stage.home)
+    limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
+    bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits)
+    num_ranks = n + extra_ranks(stage.topology, stage.sync)
     sim = Sim(num_ranks, Speed(cluster, batch, seed=0), network(cluster, stage.trainer.dense_bytes), seen)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
+
+
+class Uncontended:
+    """What transfers cost at the start of a run, a ring of many worked out once for all that are in it."""
+
+    def __init__(self, network: Exchange | Ports) -> None:
+        self._network = network
+        self._sum_ns, self._gather_ns = cache(network.all_reduce_ns), cache(network.all_gather_ns)
+
+    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
+        return self._network.transfer_ns(src, dst, nbytes)
+
+    def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int:
+        return self._sum_ns(group, nbytes, now_ns)
+
+    def all_gather_ns(self, group: Members, total: int, now_ns: int) -> int:
+        return self._gather_ns(group, total, now_ns)
 
 
 def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
@@ -78,23 +135,21 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     if stage.sync.loop(stage, 0) is not None:  # a stage that only measures takes no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=())
-    num_ranks = n + extra_ranks(stage.topology, stage.sync)
     speed = Speed(steady, batch, seed=0)
     step_ns = [speed.cost_ns(rank, "compute", stage.samples_of(rank), 0) or 1 for rank in stage.workers]
     local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(plan.workers, step_ns, strict=True)]
-    per_cycle = sum(local_steps)
-    cycles = max(4, min(CYCLES, ROUNDS // n))
-    half = timed(stage, steady, cycles * per_cycle, batch, num_ranks)
-    whole = timed(stage, steady, 2 * cycles * per_cycle, batch, num_ranks)
-    span_ns = whole.end_ns - half.end_ns
-    net = network(steady, stage.trainer.dense_bytes)
+    cycles = max(8, min(CYCLES, ROUNDS // n))
+    seen = timed(stage, steady, cycles * sum(local_steps), cycles, batch)
+    half, whole = seen.half_and_whole()
+    span_ns, waited_ns = whole.time_ns - half.time_ns, seen.waited_ns(whole) - seen.waited_ns(half)
+    costs = Uncontended(network(steady, stage.trainer.dense_bytes))
     workers = []
     for rank, worker in enumerate(plan.workers):
-        cycle_ns = local_steps[rank] * step_ns[rank] + stage.topology.exchange_ns(stage, net, rank)
+        cycle_ns = local_steps[rank] * step_ns[rank] + stage.topology.exchange_ns(stage, costs, rank)
         workers.append(replace(worker, predicted_cycle_s=cycle_ns / NS))
     return replace(
         plan,
         workers=tuple(workers),
         predicted_steps_per_s=(whole.steps - half.steps) / span_ns * NS if span_ns else None,
-        predicted_wait_share=(whole.wait_ns - half.wait_ns) / (span_ns * n) if span_ns else None,
+        predicted_wait_share=waited_ns / (span_ns * n) if span_ns else None,
     )

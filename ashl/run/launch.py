@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ashl.config.construct import construct
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.run import vectors
@@ -189,7 +188,7 @@ class Attendance:
 
 def attend(plan: Plan, run_dir: Path, monitor: Monitor, store: dist.Store, processes: dict[int, BaseProcess]) -> dict:
     """Take in what the ranks tell until all have left."""
-    timeout_s = construct(plan.runtime, "runtime", plan.allow_targets).timeout_s
+    timeout_s = monitor.job.parts.runtime.timeout_s
     seen = Attendance(dict.fromkeys(range(plan.num_ranks), time.monotonic()))
     asked_to_stop, failed_at, interrupted_at = False, None, None
     while len(seen.left) < plan.num_ranks:

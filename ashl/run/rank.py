@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ashl.config.construct import construct
 from ashl.errors import AshlError
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble
+from ashl.planning.build import assemble, parts_of
 from ashl.planning.device import device_of
 from ashl.run.reporter import Reporter
 from ashl.runtime.effects import PeerLostError
@@ -107,9 +106,9 @@ def play(place: Place, plan_json: str) -> int:
 
 def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> None:
     """Set up, run, leave in two phases: when all are done, all say goodbye."""
-    runtime = construct(plan.runtime, "runtime", plan.allow_targets)
-    torch.set_num_threads(runtime.threads)
-    job = assemble(plan, device_of(runtime))
+    parts = parts_of(plan)
+    torch.set_num_threads(parts.runtime.threads)
+    job = assemble(plan, device_of(parts.runtime), parts)
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("group", store),
@@ -118,15 +117,14 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
         timeout=NEVER,
     )
     stage = job.stages[0]
-    cluster = construct(plan.cluster, "cluster", plan.allow_targets)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     kernel = TorchKernel(
         place.rank,
         reporter,
-        lambda clock: Pace(cluster, place.rank, batch, plan.seed, dense, clock),
+        lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock),
         peers=tuple(sorted({peer for stage in job.stages for peer in stage.topology.links(stage, place.rank)})),
         max_bytes=2 * dense + 1_000_000,
-        exact=runtime.sums == "exact",
+        exact=parts.runtime.sums == "exact",
         groups=process_groups(job.stages),
     )
     if place.rank < plan.num_workers:

@@ -21,7 +21,7 @@ from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble, declared_profile
 from ashl.planning.device import device_of
-from ashl.planning.make import make_plan, plan_and_data
+from ashl.planning.make import make_plan, prepared
 from ashl.run import launch
 from ashl.run.monitor import Monitor
 from ashl.run.summary import summarise
@@ -54,7 +54,7 @@ def train(
     """
     tracking = construct(config["tracking"], "tracking", config["allow_targets"])
     config, job = joined(config)
-    plan, data = plan_and_data(config, job.world_size if job else None, overrides)
+    plan, parts, data = prepared(config, job.world_size if job else None, overrides)
     if job and job.rank != plan.home:
         return launch.take_part(plan, job)
     saved = None if resume is None else taken_up(resume, config)
@@ -64,10 +64,10 @@ def train(
     console = Console(highlight=False)
     if not quiet:
         notes(console, plan)
-    runtime = construct(plan.runtime, "runtime")
+    runtime = parts.runtime
     torch.set_num_threads(runtime.threads)
     progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
-    whole = assemble(plan, device_of(runtime), data)
+    whole = assemble(plan, device_of(runtime), parts, data)
     monitor = Monitor(plan, whole, recorder, progress, rounds=tracking.events != "none")
     writer = start_mlflow(tracking, run_dir, plan, config, overrides)
     failure: Exception | None = None
@@ -167,7 +167,7 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
 def dry_run(config: dict[str, Any], overrides: list[str]) -> None:
     """Compose, check, plan and estimate; run nothing."""
     config, job = joined(config)
-    plan, data = plan_and_data(config, job.world_size if job else None, overrides)
+    plan, _, data = prepared(config, job.world_size if job else None, overrides)
     construct(config["tracking"], "tracking", config["allow_targets"])
     forecast(Console(highlight=False), plan, len(data.train))
 
@@ -179,9 +179,8 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
     """
     config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
     if config["runtime"]["_target_"].endswith("SimRuntime"):
-        plan = make_plan(config, None, overrides)
-        cluster = construct(plan.cluster, "cluster", plan.allow_targets)
-        found = declared_profile(cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
+        plan, parts, _ = prepared(config, None, overrides)
+        found = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
         assert found is not None
         run_dir = folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
@@ -195,7 +194,7 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
         if not run_dir.joinpath("profile.json").exists():  # another rank of the job is the one that writes
             return code
         found = read_profile(str(run_dir / "profile.json"))
-    plan, data = plan_and_data(config, world_size(config), overrides, found)
+    plan, _, data = prepared(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json())
     if not quiet:
         console = Console(highlight=False)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
-from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
 from ashl.run.monitor import Monitor
@@ -45,8 +44,7 @@ def simulate(
 ) -> Sim:
     """Run the plan, from its beginning or from what was saved. Raises PausedError where it was asked to pause, unless
     the run is over before."""
-    cluster = construct(plan.cluster, "cluster", plan.allow_targets)
-    stage = job.stages[0]
+    cluster, stage = job.parts.cluster, job.stages[0]
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from ashl.aggregate.weighted import Push, Weighted
 from ashl.compression.contract import Codec, Layout
@@ -18,6 +19,7 @@ from ashl.stage.judge import Judge
 from ashl.stage.link import Link
 from ashl.stage.rule import Rule, Topology, extra_ranks
 
+T = TypeVar("T")
 GO, NEXT, STOP = 0, 1, 2  # the word that every reply carries
 OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
 
@@ -50,6 +52,14 @@ class Stage:
     replan: Callable[[tuple[WorkerProfile, ...]], tuple[Profile, list[StagePlan]]] | None = (
         None  # from what was measured
     )
+
+    _once: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, fn: Callable[[Stage], T]) -> T:
+        """What all ranks look up of this stage: fn(stage), computed for the first that asks."""
+        if fn not in self._once:
+            self._once[fn] = fn(self)
+        return self._once[fn]
 
     @property
     def num_workers(self) -> int:

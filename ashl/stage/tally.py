@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -61,6 +61,16 @@ class Progress:
         elif self.loss < 0.99 * self.best[0]:
             self.best = (self.loss, self.total_commits)
 
+    def hear_all(self, loss: float, whose: str, commits: int) -> None:
+        """The same as often as there are workers, with so many commits between one and the next."""
+        start = self.total_commits
+        for heard in range(self.num_workers):
+            if self.loss == loss and self.loss >= 0.99 * self.best[0]:
+                break  # it stays as it is
+            self.total_commits = start + heard * commits
+            self.hear(loss, whose)
+        self.total_commits = start
+
 
 @dataclass
 class Tally(Progress):
@@ -106,13 +116,19 @@ class Tally(Progress):
         self.clocks = [0] * self.num_workers
         self._at_clock, self.slowest, self.fastest = {0: self.num_workers}, 0, 0
 
-    def observe(self, worker: int, staleness: int, loss: float, mean: bool = False) -> None:
-        """A push has come: how old the model was that it was computed on, and the loss it saw; `mean` where that is the
-        mean of all workers, of which nobody knows whose it was that became infinite."""
+    def observe(self, worker: int, staleness: int, loss: float) -> None:
+        """A push has come: how old the model was that it was computed on, and the loss it saw."""
         self.latest = worker
         self.stale_sum[worker] += staleness
         self.stale_max[worker] = max(self.stale_max[worker], staleness)
-        self.hear(loss, "the workers' mean loss" if mean else f"the loss of worker {worker}")
+        self.hear(loss, f"the loss of worker {worker}")
+
+    def observe_all(self, staleness: int, loss: float, whose: str, commits: int = 0) -> None:
+        """A push of every worker has come, all with this loss, and `commits` lie between one and the next."""
+        self.latest = self.num_workers - 1
+        self.stale_sum = [total + staleness for total in self.stale_sum]
+        self.stale_max = [max(most, staleness) for most in self.stale_max]
+        self.hear_all(loss, whose, commits)
 
     def arrive(self, worker: int, staleness: int, late: bool) -> None:
         """This worker has pushed, and waits from now on."""
@@ -137,6 +153,16 @@ class Tally(Progress):
             self._waiting_at.setdefault(clock + 1, {})[worker] = None
         self.steps_by[worker] += steps
         self.advance(steps, samples)
+
+    def commit_all(self, steps: Sequence[int], samples: int) -> None:
+        """A push of every worker is now part of the model, with these steps of each, and samples of all."""
+        assert not self.waiting
+        self.clocks = [clock + 1 for clock in self.clocks]
+        self.commits = [count + 1 for count in self.commits]
+        self.steps_by = [so_far + more for so_far, more in zip(self.steps_by, steps, strict=True)]
+        self._at_clock = {clock + 1: workers for clock, workers in self._at_clock.items()}
+        self.slowest, self.fastest = self.slowest + 1, self.fastest + 1
+        self.advance(sum(steps), samples, self.num_workers)
 
     def merge(self) -> None:
         """The model is a new version."""

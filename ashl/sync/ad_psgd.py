@@ -14,13 +14,12 @@ Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient De
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Literal
 
 from ashl.option import Count, option
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import graph_of
-from ashl.topology.graph import Edge, depths, sources_of
+from ashl.topology.graph import Edge, Sources, depths, sources_of
 from ashl.topology.pairs import PairRule
 
 
@@ -33,11 +32,14 @@ class ADPSGD(PairRule):
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom this worker may ask: an active one its passive neighbours, a passive one nobody."""
-        return asked(graph_of(stage).edges(stage), stage.num_workers)[rank]
+        return stage.once(asked_in)[rank]
 
 
-@lru_cache(maxsize=64)
-def asked(edges: tuple[Edge, ...], n: int) -> tuple[tuple[int, ...], ...]:
+def asked_in(stage: Stage) -> Sources:
+    return asked(graph_of(stage).edges(stage), stage.num_workers)
+
+
+def asked(edges: tuple[Edge, ...], n: int) -> Sources:
     """By rank: the passive neighbours of the active workers, nobody for the passive ones."""
     crossing = across(edges, range(n))
     role: Sequence[int] = range(n)

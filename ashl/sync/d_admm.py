@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 from ashl.option import Count, Natural, Positive, option
@@ -102,7 +101,10 @@ class Augmented:
         return (loss, *self.trainer.apply(params, moments, grad, lr))
 
 
-@lru_cache(maxsize=64)
+def colours_in(stage: Stage) -> tuple[int, ...]:
+    return colours(graph_of(stage).edges(stage), stage.num_workers)
+
+
 def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
     """The lowest colour that no neighbour of lower rank has, rank by rank."""
     chosen: list[int] = []
@@ -114,8 +116,7 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
 
 def opened(stage: Stage, params: Any, rank: int) -> Edges:
     """Everybody begins at the same model, with duals of zero."""
-    edges = graph_of(stage).edges(stage)
-    colour, neighbours = colours(edges, stage.num_workers), sources_of(edges, stage.num_workers)[rank]
+    colour, neighbours = stage.once(colours_in), graph_of(stage).neighbours(stage, rank)
     return Edges(
         dual=params - params,
         lower={j: colour[j] < colour[rank] for j in neighbours},

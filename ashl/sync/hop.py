@@ -25,7 +25,7 @@ from ashl.size_only import SizeOnly
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule, graph_of
-from ashl.topology.graph import Round, sources_of
+from ashl.topology.graph import Round
 from ashl.topology.local_work import local_work
 
 Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
@@ -84,7 +84,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
     """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
     k, dropped = 0, 0
-    heard: dict[int, Sent] = {j: {} for j in sources_of(graph_of(stage).edges(stage), stage.num_workers)[node.rank]}
+    heard: dict[int, Sent] = {j: {} for j in graph_of(stage).neighbours(stage, node.rank)}
     while state.word == GO:
         for peer in heard:
             await node.send(peer, stage.tag("model"), state.params, (k,))

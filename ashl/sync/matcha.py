@@ -48,7 +48,7 @@ class Matcha(RoundRule):
     budget: Ratio
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        plan = sampling(graph_of(stage).edges(stage), stage.num_workers, self.budget)
+        plan = stage.once(sampling_in)
         return tuple(sorted(plan.peers[m][rank] for m in used(plan, stage.seed, k) if rank in plan.peers[m]))
 
     async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
@@ -58,7 +58,7 @@ class Matcha(RoundRule):
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
     ) -> None:
-        alpha = sampling(graph_of(stage).edges(stage), stage.num_workers, self.budget).alpha
+        alpha = stage.once(sampling_in).alpha
         row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}
         state.params = mixed(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
 
@@ -67,6 +67,12 @@ def used(plan: Sampling, seed: int, k: int) -> list[int]:
     """The matchings of round k, alike for all."""
     words = bits(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.chances))
     return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.chances[m]]
+
+
+def sampling_in(stage: Stage) -> Sampling:
+    rule = stage.sync
+    assert isinstance(rule, Matcha)
+    return sampling(graph_of(stage).edges(stage), stage.num_workers, rule.budget)
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,8 @@ Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -44,9 +45,7 @@ class NoLoCo(RoundRule):
         return state.params * 0.0
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        edges, n = graph_of(stage).edges(stage), stage.num_workers
-        all_pairs = len(edges) == n * (n - 1) // 2
-        met = matching(None if all_pairs else edges, n, stage.seed, k)
+        met = stage.once(matchings_in)(k)
         return (met[rank],) if rank in met else ()
 
     async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
@@ -65,6 +64,13 @@ class NoLoCo(RoundRule):
         apart = state.params - mean_params
         state.rule_state = state.rule_state * self.alpha + mean_delta * self.beta - apart * self.gamma
         state.params = state.params + state.rule_state
+
+
+def matchings_in(stage: Stage) -> Callable[[int], dict[int, int]]:
+    """Who meets whom in a round, drawn once for all who ask."""
+    edges, n = graph_of(stage).edges(stage), stage.num_workers
+    all_pairs = len(edges) == n * (n - 1) // 2
+    return lru_cache(maxsize=64)(partial(matching, None if all_pairs else edges, n, stage.seed))
 
 
 def joined(delta: Any, params: Any) -> Any:

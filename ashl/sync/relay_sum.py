@@ -16,7 +16,6 @@ Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ashl.option import Count, option
@@ -45,7 +44,7 @@ class RelaySum(RoundRule):
         return {}
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return tree(graph_of(stage).edges(stage), stage.num_workers)[rank]
+        return stage.once(tree_in)[rank]
 
     async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         state.params = state.params + delta
@@ -68,7 +67,10 @@ def relayed(own: Any, heard: Mapping[int, Relayed], but: int | None = None) -> R
     return Relayed(sum_in_rank_order([own, *(part.total for part in parts)]), 1 + sum(part.count for part in parts))
 
 
-@lru_cache(maxsize=64)
+def tree_in(stage: Stage) -> Sources:
+    return tree(graph_of(stage).edges(stage), stage.num_workers)
+
+
 def tree(edges: tuple[Edge, ...], n: int) -> Sources:
     """Everybody's neighbours on the spanning tree."""
     sources = sources_of(edges, n)

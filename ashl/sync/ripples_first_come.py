@@ -35,4 +35,4 @@ class RipplesFirstCome(GroupRule):
         """When the group that is gathering closes in any case."""
         if self.window_s is None or state.closed or not (idle := state.idle):
             return None
-        return state.waiting[idle[0]] + round(self.window_s * 1e9)
+        return state.waiting[idle[0]].since_ns + round(self.window_s * 1e9)

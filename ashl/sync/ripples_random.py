@@ -12,8 +12,9 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 
 from __future__ import annotations
 
+from ashl.data.rng import Purpose, chosen
 from ashl.option import option
-from ashl.topology.group_generator import Groups, Members, shuffled
+from ashl.topology.group_generator import Groups, Members
 from ashl.topology.group_rule import GroupRule, GroupSize
 
 
@@ -24,5 +25,5 @@ class RipplesRandom(GroupRule):
     group_size: GroupSize
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
-        others = shuffled(state, [worker for worker in range(state.num_workers) if worker != asker])
-        return [tuple(sorted([asker, *others[: self.group_size - 1]]))]
+        others = chosen(state.num_workers - 1, self.group_size - 1, state.seed, Purpose.GROUPS, step=state.draws)
+        return [tuple(sorted([asker, *(other + (other >= asker) for other in others)]))]

@@ -29,9 +29,7 @@ class RipplesSmart(GroupRule):
     inter_intra: bool
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
-        free = [worker for worker in range(state.num_workers) if not state.buffers[worker]]
-        eligible = [worker for worker in free if worker == asker or self._keeps_up(state, worker, asker)]
-        workers = shuffled(state, eligible)
+        workers = shuffled(state, state.free(state.requests[asker] - self.threshold + 1))  # who keeps up with it
         teams = machines(state.nodes, workers)
         if not self.inter_intra or len(teams) == 1:
             return even(workers, self.group_size)

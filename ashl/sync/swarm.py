@@ -17,7 +17,6 @@ from typing import Literal
 from ashl.option import Count, option
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import graph_of
-from ashl.topology.graph import sources_of
 from ashl.topology.pairs import PairRule
 
 
@@ -30,4 +29,4 @@ class Swarm(PairRule):
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom this worker may ask: any neighbour."""
-        return sources_of(graph_of(stage).edges(stage), stage.num_workers)[rank]
+        return graph_of(stage).neighbours(stage, rank)

@@ -130,8 +130,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
 def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float) -> Merged:
     """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
     tally = state.tally.copy()
-    for rank in stage.workers:
-        tally.observe(rank, 0, mean_loss, mean=True)
+    tally.observe_all(0, mean_loss, "the workers' mean loss")
     if tally.diverged:
         return Merged(state.params, None, state.outer_state, tally)
     moments, outer_state, lr = None, state.outer_state, stage.trainer.rate(tally.samples)
@@ -139,8 +138,7 @@ def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float) -> Mer
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         outer_state, params = stage.outer.step(outer_state, state.params, update, lr)
-    for rank, steps, samples in zip(stage.workers, stage.round_steps, stage.round_samples, strict=True):
-        tally.commit(rank, steps, samples)
+    tally.commit_all(stage.round_steps, stage.round_totals[1])
     tally.merge()
     return Merged(params, moments, outer_state, tally)
 

@@ -31,7 +31,7 @@ from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
 from ashl.topology.ending import REASONS, foreseen, leave, record_end, rule_of, word_of
-from ashl.topology.graph import Edge, Round, edges_of, rounds_of, sources_of
+from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
 VERDICTS = (*REASONS, "diverged")
@@ -117,27 +117,29 @@ class Gossip(Topology):
 
     def round(self, stage: Stage, k: int) -> Round:
         """The graph of round k."""
-        assert isinstance(stage.sync, GossipRule)
-        rounds = self.rounds(stage.sync, stage.num_workers, stage.seed)
+        rounds = stage.once(rounds_in)
         return rounds[k % len(rounds)]
 
     def edges(self, stage: Stage) -> tuple[Edge, ...]:
         """The edges of all rounds, whatever their direction."""
-        return edges_of(self.graph, self.degree, stage.num_workers, stage.seed)
+        return stage.once(edges_in)
+
+    def neighbours(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """Whom an edge connects this worker with, in whichever round and direction."""
+        return stage.once(neighbours_in)[rank]
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The neighbours of all rounds, and the coordinator."""
         others = stage.workers if stage.home == stage.server else ()
         if rank == stage.server:
             return others
-        edges = self.edges(stage)
-        return tuple(sorted(i + j - rank for i, j in edges if rank in (i, j))) + ((stage.server,) if others else ())
+        return self.neighbours(stage, rank) + ((stage.server,) if others else ())
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and back from whom a
         worker asks."""
         peers = stage.sync.peers(stage, rank) if isinstance(stage.sync, RoamingRule) else None
-        near = sources_of(self.edges(stage), stage.num_workers)[rank] if peers is None else peers
+        near = self.neighbours(stage, rank) if peers is None else peers
         ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
         return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
 
@@ -165,6 +167,21 @@ def graph_of(stage: Stage) -> Gossip:
     """The stage's topology, as its rules use it."""
     assert isinstance(stage.topology, Gossip)
     return stage.topology
+
+
+def rounds_in(stage: Stage) -> tuple[Round, ...]:
+    """The stage's graph, see `Gossip.rounds`."""
+    assert isinstance(stage.sync, GossipRule)
+    return graph_of(stage).rounds(stage.sync, stage.num_workers, stage.seed)
+
+
+def edges_in(stage: Stage) -> tuple[Edge, ...]:
+    topology = graph_of(stage)
+    return edges_of(topology.graph, topology.degree, stage.num_workers, stage.seed)
+
+
+def neighbours_in(stage: Stage) -> Sources:
+    return sources_of(stage.once(edges_in), stage.num_workers)
 
 
 class GossipHeader(NamedTuple):
@@ -272,10 +289,8 @@ def count(stage: Stage, state: RoundState) -> None:
     """All workers have merged once more."""
     tally = state.tally
     if isinstance(tally, Tally):
-        lag = rule_in(stage).lag
-        for rank, steps, samples in zip(stage.workers, stage.round_steps, stage.round_samples, strict=True):
-            tally.observe(rank, lag, state.header.loss)
-            tally.commit(rank, steps, samples)
+        tally.observe_all(rule_in(stage).lag, state.header.loss, "the workers' loss", commits=1)
+        tally.commit_all(stage.round_steps, stage.round_totals[1])
         tally.merge()
     else:
         tally.advance(*stage.round_totals, stage.num_workers)
@@ -301,15 +316,18 @@ def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
 
 def rounds_to_all(stage: Stage, first: int) -> int:
     """How many rounds it takes what rank 0 sends from round `first` on to reach everyone."""
-    rule, n, k = rule_in(stage), stage.num_workers, first
-    since = {0: first}  # the round from which on a rank passes it on
-    while len(since) < n:
-        knew = {rank for rank, start in since.items() if start <= k - rule.lag}
-        for rank in set(stage.workers) - set(since):
-            if k - rule.lag >= 0 and knew & set(rule.sources(stage, rank, k - rule.lag)):
-                since[rank] = k + 1
+    rule = rule_in(stage)
+    if type(rule).sources is RoundRule.sources and len(stage.once(rounds_in)) == 1:  # all rounds are alike
+        return (1 + rule.lag) * max(depths(graph_of(stage).round(stage, 0).targets))
+    k, since = first - rule.lag, {0: first}  # the round from which on a rank passes it on
+    unaware = [rank for rank in stage.workers if rank]
+    while unaware:
+        knew = {rank for rank, start in since.items() if start <= k}
+        reached = [rank for rank in unaware if k >= 0 and not knew.isdisjoint(rule.sources(stage, rank, k))]
+        since |= dict.fromkeys(reached, k + rule.lag + 1)
+        unaware = [rank for rank in unaware if rank not in since]
         k += 1
-    return k - first
+    return k + rule.lag - first
 
 
 async def end(node: Node, stage: Stage, state: RoundState, reason: str) -> int:

@@ -180,17 +180,22 @@ def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
         raise UsageError(f"{path} gives weights to some of its lines only; give one to all of them, or to none")
     if not weights:
         return sources_of(edges, n), {}
-    return tuple(tuple(sorted(j for a, j in weights if a == i and j != i)) for i in range(n)), weights
+    heard: list[list[int]] = [[] for _ in range(n)]
+    for i, j in sorted(weights):
+        if i != j:
+            heard[i].append(j)
+    return tuple(map(tuple, heard)), weights
 
 
 def given_rows(weights: dict[Edge, float], n: int, columns: bool) -> tuple[dict[int, float], ...]:
     """The rows of a file's weights; a diagonal that is left out is what is missing to 1 in its row (or column)."""
     rows: list[dict[int, float]] = [{} for _ in range(n)]
-    for (i, j), weight in weights.items():
+    lines: list[list[float]] = [[] for _ in range(n)]  # each rank's row, or column
+    for (i, j), weight in sorted(weights.items()) if columns else weights.items():
         rows[i][j] = weight
+        lines[j if columns else i].append(weight)
     for i, row in enumerate(rows):
-        line = (other.get(i, 0.0) for other in rows) if columns else row.values()
-        row.setdefault(i, own_weight(line))
+        row.setdefault(i, own_weight(lines[i]))
     return tuple(dict(sorted(row.items())) for row in rows)
 
 
@@ -295,7 +300,6 @@ def depths(sources: Sources) -> list[int]:
     return depth
 
 
-@lru_cache(maxsize=64)
 def matching(edges: tuple[Edge, ...] | None, n: int, seed: int, k: int) -> dict[int, int]:
     """Who meets whom in round k, drawn alike by all from the seed: a maximal matching of the edges (None = all pairs).
 

@@ -1,11 +1,12 @@
-"""The group generator of partial all-reduce: who averages with whom next, as a pure function of who asked.
+"""The group generator of partial all-reduce: who averages with whom next, as a function of who asked.
 
 Every worker has a buffer, the queue of groups it is yet to take part in. A worker that asks with an empty buffer makes
 its rule draw groups, which are appended to the buffers of all their members at once. A group begins when it is at the
 head of every member's buffer and all of them have asked: so a worker is in one group at a time (its head is its lock),
 groups that share a worker run in the order in which they were made, and no circle of waiting can close.
 
-Which groups are drawn is the rule's to say (`ashl.topology.group_rule`).
+Which groups are drawn is the rule's to say (`ashl.topology.group_rule`). What happens costs as much as the groups that
+it concerns are large, however many workers there are.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
 (arXiv 1909.08029, as "Ripples").
@@ -13,8 +14,8 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,20 +31,30 @@ class Group(NamedTuple):
     members: Members
 
 
-@dataclass(frozen=True)
+class Asked(NamedTuple):
+    """That a worker has asked, and has not begun."""
+
+    number: int  # in the order of asking
+    since_ns: int
+
+
+@dataclass
 class Groups:
-    """All that the generator knows. Nothing in it is ever mutated."""
+    """All that the generator knows; changed by the functions here and by nobody else."""
 
     nodes: tuple[int, ...]  # the machine of each worker
     seed: int
-    buffers: tuple[tuple[Group, ...], ...]  # by worker, oldest first; a group that runs is still in them
-    requests: tuple[int, ...]  # how often each worker has asked
-    waiting: Mapping[int, int] = field(default_factory=dict)  # who has asked and not begun, in order, since when (ns)
-    running: tuple[int, ...] = ()  # ids
+    buffers: list[list[Group]]  # by worker, oldest first; a group that runs is still in them
+    requests: list[int]  # how often each worker has asked
+    waiting: dict[int, Asked] = field(default_factory=dict)
     made: int = 0  # groups so far
     draws: int = 0
     conflicts: int = 0  # groups that shared a worker with one of another draw that was not done yet
     closed: bool = False  # no new groups; those in the buffers still run
+    asks: int = 0  # so far
+    _free: dict[int, set[int]] = field(default_factory=dict)  # whose buffer is empty, by how often they have asked
+    _idle: set[int] = field(default_factory=set)  # who has asked and has an empty buffer
+    _missing: dict[int, int] = field(default_factory=dict)  # group that has not begun → members yet to come to it
 
     @property
     def num_workers(self) -> int:
@@ -52,54 +63,73 @@ class Groups:
     @property
     def idle(self) -> list[int]:
         """Who has asked and has no group, in the order of asking."""
-        return [worker for worker in self.waiting if not self.buffers[worker]]
+        return sorted(self._idle, key=lambda worker: self.waiting[worker].number)
+
+    def free(self, requests: int) -> list[int]:
+        """Who has no group and has asked at least so often, in rank order."""
+        return sorted(w for times, workers in self._free.items() if times >= requests for w in workers)
 
 
 def opened(nodes: Sequence[int], seed: int) -> Groups:
     """The generator before anybody has asked."""
-    n = len(nodes)
-    return Groups(tuple(nodes), seed, buffers=((),) * n, requests=(0,) * n)
+    state = Groups(tuple(nodes), seed, buffers=[], requests=[])
+    reopen(state)
+    return state
 
 
-def reopened(state: Groups) -> Groups:
-    """The generator where another stage begins: nobody has asked, but numbers go on."""
+def reopen(state: Groups) -> None:
+    """Another stage begins: nobody has asked, but numbers go on."""
     n = state.num_workers
-    return replace(state, buffers=((),) * n, requests=(0,) * n, waiting={}, running=(), closed=False)
+    state.buffers, state.requests, state.closed = [[] for _ in range(n)], [0] * n, False
+    state.waiting, state._idle, state._missing, state._free = {}, set(), {}, {0: set(range(n))}
 
 
-def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> tuple[Groups, list[Group]]:
-    """A worker is ready to average: (state, groups that begin now)."""
+def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
+    """A worker is ready to average; returns the groups that begin now."""
     assert worker not in state.waiting
-    requests = list(state.requests)
-    requests[worker] += 1
-    state = replace(state, requests=tuple(requests), waiting={**state.waiting, worker: now_ns})
+    empty = not state.buffers[worker]
+    if empty:
+        _engage(state, worker)
+    state.requests[worker] += 1
+    state.waiting[worker] = Asked(state.asks, now_ns)
+    state.asks += 1
+    if empty:
+        _release(state, worker)
+    else:
+        _come(state, worker)
     return _settled(state, rule, [worker], now_ns)
 
 
-def done(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> tuple[Groups, list[Group]]:
-    """A group has averaged: (state, groups that begin now)."""
-    buffers = list(state.buffers)
+def done(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Group]:
+    """A group has averaged; returns the groups that begin now."""
     for worker in group.members:
-        assert buffers[worker][0] == group
-        buffers[worker] = buffers[worker][1:]
-    state = replace(state, buffers=tuple(buffers), running=tuple(id for id in state.running if id != group.id))
+        buffer = state.buffers[worker]
+        assert buffer[0].id == group.id
+        del buffer[0]
+        if not buffer:
+            _release(state, worker)
+        elif worker in state.waiting:
+            _come(state, worker)
     return _settled(state, rule, group.members, now_ns)
 
 
-def woken(state: Groups, rule: GroupRule, now_ns: int) -> tuple[Groups, list[Group]]:
-    """The moment that the rule named with `wakes` has come: (state, groups that begin now)."""
+def woken(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
+    """The moment that the rule named with `wakes` has come; returns the groups that begin now."""
     return _settled(state, rule, state.idle, now_ns)
 
 
-def closed(state: Groups) -> Groups:
+def close(state: Groups) -> None:
     """No new groups from here on."""
-    return replace(state, closed=True)
+    state.closed = True
 
 
-def dismissed(state: Groups) -> tuple[Groups, list[int]]:
-    """Once closed: without those who have asked and whose buffer is empty, and who they are."""
+def dismissed(state: Groups) -> list[int]:
+    """Once closed: forget those who have asked and whose buffer is empty, and say who they are."""
     left = state.idle
-    return replace(state, waiting={w: since for w, since in state.waiting.items() if w not in left}), left
+    for worker in left:
+        del state.waiting[worker]
+    state._idle.clear()
+    return left
 
 
 def even(workers: Sequence[int], size: int) -> list[Members]:
@@ -112,48 +142,67 @@ def even(workers: Sequence[int], size: int) -> list[Members]:
 def shuffled(state: Groups, workers: Sequence[int]) -> list[int]:
     """In random order; the numbers are this draw's own."""
     order = permutation(len(workers), state.seed, Purpose.GROUPS, step=state.draws)
-    return [workers[i] for i in order]
+    return [workers[i] for i in order.tolist()]
 
 
-def _settled(state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int) -> tuple[Groups, list[Group]]:
+def _settled(state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int) -> list[Group]:
     """Draw for those who ask with an empty buffer, then begin what can begin."""
     touched = list(touched)
     for worker in tuple(touched):
-        if worker in state.waiting and not state.buffers[worker] and not state.closed:
+        if worker in state._idle and not state.closed:
             groups = rule.draw(state, worker, now_ns)
-            state = _made(state, groups, rule.ordered)
+            _make(state, groups, rule.ordered)
             touched += [member for group in groups for member in group]
     started: list[Group] = []
     for worker in touched:
-        if worker in state.waiting and state.buffers[worker] and _ready(state, state.buffers[worker][0]):
+        if worker in state.waiting and state.buffers[worker]:
             group = state.buffers[worker][0]
-            waiting = {w: since for w, since in state.waiting.items() if w not in group.members}
-            state = replace(state, waiting=waiting, running=(*state.running, group.id))
-            started.append(group)
-    return state, started
+            if state._missing.get(group.id) == 0:
+                del state._missing[group.id]
+                for member in group.members:
+                    del state.waiting[member]
+                started.append(group)
+    return started
 
 
-def _ready(state: Groups, group: Group) -> bool:
-    """Whether all have come, and nothing older is in their way."""
-    return group.id not in state.running and all(
-        worker in state.waiting and state.buffers[worker][0] == group for worker in group.members
-    )
-
-
-def _made(state: Groups, groups: Sequence[Members], ordered: bool) -> Groups:
+def _make(state: Groups, groups: Sequence[Members], ordered: bool) -> None:
     """These groups, appended to their members' buffers."""
     if not groups:
-        return state
-    buffers = list(state.buffers)
-    conflicts = 0 if ordered else sum(any(state.buffers[worker] for worker in members) for members in groups)
-    for offset, members in enumerate(groups):
-        group = Group(state.made + offset, members)
+        return
+    state.draws += 1
+    if not ordered:
+        state.conflicts += sum(any(state.buffers[worker] for worker in members) for members in groups)
+    for members in groups:
+        group = Group(state.made, members)
+        state.made += 1
+        state._missing[group.id] = len(members)
         for worker in members:
-            buffers[worker] = (*buffers[worker], group)
-    return replace(
-        state,
-        buffers=tuple(buffers),
-        made=state.made + len(groups),
-        draws=state.draws + 1,
-        conflicts=state.conflicts + conflicts,
-    )
+            first = not state.buffers[worker]
+            state.buffers[worker].append(group)
+            if first:
+                _engage(state, worker)
+                if worker in state.waiting:
+                    _come(state, worker)
+
+
+def _release(state: Groups, worker: int) -> None:
+    """Its buffer is empty."""
+    state._free.setdefault(state.requests[worker], set()).add(worker)
+    if worker in state.waiting:
+        state._idle.add(worker)
+
+
+def _engage(state: Groups, worker: int) -> None:
+    """It is no longer among those whose buffer is empty."""
+    alike = state._free[state.requests[worker]]
+    alike.remove(worker)
+    if not alike:
+        del state._free[state.requests[worker]]
+    state._idle.discard(worker)
+
+
+def _come(state: Groups, worker: int) -> None:
+    """It waits, with this group at the head of its buffer; where that one runs already, it waits for its end."""
+    head = state.buffers[worker][0].id
+    if head in state._missing:
+        state._missing[head] -= 1

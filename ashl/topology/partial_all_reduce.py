@@ -102,7 +102,7 @@ class MakerState(CoordinatorState):
             return  # it goes on from a checkpoint
         self.tally.begin(now_s)
         if self.entered is not None:
-            self.groups = generator.reopened(self.groups)
+            generator.reopen(self.groups)
         self.entered, self.word, self.asked, self.running = stage.index, GO, {}, {}
 
 
@@ -120,14 +120,26 @@ class GroupReply(NamedTuple):
 
 
 def as_numbers(members: Members) -> tuple[float, ...]:
-    """A set of workers in as few numbers of a header as will do."""
-    bits = sum(1 << member for member in members)
-    return tuple(float(bits >> low & ((1 << BITS) - 1)) for low in range(0, bits.bit_length(), BITS))
+    """Sorted workers in as few numbers of a header as will do: one for each, below zero, or one for `BITS` ranks."""
+    if not members or len(members) <= members[-1] // BITS:
+        return tuple(-1.0 - member for member in members)
+    words = [0] * (members[-1] // BITS + 1)
+    for member in members:
+        words[member // BITS] |= 1 << member % BITS
+    return tuple(map(float, words))
 
 
 def as_members(numbers: Sequence[float]) -> Members:
-    bits = sum(int(number) << (BITS * i) for i, number in enumerate(numbers))
-    return tuple(worker for worker in range(bits.bit_length()) if bits >> worker & 1)
+    if not numbers or numbers[0] < 0:
+        return tuple(int(-1 - number) for number in numbers)
+    members = []
+    for place, number in enumerate(numbers):
+        word = int(number)
+        while word:
+            lowest = word & -word
+            members.append(place * BITS + lowest.bit_length() - 1)
+            word ^= lowest
+    return tuple(members)
 
 
 async def worker(node: Node, stage: Stage, state: Replica) -> int:
@@ -220,23 +232,21 @@ async def take_in(node: Node, stage: Stage, state: MakerState, message: Message 
     """A worker asks, a group is done, or (None) a moment has come that the scheduler waited for."""
     now_ns, rule = node.now_ns, rule_in(stage)
     if message is None:
-        state.groups, started = generator.woken(state.groups, rule, now_ns)
+        started = generator.woken(state.groups, rule, now_ns)
     elif message.tag[0] == "done":
         group, _ = state.running.pop(int(message.meta[0]))
-        state.groups, started = generator.done(state.groups, rule, group, now_ns)
+        started = generator.done(state.groups, rule, group, now_ns)
     else:
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
-        state.groups, started = generator.request(state.groups, rule, message.src, now_ns)
-    while started:
-        group, *started = started
+        started = generator.request(state.groups, rule, message.src, now_ns)
+    for group in started:  # grows while it is read
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.word == STOP else work)
         await begin(node, stage, state, group, work)
         if len(group.members) == 1:  # nobody to wait for
             count(node, stage, state, group.id)
             del state.running[group.id]
-            state.groups, more = generator.done(state.groups, rule, group, now_ns)
-            started += more
+            started += generator.done(state.groups, rule, group, now_ns)
 
 
 async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]) -> None:
@@ -245,11 +255,12 @@ async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work:
     fresh = state.word != STOP and all(steps for steps, _ in work)
     common = fresh and len({state.last[member] for member in group.members}) == 1
     applied = tally.samples + (0 if state.word == STOP else sum(samples for _, samples in work))
+    numbers = as_numbers(group.members)
     for member in group.members:
         state.last[member] = group.id
         behind = tally.fastest - tally.clocks[member]
         reply = GroupReply(state.word, group.id, applied, behind, common, state.ticks, tally.end_ns)
-        await node.send(member, stage.tag("group"), meta=(*reply, *as_numbers(group.members)))
+        await node.send(member, stage.tag("group"), meta=(*reply, *numbers))
 
 
 def count(node: Node, stage: Stage, state: MakerState, number: int) -> None:
@@ -290,10 +301,10 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
             count(node, stage, state, number)
         for worker, (steps, _) in state.asked.items():
             tally.drop(worker, steps)
-    state.groups = generator.closed(state.groups)
+    generator.close(state.groups)
     gone = 0
     while True:
-        state.groups, idle = generator.dismissed(state.groups)
+        idle = generator.dismissed(state.groups)
         gone += len(idle)
         if last:
             await dismiss(node, stage, state, idle)

@@ -7,16 +7,19 @@ learned. Seconds are of the processor: both are single-threaded, and a busy neig
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ashl.cli.compose import compose
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
+from ashl.planning.make import prepared
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.benchmarks.table import alternate, ratio, show, thousands
@@ -29,6 +32,12 @@ CASES = {  # (overrides, minibatches of one turn)
     "lenet 32x32": (("model=lenet", "dataset=synthetic"), 80),
 }
 MODES = {"bsp": ("sync=bsp",), "ssp": ("sync=ssp",), "all-reduce": ("sync=bsp", "topology=all_reduce")}
+TOPOLOGIES = {  # those without a server
+    "all-reduce": ("topology=all_reduce", "sync=bsp"),
+    "ring of d_psgd": ("topology=gossip", "sync=d_psgd"),
+    "pairs of ad_psgd": ("topology=gossip", "sync=ad_psgd"),
+    "groups of ripples_smart": ("topology=partial_all_reduce", "schedule=single", "sync=ripples_smart"),
+}
 WORKERS = (10, 100, 1000)
 EVENTS = 100_000
 TIMED = {  # overrides of runs without gradients
@@ -144,10 +153,47 @@ def events() -> None:
     )
 
 
+def without_server(line: tuple[str, ...], n: int) -> dict[str, Any]:
+    """A configuration of n workers of unequal speed in which nothing is learned."""
+    config = compose(["runtime=sim", "tracking=none", "runtime.gradients=false", "cluster.link=null", *line], None)
+    config["cluster"] |= {"compute": [1 + i % 7 / 2 for i in range(n)], "exchange_s": 0.01}
+    config["dataset"]["batch_size"] = 1
+    config["stop"]["steps"] = max(EVENTS // 3, 10 * n)
+    return config
+
+
+def events_without_server() -> None:
+    rows = []
+    for name, line in TOPOLOGIES.items():
+        runs = [simulation(prepared(without_server(line, n)).plan) for n in WORKERS]
+        rows.append([name, *(thousands([events_per_s(run) for _ in range(3)]) for run in runs)])
+    show(
+        "Events per second of processor time, without gradients and without a server",
+        ["", *(f"{n:,} workers" for n in WORKERS)],
+        rows,
+        "medians of 3 runs; no jitter",
+    )
+
+
+def planning() -> None:
+    rows = []
+    for name, line in {"server, bsp": MODES["bsp"], **TOPOLOGIES}.items():
+        configs = [without_server(line, n) for n in WORKERS]
+        rows.append([name, *(f"{min(cpu_s(partial(prepared, config)) for _ in range(3)):.2f}" for config in configs)])
+    show(
+        "Processor seconds from a composed configuration to a plan with its predictions",
+        ["", *(f"{n:,} workers" for n in WORKERS)],
+        rows,
+        "least of 3",
+    )
+
+
 def main() -> None:
     torch.set_num_threads(1)
     against_a_loop()
     events()
+    events_without_server()
+    planning()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.console import Console
 from ashl.cli.compose import compose
 from ashl.config.identity import config_hash
 from ashl.data.digits import Digits
-from ashl.planning.make import make_plan, plan_and_data
+from ashl.planning.make import make_plan, prepared
 from ashl.run import train as run
 from ashl.tracking import forecast as forecasts
 from ashl.tracking import mlflow
@@ -97,7 +97,7 @@ def test_a_forecast_says_how_long(overrides: str, says: str) -> None:
 
 def test_a_forecast_of_many_workers_fits_a_screen(monkeypatch) -> None:
     monkeypatch.setattr(forecasts, "MAX_ROWS", 3)
-    plan, data = plan_and_data(compose(SMALL))
+    plan, _, data = prepared(compose(SMALL))
     console = Console(width=120)
     with console.capture() as shown:
         forecast(console, plan, len(data.train))

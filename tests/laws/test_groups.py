@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ashl.data.rng import Purpose, chosen, permutation
+from ashl.option import option
+from ashl.runtime.packed import packed, unpacked
 from ashl.sync.ripples_static import phase
 from ashl.topology import group_generator as gg
-from ashl.topology.group_rule import machines
+from ashl.topology.group_rule import GroupRule, machines
 from tests.conf_option import conf_option
 
 RULES = ("random", "smart", "static", "first_come")
@@ -49,8 +52,7 @@ class Played:
     started: list[gg.Group] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
 
-    def take(self, state: gg.Groups, started: list[gg.Group]) -> None:
-        self.state = state
+    def take(self, started: list[gg.Group]) -> None:
         for group in started:
             assert not set(group.members) & {w for other in self.running for w in other.members}, "two at a time"
             self.running.append(group)
@@ -65,19 +67,34 @@ class Played:
         moves: list[tuple[str, Any]] = [("ask", worker) for worker in self.can_ask()]
         moves += [("done", group) for group in self.running]
         kind, what = rng.choice(moves) if moves else ("wake", None)
-        before = copy.deepcopy(self.state)
-        was = self.state
         if kind == "ask":
-            self.take(*gg.request(self.state, self.rule, what, self.now_ns))
+            self.take(gg.request(self.state, self.rule, what, self.now_ns))
         elif kind == "done":
             self.running.remove(what)
-            self.take(*gg.done(self.state, self.rule, what, self.now_ns))
+            self.take(gg.done(self.state, self.rule, what, self.now_ns))
         else:
             due = self.rule.wakes(self.state)
             assert due is not None, f"nobody can go on: {self.state}"
             self.now_ns = due
-            self.take(*gg.woken(self.state, self.rule, due))
-        assert was == before, "a state is a value"
+            self.take(gg.woken(self.state, self.rule, due))
+        self.check()
+
+    def check(self) -> None:
+        """What is kept up to date is what a look at everybody finds, and what a checkpoint brings back."""
+        state, everyone = self.state, range(self.state.num_workers)
+        empty = [worker for worker in everyone if not state.buffers[worker]]
+        for least in range(max(state.requests) + 2):
+            assert state.free(least) == [worker for worker in empty if state.requests[worker] >= least]
+        asked = sorted(state.waiting, key=lambda worker: state.waiting[worker])
+        assert state.idle == [worker for worker in asked if worker in empty]
+        begun = {group.id for group in self.running}
+        pending = {group.id: group for buffer in state.buffers for group in buffer if group.id not in begun}
+        ready = {w: state.buffers[w][0].id for w in state.waiting if state.buffers[w]}
+        assert state._missing == {
+            number: sum(ready.get(member) != number for member in group.members) for number, group in pending.items()
+        }
+        assert all(state._missing.values()), "what can begin has begun"
+        assert unpacked(packed(state)) == state
 
 
 def play(seed: int, scheduler: str, steps: int = 60) -> Played:
@@ -87,10 +104,9 @@ def play(seed: int, scheduler: str, steps: int = 60) -> Played:
     played = Played(drawn_rule(rng, scheduler, n), gg.opened(nodes, seed))
     for _ in range(steps):
         played.step(rng)
-    played.state = gg.closed(played.state)
+    gg.close(played.state)
     for _ in range(10_000):
-        played.state, left = gg.dismissed(played.state)
-        played.left += left
+        played.left += gg.dismissed(played.state)
         if len(played.left) == n:
             return played
         played.step(rng)
@@ -113,19 +129,18 @@ def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(scheduler:
 
 def test_a_conflict_is_a_group_that_meets_one_of_another_draw() -> None:
     rule, state = rule_of("random", group_size=3), gg.opened([0] * 3, 0)
-    state, started = gg.request(state, rule, 0, 0)
-    assert (started, state.made, state.conflicts) == ([], 1, 0)
-    for worker in (1, 2):
-        state, started = gg.request(state, rule, worker, 0)
-    assert started == [gg.Group(0, (0, 1, 2))]
-    state, started = gg.request(state, rule, 0, 0)  # before the group has said that it is done
-    assert (started, state.made) == ([], 1)
-    state, started = gg.done(state, rule, gg.Group(0, (0, 1, 2)), 0)
-    assert (started, state.made) == ([], 2), "who asked too early is served now"
+    assert gg.request(state, rule, 0, 0) == []
+    assert (state.made, state.conflicts) == (1, 0)
+    assert gg.request(state, rule, 1, 0) == []
+    assert gg.request(state, rule, 2, 0) == [gg.Group(0, (0, 1, 2))]
+    assert gg.request(state, rule, 0, 0) == [], "before the group has said that it is done"
+    assert state.made == 1
+    assert gg.done(state, rule, gg.Group(0, (0, 1, 2)), 0) == []
+    assert state.made == 2, "who asked too early is served now"
     pairs = rule_of("random", group_size=2)
     state = gg.opened([0] * 3, 0)
     for worker in range(3):
-        state, _ = gg.request(state, pairs, worker, 0)
+        gg.request(state, pairs, worker, 0)
     assert state.conflicts == state.made - 1, "two pairs of three workers share one"
 
 
@@ -143,6 +158,16 @@ def matrix(n: int, groups: list[tuple[int, ...]]) -> np.ndarray:
 def second(w: np.ndarray) -> float:
     """The second largest singular value: what is left of the distance from the mean."""
     return float(np.linalg.svd(w, compute_uv=False)[1])
+
+
+@option
+class Alone(GroupRule):
+    """Everybody averages with itself."""
+
+    group_size: int | None
+
+    def draw(self, state: gg.Groups, asker: int, now_ns: int) -> list[tuple[int, ...]]:
+        return [(asker,)]
 
 
 def test_the_authors_static_table() -> None:
@@ -180,12 +205,31 @@ def test_random_groups_have_the_spectral_gap_by_enumeration(n: int, k: int) -> N
     assert second(expected) == pytest.approx(1 - (k - 1) / (n - 1))
 
 
+@given(length=st.integers(0, 50), count=st.integers(0, 50), step=st.integers(0, 99))
+def test_the_chosen_are_the_first_of_a_permutation(length: int, count: int, step: int) -> None:
+    whole = permutation(length, 7, Purpose.GROUPS, step=step).tolist()
+    assert chosen(length, count, 7, Purpose.GROUPS, step=step) == whole[:count]
+
+
 def test_random_groups_are_uniform() -> None:
     """Each of the 10 pairs that may join worker 2, about as often."""
     rule, state = rule_of("random", group_size=3), gg.opened([0] * 6, 7)
     seen = Counter(rule.draw(replace(state, draws=draw), 2, 0)[0] for draw in range(2000))
     assert len(seen) == 10
     assert all(2 in group and 140 < count < 260 for group, count in seen.items())
+
+
+def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -> gg.Groups:
+    """A generator of which workers have asked so often, and some have a group of their own."""
+    state, alone = gg.opened(nodes, seed), Alone(group_size=None, section_length=1)
+    for worker, times in enumerate(requests):
+        for _ in range(times):
+            (group,) = gg.request(state, alone, worker, 0)
+            gg.done(state, alone, group, 0)
+        if worker in busy:
+            gg.request(state, alone, worker, 0)
+    state.draws = 0
+    return state
 
 
 @given(
@@ -199,8 +243,7 @@ def test_a_division_takes_all_who_are_free_and_keep_up(n: int, k: int, seed: int
     asker = data.draw(st.sampled_from(sorted(set(range(n)) - busy)) if len(busy) < n else st.just(-1))
     if asker < 0:
         return
-    buffers = tuple((gg.Group(0, (w,)),) if w in busy else () for w in range(n))
-    state = replace(gg.opened([0] * n, seed), requests=tuple(requests), buffers=buffers)
+    state = standing([0] * n, seed, requests, busy)
     groups = rule.draw(state, asker, 0)
     everyone = list(itertools.chain(*groups))
     expected = {w for w in range(n) if w not in busy and (w == asker or requests[asker] - requests[w] < threshold)}
@@ -232,7 +275,7 @@ def test_a_division_in_two_rounds(nodes: list[int], seed: int) -> None:
 def test_a_straggler_does_not_hold_up_the_second_round() -> None:
     """It asks itself, so it is in the first one; the others of its machine average without it."""
     rule = rule_of("smart", inter_intra=True, threshold=4)
-    state = replace(gg.opened([0, 0, 0, 1, 1, 1], 0), requests=(9, 9, 5, 9, 9, 9))
+    state = standing([0, 0, 0, 1, 1, 1], 0, [9, 9, 5, 9, 9, 9], set())
     groups = rule.draw(state, 2, 0)
     assert groups[-2:] == [(0, 1), (3, 4, 5)]
     assert any(2 in group for group in groups)
@@ -247,11 +290,10 @@ def test_a_division_of_all_mixes_as_enumerated() -> None:
 def test_first_come_groups_close_with_k_or_with_the_window() -> None:
     rule, state = rule_of("first_come", group_size=3, window_s=1.0), gg.opened([0] * 5, 0)
     for worker in (4, 1):
-        state, started = gg.request(state, rule, worker, 0)
-        assert started == []
-    full, started = gg.request(state, rule, 2, SECOND // 2)
-    assert [group.members for group in started] == [(1, 2, 4)]
+        assert gg.request(state, rule, worker, 0) == []
+    full = copy.deepcopy(state)
+    assert [group.members for group in gg.request(full, rule, 2, SECOND // 2)] == [(1, 2, 4)]
     assert rule.wakes(full) is None
     assert rule.wakes(state) == SECOND
-    assert gg.woken(state, rule, SECOND - 1)[1] == []
-    assert [group.members for group in gg.woken(state, rule, SECOND)[1]] == [(1, 4)]
+    assert gg.woken(state, rule, SECOND - 1) == []
+    assert [group.members for group in gg.woken(state, rule, SECOND)] == [(1, 4)]

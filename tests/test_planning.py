@@ -1,0 +1,101 @@
+"""From specs to options, each made once; and plans whose stages do not fit together, refused in a sentence."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ashl.cli.compose import compose
+from ashl.errors import UsageError
+from ashl.planning import build
+from ashl.planning.build import assemble, parts_of
+from ashl.planning.make import make_plan, prepared
+from tests.support import planned
+
+
+def overrides(*more: str) -> list[str]:
+    return ["runtime=sim", "tracking=none", "dataset=digits", "model=mlp", "model.hidden=[8]", *more]
+
+
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Counts what is made from now on, by group and spec."""
+    counts: Counter = Counter()
+    construct = build.construct
+
+    def counting(spec: Mapping[str, Any], where: str, allow: tuple[str, ...] = ()) -> Any:
+        counts[where, json.dumps(spec, sort_keys=True)] += 1
+        return construct(spec, where, allow)
+
+    monkeypatch.setattr(build, "construct", counting)
+    return counts
+
+
+@pytest.mark.parametrize("line", ["", "sync=bsp topology=all_reduce", "schedule=ashl_plus compression=topk"])
+def test_a_run_makes_each_option_once(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = made(monkeypatch)
+    plan, parts, data = prepared(compose(overrides(*line.split())))
+    assert counts["cluster", json.dumps(plan.cluster, sort_keys=True)] == 1
+    assert set(counts.values()) == {1}, "planning"
+    before = dict(counts)
+    job = assemble(plan, "cpu", parts, data)
+    assert counts == before, "what is planned is what runs"
+    assert job.parts is parts
+    assert len({id(stage.aggregate) for stage in job.stages}) == 1, "equal specs share an option"
+
+
+def test_a_process_makes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, counts = make_plan(compose(overrides())), made(monkeypatch)
+    assemble(plan, "cpu", parts_of(plan))
+    assert set(counts.values()) == {1}
+
+
+def test_nobody_else_makes_options_of_a_plan() -> None:
+    """`planning.build` does, and `run.train` and `study.sweep` that of tracking, which is no part of a plan."""
+    root = Path(build.__file__).parents[1]
+    makers = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "construct(" in path.read_text()}
+    own = {"config/construct.py", "planning/settings.py"}
+    assert makers - own == {"planning/build.py", "run/train.py", "study/sweep.py"}
+
+
+def test_true_is_not_one() -> None:
+    options = build.Options(())
+    spec = {"_target_": "ashl.sync.ripples_smart.RipplesSmart", "section_length": 1, "group_size": 2, "threshold": 1}
+    assert options.of("sync", {**spec, "inter_intra": True}) is options.of("sync", {**spec, "inter_intra": True})
+    with pytest.raises(UsageError, match="threshold=true is not possible"):
+        options.of("sync", {**spec, "inter_intra": True, "threshold": True})
+
+
+def given(folder: Path, *lines: str) -> str:
+    """A plan of several runs' stages, one after the other."""
+    plans = [planned(*overrides(*line.split())) for line in lines]
+    stages = [stage for plan in plans for stage in asdict(plan)["stages"]]
+    path = folder / "plan.json"
+    path.write_text(json.dumps({**asdict(plans[0]), "stages": stages}))
+    return f"plan={path}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (
+            ("sync=bsp", "sync=bsp topology=all_reduce"),
+            "stage bsp has topology=parameter_server and stage bsp has topology=all_reduce, but no worker can take "
+            "its state from one to the other; take one topology for the whole run",
+        ),
+        (("topology=gossip sync=d_psgd", "topology=gossip sync=ad_psgd"), "some stages need a coordinator"),
+    ],
+)
+def test_stages_that_no_rank_can_go_through_are_refused(lines: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        planned(*overrides(*lines[0].split(), given(tmp_path, *lines)))
+
+
+def test_a_given_plan_of_two_stages_runs(tmp_path: Path) -> None:
+    line = "topology=all_reduce sync=bsp"
+    plan = planned(*overrides(*line.split(), given(tmp_path, line, f"{line} optimizer.lr=0.01")))
+    assert len(plan.stages) == 2
+    assert all(stage.predicted_steps_per_s for stage in plan.stages)
