@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
 
 
 class SizeOnly(NamedTuple):
@@ -25,3 +27,6 @@ class SizeOnly(NamedTuple):
 
     __radd__ = __add__  # type: ignore[assignment]
     __mul__ = __rmul__ = __sub__  # type: ignore[assignment]
+
+
+Vector: TypeAlias = Tensor | SizeOnly  # a model, or what a worker computed

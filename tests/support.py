@@ -16,9 +16,9 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import make_plan
 from ashl.run.mean_model import ModelSet, Whole
-from ashl.runtime.node import Vector
 from ashl.runtime.records import Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
+from ashl.size_only import Vector
 from ashl.stage.program import program
 
 

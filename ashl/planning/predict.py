@@ -12,9 +12,9 @@ from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
-from ashl.runtime.node import Vector
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sim import Sim
+from ashl.size_only import Vector
 from ashl.stage.program import program
 from ashl.stage.rule import Members, extra_ranks
 from ashl.stage.stage import Stage

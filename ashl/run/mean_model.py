@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.runtime.node import Vector
 from ashl.runtime.records import Snapshot
-from ashl.size_only import SizeOnly
+from ashl.size_only import SizeOnly, Vector
 
 
 class Whole(NamedTuple):

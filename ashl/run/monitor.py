@@ -18,7 +18,6 @@ from ashl.run.health import Health
 from ashl.run.mean_model import ModelSet, Whole, mean_of
 from ashl.run.metrics import Waited, metrics_line, values_of
 from ashl.run.view import view
-from ashl.runtime.node import Vector
 from ashl.runtime.records import (
     Beat,
     Border,
@@ -36,6 +35,7 @@ from ashl.runtime.records import (
     UpdateShown,
 )
 from ashl.runtime.records import Health as HealthReport
+from ashl.size_only import Vector
 from ashl.tracking.console import Progress
 from ashl.tracking.events import as_event
 from ashl.tracking.recorder import Recorder

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ashl.run import vectors
-from ashl.runtime.node import Vector
 from ashl.runtime.records import Alive, Record, Snapshot, UpdateShown, dumps
+from ashl.size_only import Vector
 
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB

@@ -11,9 +11,9 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import Job
 from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint
-from ashl.runtime.node import Vector
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
+from ashl.size_only import Vector
 from ashl.stage.program import program
 
 

@@ -25,9 +25,10 @@ import torch
 from ashl.errors import AshlError, UsageError
 from ashl.runtime.channel import Channel, Collective, Shared
 from ashl.runtime.kernel import Task
-from ashl.runtime.node import Node, Observer, Vector
+from ashl.runtime.node import Node, Observer
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.records import Record, Snapshot, UpdateShown
+from ashl.size_only import Vector
 
 if TYPE_CHECKING:
     from ashl.runtime.sim import Sim

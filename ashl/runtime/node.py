@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
 from ashl.runtime.effects import (
     ANY,
     AllGather,
@@ -33,9 +31,8 @@ from ashl.runtime.records import (
     Snapshot,
     UpdateShown,
 )
-from ashl.size_only import SizeOnly
+from ashl.size_only import Vector
 
-Vector = Tensor | SizeOnly
 MEASURE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)  # what files, MLflow and tables can bear
 
 T = TypeVar("T")

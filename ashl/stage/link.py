@@ -28,9 +28,8 @@ from ashl.compression.around.stand_in import after, before
 from ashl.compression.around.wrapped import handed_over
 from ashl.compression.contract import Codec, CodecInput, Collective, Flags, Linear, Outcome, Reduces, State, Turn
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.size_only import SizeOnly
+from ashl.size_only import SizeOnly, Vector
 
-Vector: TypeAlias = Tensor | SizeOnly  # what a worker computed, or a model
 Body: TypeAlias = Tensor | SizeOnly  # what travels of it
 
 

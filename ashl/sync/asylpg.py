@@ -34,7 +34,7 @@ from ashl.compression.wire.body import HEADER, Parts, read_body, write_body
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
+from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import CODEC
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
@@ -146,7 +146,7 @@ class Snapshots(Updates):
             return body
         return state.params if isinstance(body, SizeOnly) else read_model(body, stage.trainer.num_params)
 
-    def opened(self, stage: Stage, params: Any) -> Epoch:
+    def opened(self, stage: Stage, params: Vector) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
         steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
         return Epoch(params, set(stage.workers), steps)
@@ -172,7 +172,7 @@ def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
     return bits if bits <= MOST else None
 
 
-def is_encoded(body: Any) -> bool:
+def is_encoded(body: Vector) -> bool:
     return not isinstance(body, SizeOnly) and body.dtype == torch.uint8
 
 

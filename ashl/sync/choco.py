@@ -23,6 +23,7 @@ from ashl.errors import UsageError
 from ashl.option import Count, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
+from ashl.size_only import Vector
 from ashl.stage.rule import CODEC
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
@@ -76,7 +77,7 @@ class Choco(RoundRule):
         return {j: (body, ()) for j in graph_of(stage).round(stage, k).targets[node.rank]}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         own, before, sent = state.rule_state
         row = graph_of(stage).round(stage, k).rows[rank]

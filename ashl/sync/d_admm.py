@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.node import Node
+from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule, graph_of
@@ -126,7 +127,7 @@ def opened(stage: Stage, params: Any, rank: int) -> Edges:
     )
 
 
-def augmented(stage: Stage, edges: Edges, params: Any, rho: float) -> Stage:
+def augmented(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
     """The stage, with what its neighbours want of this worker in every gradient."""
     if not edges.heard:
         return stage

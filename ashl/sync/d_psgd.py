@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
+from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, mixed
 
@@ -37,7 +38,7 @@ class DPSGD(RoundRule):
         return {rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[node.rank]}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         state.params = mixed(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
         if self.early:

@@ -22,6 +22,7 @@ from ashl.data.rng import Purpose, bits
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
+from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, mixed
 from ashl.topology.graph import Edge
@@ -56,7 +57,7 @@ class Matcha(RoundRule):
         return {j: (state.params, ()) for j in self.sources(stage, node.rank, k)}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         alpha = stage.once(sampling_in).alpha
         row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}

@@ -25,7 +25,7 @@ import torch
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
+from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
 from ashl.topology.graph import matching
@@ -53,7 +53,7 @@ class NoLoCo(RoundRule):
         return {j: (joined(delta, state.params), ()) for j in peers}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         if isinstance(delta, SizeOnly):
             return

@@ -22,6 +22,7 @@ from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
+from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_of
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
@@ -52,7 +53,7 @@ class RelaySum(RoundRule):
         return {j: (body, (count,)) for j, (body, count) in told.items()}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         state.rule_state = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
         total, count = relayed(state.params, state.rule_state)
@@ -61,7 +62,7 @@ class RelaySum(RoundRule):
         state.params = total * (1 / stage.num_workers)
 
 
-def relayed(own: Any, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
+def relayed(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
     """Its own model and what it has heard of, but not from whom it tells; summed in rank order."""
     parts = [heard[j] for j in sorted(heard) if j != but]
     return Relayed(sum_in_rank_order([own, *(part.total for part in parts)]), 1 + sum(part.count for part in parts))

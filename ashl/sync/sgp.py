@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
+from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_of
 
@@ -54,7 +54,7 @@ class SGP(RoundRule):
         return {j: (bodies[shares[j]], (w * shares[j],)) for j in now.targets[rank]}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         self.settle(state, heard)
 

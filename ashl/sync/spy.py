@@ -133,7 +133,7 @@ def written(x: Tensor) -> Tensor:
     return write_body(CODE, x.dtype, array.size, Parts(places.size, array[places], indices))
 
 
-def read(body: Any, d: int) -> Tensor:
+def read(body: Tensor, d: int) -> Tensor:
     """The vector again. Raises BodyError."""
     parts, dtype = read_body(body, CODE, d)
     typed(parts.scales, "<f4", 0, "scales")

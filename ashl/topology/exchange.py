@@ -18,8 +18,8 @@ from functools import partial
 import torch
 
 from ashl.compression.contract import Collective, Turn
-from ashl.size_only import SizeOnly
-from ashl.stage.link import Body, Vector
+from ashl.size_only import SizeOnly, Vector
+from ashl.stage.link import Body
 from ashl.stage.stage import Stage
 from ashl.stage.team import Team
 from ashl.topology.local_work import WorkerState, not_finite, report_health, reports_mean, turn_of

@@ -25,7 +25,7 @@ import torch
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly
+from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
@@ -70,7 +70,7 @@ class RoundRule(GossipRule, contract=True):
         raise NotImplementedError
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Any, heard: Mapping[int, Message]
+        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         """The messages of round k − lag and Δ become the model."""
         raise NotImplementedError

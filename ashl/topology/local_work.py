@@ -18,8 +18,8 @@ from ashl.compression.base.code import Code
 from ashl.compression.contract import Turn
 from ashl.runtime.node import Node
 from ashl.runtime.records import Health, NotFinite
-from ashl.size_only import SizeOnly
-from ashl.stage.link import Body, Ends, Vector
+from ashl.size_only import SizeOnly, Vector
+from ashl.stage.link import Body, Ends
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw, estimated
 

@@ -13,11 +13,12 @@ Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient De
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ashl.data.rng import Purpose, bits
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
+from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule
@@ -72,19 +73,19 @@ def drawn(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
     return peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
 
 
-async def ask(node: Node, stage: Stage, peer: int | None, params: Any) -> None:
+async def ask(node: Node, stage: Stage, peer: int | None, params: Vector) -> None:
     if peer is not None:
         await node.send(peer, stage.tag("ask"), params)
 
 
-async def meet(node: Node, stage: Stage, state: RoamingState, peer: int | None, sent: Any) -> None:
+async def meet(node: Node, stage: Stage, state: RoamingState, peer: int | None, sent: Vector) -> None:
     """Take the answer of a worker that was asked."""
     if peer is not None:
         message = await node.recv(stage.tag("answer"), src=peer)
         merge(state, message, sent)
 
 
-def merge(state: RoamingState, message: Message, sent: Any) -> None:
+def merge(state: RoamingState, message: Message, sent: Vector) -> None:
     """x ← x + (y − x')/2."""
     state.params = state.params + (message.body - sent) * 0.5
     state.version += 1

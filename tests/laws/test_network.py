@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Node, Vector
+from ashl.runtime.node import Node
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
-from ashl.size_only import SizeOnly
+from ashl.size_only import SizeOnly, Vector
 from tests.laws.machines import MS, cluster
 
 NBYTES = 125_000  # a second at 1 Mbit/s

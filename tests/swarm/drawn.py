@@ -15,9 +15,9 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.outer.average import Average
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.predict import WITHOUT
-from ashl.runtime.node import Vector
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
+from ashl.size_only import Vector
 from ashl.stage.program import program
 from ashl.stage.rule import extra_ranks
 from ashl.stage.stage import Stage
