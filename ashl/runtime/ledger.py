@@ -7,6 +7,8 @@ off what lies past the end.
 
 from __future__ import annotations
 
+import math
+
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")
 Span = tuple[str, int, int]
 
@@ -14,12 +16,24 @@ Span = tuple[str, int, int]
 class Ledger:
     """Spans in integer nanoseconds and bytes of one rank."""
 
-    __slots__ = ("_old", "_old_traffic", "_spans", "_start", "_traffic", "bytes_down", "bytes_up", "cursor", "totals")
+    __slots__ = (
+        "_old",
+        "_old_traffic",
+        "_spans",
+        "_start",
+        "_traffic",
+        "bytes_down",
+        "bytes_up",
+        "cursor",
+        "limit_ns",
+        "totals",
+    )
 
     def __init__(self) -> None:
         self.totals = dict.fromkeys(KINDS, 0)
         self.bytes_up = self.bytes_down = 0
         self.cursor = 0  # the end of the last span
+        self.limit_ns: float = math.inf  # of the run's budget: nothing counts that comes later
         self._start = 0  # of this round
         self._spans: list[Span] = []
         self._old: list[Span] = []
@@ -32,6 +46,8 @@ class Ledger:
 
     def mark(self, kind: str, end_ns: int) -> None:
         """The time up to `end_ns` was of this kind."""
+        if end_ns > self.limit_ns:
+            end_ns = int(self.limit_ns)
         if end_ns > self.cursor:
             self._spans.append((kind, self.cursor, end_ns))
             self.cursor = end_ns
@@ -47,7 +63,8 @@ class Ledger:
         self.mark("pull", now_ns)
 
     def traffic(self, start_ns: int, up: int, down: int) -> None:
-        self._traffic.append((start_ns, up, down))
+        if start_ns <= self.limit_ns:
+            self._traffic.append((start_ns, up, down))
 
     def rebook(self, source: str, target: str, amount_ns: int) -> None:
         """Move time between classes when it becomes known later what it was."""

@@ -33,6 +33,10 @@ class Judge:
     def deadline_s(self) -> float:
         return math.inf if self.limits.seconds is None else self.limits.seconds
 
+    @property
+    def deadline_ns(self) -> float:
+        return math.inf if self.limits.seconds is None else round(self.limits.seconds * 1e9)
+
     def over(self, tally: Progress) -> str | None:
         """Why the run ends, judged from counts alone."""
         return "diverged" if tally.diverged else self.spent(tally)

@@ -16,6 +16,7 @@ from ashl.stage.stage import STOP, Stage
 async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None) -> None:
     """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there."""
     first = stages[0]
+    node.ledger.limit_ns = first.judge.deadline_ns
     begin, state = saved or (0, first.topology.begin(node, first))
     if node.rank == first.home:
         node.counter = state

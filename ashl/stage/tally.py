@@ -39,6 +39,10 @@ class Progress:
     end_ns: int = 0  # when the last stage ended
     now_s: float = 0.0  # the moment that questions are asked at
 
+    def copy(self) -> Progress:
+        """The same, to count on with."""
+        return replace(self)
+
     def here(self, now_s: float) -> Start:
         return Start(self.total_commits, self.samples, now_s)
 

@@ -17,10 +17,21 @@ import torch
 from ashl.option import option
 from ashl.runtime.node import Node
 from ashl.stage.rule import CODEC, OUTER, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import Stage
+from ashl.stage.stage import STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.stage.team import Team
-from ashl.topology.ending import REASONS, foreseen, leave, record_end, rule_of, word_of
+from ashl.topology.ending import (
+    REASONS,
+    InTime,
+    ends_at,
+    foreseen,
+    keep_in_time,
+    leave,
+    record_end,
+    rule_of,
+    within_budget,
+    word_of,
+)
 from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import WorkerState, local_work
 
@@ -64,6 +75,7 @@ class PeerState(WorkerState):
 
     tally: Tally = field(default_factory=lambda: Tally(0))
     evaluated: Start = NOTHING  # at rank 0: the last evaluation
+    in_time: InTime | None = None  # once a merge has come too late
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
 
@@ -111,15 +123,16 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         body = stage.aggregate.clip(work.body)
         team.begin(work.loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
         update = await exchanged(team, stage, state, state.tally.version, body)
+        late = keep_in_time(node, stage, state, state.params)
         moment = ("merge", stage.index, state.tally.version)
         state.adopt(node.alike(team.ranks, moment, partial(merged, stage, state, update, team.loss)))
         tally = state.tally
         reason = stage.judge.over(tally) or REASONS[int(team.word)]
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
-        node.round(stage.index, state.round, work.steps, 0, dropped=False, loss=work.loss)
+        node.round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
         state.round += 1
-        if node.rank == 0 and stage.judge.take(state, node.now):
+        if node.rank == 0 and not late and stage.judge.take(state, node.now):
             node.snapshot(state.params, counts=tally.report())
         if reason:
             return end(node, stage, state, reason)
@@ -145,7 +158,10 @@ def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float) -> Mer
 
 def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge; returns the last word."""
-    state.tally, state.word = replace(state.tally, end_ns=node.now_ns), None
+    word = word_of(stage, reason)
+    if word == STOP:
+        reason = within_budget(node, stage, state, reason)
+    state.tally, state.word = replace(state.tally, end_ns=ends_at(node, stage)), None
     if node.rank == 0:
         record_end(node, stage, state.tally, rule_of(node, stage, state.tally, reason))
-    return leave(node, stage, word_of(stage, reason), state.tally.end_ns)
+    return leave(node, stage, word, state.tally.end_ns)

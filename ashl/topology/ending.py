@@ -7,9 +7,15 @@ Ridden: nobody is asked. All count alike, and what rank 0 alone can know (second
 the next exchange as a number (`foreseen`), so that everybody reads the same reason off the same exchange.
 
 NEXT: another stage follows, and the work that is under way still counts. STOP: the run is over, and it does not.
+
+`stop.seconds` is a budget: the clock of the records ends there, and nothing later counts. Who is asked is so in time;
+where the word rides, merges go on until it has reached everybody, and a rank that sees one end past the budget keeps
+what it had before (`keep_in_time`), which is what the run ends with (`within_budget`).
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
 
 from ashl.runtime.node import Node
 from ashl.runtime.records import Border, StageEnd
@@ -18,6 +24,46 @@ from ashl.stage.tally import Progress, Tally
 
 # What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
 REASONS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
+
+
+class InTime(NamedTuple):
+    """The model and the counts of the last merge that ended within the budget."""
+
+    params: Any
+    tally: Any
+
+
+class Budgeted(Protocol):
+    """The state of a rank to which the last word rides."""
+
+    params: Any
+    tally: Any
+    in_time: InTime | None
+
+
+def keep_in_time(node: Node, stage: Stage, state: Budgeted, params: Any) -> bool:
+    """Ridden, before a merge is counted: whether it comes too late. `params` is the model before it."""
+    if state.in_time is None and node.now_ns > stage.judge.deadline_ns:
+        counts = node.rank == stage.home or not isinstance(state.tally, Tally)  # the others only look at it
+        state.in_time = InTime(params, state.tally.copy() if counts else state.tally)
+    return state.in_time is not None
+
+
+def within_budget(node: Node, stage: Stage, state: Budgeted, reason: str) -> str:
+    """Ridden, at the end of the run: back to what was in time, with what came later dropped; returns the reason."""
+    if state.in_time is None:
+        return reason
+    late = state.tally.version - state.in_time.tally.version
+    state.params, state.tally = state.in_time
+    if node.rank == stage.home:
+        for rank, steps in zip(stage.workers, stage.round_steps, strict=True):
+            state.tally.drop(rank, late * steps)
+    return "seconds"
+
+
+def ends_at(node: Node, stage: Stage) -> int:
+    """The moment of a stage that ends now, in nanoseconds: within the budget, whatever is still being applied."""
+    return int(min(node.now_ns, stage.judge.deadline_ns))
 
 
 def verdict(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]:

@@ -27,10 +27,20 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import Loop, Network, Rule, Topology
-from ashl.stage.stage import Stage
+from ashl.stage.stage import STOP, Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
-from ashl.topology.ending import REASONS, foreseen, leave, record_end, rule_of, word_of
+from ashl.topology.ending import (
+    REASONS,
+    InTime,
+    foreseen,
+    keep_in_time,
+    leave,
+    record_end,
+    rule_of,
+    within_budget,
+    word_of,
+)
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
@@ -203,6 +213,7 @@ class RoundState(WorkerState):
 
     tally: Progress = field(default_factory=lambda: Progress(0))
     evaluated: Start = NOTHING  # the last evaluation
+    in_time: InTime | None = None  # once a round has come too late
     header: GossipHeader = NOTHING_HEARD
     k: int = 0  # rounds of this stage so far
 
@@ -222,7 +233,7 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
     rule, rank = rule_in(stage), node.rank
     while True:
         node.mark(stage.index, state)
-        k = state.k
+        k, params = state.k, state.params
         if rule.early:
             await post(node, stage, state, k, None)
         work = await local_work(node, stage, state)
@@ -231,21 +242,23 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
         heard = await hear(node, stage, state, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
         learn(state, rank, work.loss, heard)
+        late = keep_in_time(node, stage, state, params)
         count(stage, state)
+        asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
         if rank == 0:
             look_ahead(node, stage, state, k)
         due = stage.limits.eval_every_s is None and stage.judge.take(state, node.now)
-        if due or state.header.snapshot_after == k:
+        if (due or asked) and not late:
             counts = state.tally.report() if isinstance(state.tally, Tally) else None
             node.snapshot(state.params, tick=state.tally.version, counts=counts)
         reason = stage.judge.spent(state.tally)
         if not reason and state.header.verdict and k >= state.header.last:
             reason = VERDICTS[int(state.header.verdict)]
         if reason:
-            for late in range(max(0, k + 1 - rule.lag), k + 1):
-                rule.settle(state, await hear(node, stage, state, late))
+            for round_under_way in range(max(0, k + 1 - rule.lag), k + 1):
+                rule.settle(state, await hear(node, stage, state, round_under_way))
             word = await end(node, stage, state, reason)
-        node.round(stage.index, state.round, work.steps, rule.lag, dropped=False, loss=work.loss)
+        node.round(stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss)
         state.round += 1
         if reason:
             return word
@@ -333,10 +346,13 @@ def rounds_to_all(stage: Stage, first: int) -> int:
 async def end(node: Node, stage: Stage, state: RoundState, reason: str) -> int:
     """The stage ended with this round; at the moment when the last worker had finished it. Returns the last word."""
     moment = await node.all_reduce(torch.tensor([node.now_ns]), stage.workers, "max", riders=1)
-    state.tally.end_ns = int(moment)
+    word = word_of(stage, reason)
+    if word == STOP:
+        reason = within_budget(node, stage, state, reason)
+    state.tally.end_ns = int(min(int(moment), stage.judge.deadline_ns))
     if isinstance(state.tally, Tally):
         record_end(node, stage, state.tally, rule_of(node, stage, state.tally, reason))
-    return leave(node, stage, word_of(stage, reason), state.tally.end_ns)
+    return leave(node, stage, word, state.tally.end_ns)
 
 
 def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:

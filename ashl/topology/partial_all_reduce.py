@@ -172,8 +172,8 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
         state.samples = int(reply.samples)
         if len(members) > 1 and node.rank == members[0]:
             await node.send(stage.home, stage.tag("done"), meta=(reply.group,))
-        if reply.word == GO and reply.tick > state.tick:
-            state.tick = int(reply.tick)
+        while reply.word == GO and state.tick < reply.tick:  # its model now is what it was at each of them
+            state.tick += 1
             node.snapshot(state.params, tick=state.tick)
         if reply.word == GO or not members:
             return reply, met

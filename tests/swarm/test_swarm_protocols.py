@@ -67,9 +67,15 @@ def check(seed: int) -> None:
     assert len(set(end["commits"])) == 1
     assert end["stale_max"] == [0] * n
     ledgers = seen.of("ledger")
-    assert (
-        sum(r["bytes_up"] for r in ledgers) == sum(r["bytes_down"] for r in ledgers) == end["merges"] * moved(name, n)
-    )
+    up, down = sum(r["bytes_up"] for r in ledgers), sum(r["bytes_down"] for r in ledgers)
+    seconds = stage.limits.seconds
+    if seconds is not None and end["end_ns"] == round(
+        seconds * 1e9
+    ):  # what began in time is paid, even if it ended late
+        done = end["merges"] - (name == "gtopk")  # rank 0 is the root of the tree, and ends before its leaves
+        assert done * moved(name, n) <= min(up, down) <= max(up, down) <= (end["merges"] + 1) * moved(name, n)
+    else:
+        assert up == down == end["merges"] * moved(name, n)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

@@ -1,0 +1,58 @@
+"""A budget of seconds is one on every topology, and every evaluation that falls due is made, however often."""
+
+import pytest
+
+from tests.support import Ran, simulated
+
+SMALL = ("schedule=single", "cluster=mixed", "model.hidden=[8]", "stop.steps=null")
+MODES = {
+    "server": ("sync=local_sgd", "sync.local_steps=16"),
+    "asynchronous": ("sync=asp",),
+    "all_reduce": ("topology=all_reduce", "sync=local_sgd", "sync.local_steps=16"),
+    "rounds": ("topology=gossip", "topology.graph=ring", "sync=d_psgd", "sync.local_steps=8"),
+    "early": ("topology=gossip", "topology.graph=ring", "sync=d_psgd", "sync.local_steps=8", "sync.order=awc"),
+    "matchings": ("topology=gossip", "sync=matcha"),
+    "pairs": ("topology=gossip", "sync=ad_psgd"),
+    "groups": ("topology=partial_all_reduce", "sync=ripples_smart"),
+}
+
+
+def evaluations(ran: Ran) -> list[float]:
+    return [record["time_ns"] / 1e9 for record, _ in ran.snapshots if not record.get("final")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_clock_of_the_records_ends_with_the_budget(mode: str) -> None:
+    """Local SGD by all-reduce with H = 64 ended at 19.2 s of 10, NoLoCo at 45.5 s."""
+    ran = simulated(*SMALL, *MODES[mode], "stop.seconds=4.7", "eval.every_s=0.5")
+    assert ran.end["reason"] == "seconds"
+    assert ran.time_ns == 4_700_000_000
+    assert {sum(totals.values()) for totals in ran.ledgers} == {4_700_000_000}
+    assert max(evaluations(ran), default=0.0) <= 4.7
+
+
+@pytest.mark.parametrize("mode", ["all_reduce", "rounds"])
+def test_what_ends_later_does_not_count(mode: str) -> None:
+    """The model is that of the steps that ended in time, bit for bit, where all ranks end their rounds at once."""
+    equal = ("cluster=homogeneous",)
+    late = simulated(*SMALL, *MODES[mode], *equal, "stop.seconds=2.3")
+    exact = simulated(*SMALL, *MODES[mode], *equal, f"stop.steps={late.end['steps']}")
+    assert late.sha256 == exact.sha256
+    assert exact.time_ns <= 2_300_000_000
+    assert sum(late.end["dropped_by"]) > 0 == sum(exact.end["dropped_by"])
+
+
+@pytest.mark.parametrize("every_s", [1.0, 0.5, 0.2])
+def test_gossip_in_rounds_makes_every_evaluation(every_s: float) -> None:
+    """Rank 0 asked for the next one in the round of the last, and did not hand in its own model: one in 60 s."""
+    ran = simulated(*SMALL, *MODES["early"], "sync.local_steps=1", "stop.seconds=12", f"eval.every_s={every_s}")
+    times = evaluations(ran)
+    rounds_s = ran.time_ns / 1e9 / ran.end["merges"]
+    assert len(times) >= 12 / (every_s + 4 * rounds_s) - 2, "one each time, and at the next round that all know of"
+    assert times == sorted(set(times))
+
+
+def test_groups_make_every_evaluation() -> None:
+    """An evaluation that any worker had slept through was never complete: one of some hundred."""
+    ran = simulated(*SMALL, *MODES["groups"], "stop.seconds=6", "eval.every_commits=8")
+    assert len(evaluations(ran)) >= sum(ran.end["commits"]) // 8 - 4
