@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from ashl.errors import UsageError
 from ashl.planning import build
 from ashl.planning.build import assemble, parts_of
 from ashl.planning.make import make_plan, prepared
+from ashl.stage.rule import PULLS
+from ashl.topology.parameter_server import ParameterServer
+from tests.conf_option import values
 from tests.support import planned
 
 
@@ -69,6 +72,9 @@ def test_true_is_not_one() -> None:
         options.of("sync", {**spec, "inter_intra": True, "threshold": True})
 
 
+LOCAL = "topology=all_reduce optimizer.momentum=0.9 sync=local_sgd"
+
+
 def given(folder: Path, *lines: str) -> str:
     """A plan of several runs' stages, one after the other."""
     plans = [planned(*overrides(*line.split())) for line in lines]
@@ -87,11 +93,45 @@ def given(folder: Path, *lines: str) -> str:
             "its state from one to the other; take one topology for the whole run",
         ),
         (("topology=gossip sync=d_psgd", "topology=gossip sync=ad_psgd"), "some stages need a coordinator"),
+        ((LOCAL, f"{LOCAL} sync=bsp"), "stage bsp cannot take over .* each worker has another one"),
+        (
+            ("sync=bsp optimizer.momentum=0", "sync=bsp optimizer.momentum=0.9"),
+            "stage bsp cannot take over .* remembers other things",
+        ),
     ],
 )
 def test_stages_that_no_rank_can_go_through_are_refused(lines: tuple[str, ...], says: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=says):
         planned(*overrides(*lines[0].split(), given(tmp_path, *lines)))
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "says"),
+    [
+        ("topology=gossip sync=d_psgd", {"compression": "topk"}, "stage d_psgd: compression=topk makes no sense with"),
+        (
+            "topology=gossip sync=d_psgd",
+            {"aggregate": "uniform"},
+            "stage d_psgd: .* has no place for aggregate=uniform",
+        ),
+        ("sync=bsp", {"sync": "lb_bsp", "aggregate": "uniform"}, "stage bsp: aggregate=uniform makes no sense"),
+        ("sync=bsp", {"sync": "asylpg", "compression": "topk"}, "stage bsp: sync=asylpg needs a codec that keeps the"),
+    ],
+)
+def test_what_a_given_plan_says_is_checked_as_well(line: str, change: dict, says: str, tmp_path: Path) -> None:
+    """A stage of a plan that compressed whole models compressed nothing, and ended well."""
+    plan = planned(*overrides(*line.split()))
+    specs = {group: values(group, name) for group, name in change.items()}
+    path = tmp_path / "plan.json"
+    path.write_text(replace(plan, stages=(replace(plan.stages[0], **specs),)).to_json())
+    with pytest.raises(UsageError, match=says):
+        planned(*overrides(*line.split(), f"plan={path}"))
+
+
+def test_a_topology_that_carries_no_pulls_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParameterServer, "carries", ParameterServer.carries - {PULLS})
+    with pytest.raises(UsageError, match="topology=parameter_server has no compressed pulls"):
+        planned(*overrides("compression=topk", "topology.pull_ratio=0.1"))
 
 
 def test_a_given_plan_of_two_stages_runs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ashl.aggregate.weighted import Weighted
@@ -14,7 +15,7 @@ from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
 from ashl.plan.plan import AVERAGE, Limits, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
-from ashl.stage.rule import CODEC, OUTER, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
+from ashl.stage.rule import CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.gossip import Gossip
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule, Updates
@@ -55,19 +56,10 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
             f"sync={sync_name} makes no sense with topology={topology_name}: {why}; take "
             f"topology={' or '.join(topologies_of(sync))}, or {other}"
         )
-    if sync is not None and sync.resizes and not follows_samples(parts["aggregate"]):
-        raise UsageError(
-            f"aggregate={choices['aggregate']} makes no sense with sync={sync_name}: its workers' batches differ, and "
-            "only weights by samples make one mean gradient of them; take aggregate=samples"
-        )
     if type(parts["optimizer"]).statistics is not Optimizer.statistics:
         check_sweeping(parts, choices)
     if sync is not None:
-        check_carried(sync, parts, choices)
-    if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
-        check_messages(sync.messages(), parts, choices)
-    if topology.pull_ratio is not None and parts["compression"].flags.lossless:
-        raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
+        check_rules(sync, parts, choices)
     if runtime.name == "sim":
         if isinstance(cluster, RealCluster):
             raise UsageError(
@@ -89,6 +81,23 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
 def topologies_of(sync: Rule) -> list[str]:
     """The topologies that ask such a rule."""
     return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.asks)]
+
+
+def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """What holds of one stage, whether it was chosen or stands in a schedule or in a plan that was given."""
+    if sync.resizes and not follows_samples(parts["aggregate"]):
+        raise UsageError(
+            f"aggregate={choices['aggregate']} makes no sense with sync={choices['sync']}: its workers' batches "
+            "differ, and only weights by samples make one mean gradient of them; take aggregate=samples"
+        )
+    check_carried(sync, parts, choices)
+    if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
+        check_messages(sync.messages(), parts, choices)
+    topology: Topology = parts["topology"]
+    if topology.pull_ratio is not None and PULLS not in topology.carries:
+        raise UsageError(f"topology={choices['topology']} has no compressed pulls; drop topology.pull_ratio")
+    if topology.pull_ratio is not None and parts["compression"].flags.lossless:
+        raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
 
 
 def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -185,8 +194,32 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
                 f"topology={' or '.join(topologies_of(sync))}, or one sync mode for the whole run, as in "
                 f"{INSTEAD.get(type(topology), 'sync=bsp')}"
             )
+        try:
+            check_rules(sync, vars(own), {group: chosen(option) for group, option in vars(own).items()})
+        except UsageError as error:
+            raise UsageError(f"stage {stage.name}: {error}") from error
         if stage.outer != AVERAGE:
             check_outer(stage.name, sync, topology)
+    for (_, before), (stage, own) in pairwise(zip(stages, parts.stages, strict=True)):
+        if stage.handover.get("momentum") != "reset":
+            check_momentum(stage.name, before, own)
+
+
+def chosen(option: Any) -> str:
+    """The name under which an option is chosen: an option is a file, and so is its class."""
+    return name_of(option) if isinstance(option, Topology) else type(option).__module__.rpartition(".")[2]
+
+
+def check_momentum(stage: str, before: StageParts, own: StageParts) -> None:
+    """A stage that keeps momentum needs one that its optimizer knows and, where all step alike, one that is alike."""
+    held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
+    alike = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
+    if held == wanted and (alike or own.topology.has_server):
+        return
+    why = "each worker has another one after steps of its own, and all have to step alike"
+    if held != wanted:
+        why = "its optimizer remembers other things than the one before"
+    raise UsageError(f"stage {stage} cannot take over the momentum of the stage before: {why}; take momentum=reset")
 
 
 def check_outer(stage: str, sync: Rule, topology: Topology) -> None:

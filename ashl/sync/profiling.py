@@ -120,10 +120,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     assert stage.replan is not None
     profile, stages = stage.replan(tuple(measured[rank] for rank in stage.workers))
     state.profile = profile
-    rows = [
-        [[w.local_steps, w.data_share, w.compression_ratio, w.predicted_cycle_s or 0.0] for w in s.workers]
-        for s in stages
-    ]
+    rows = [[row_of(worker) for worker in planned.workers] for planned in stages]
     assigned = torch.tensor(rows, dtype=torch.float64).flatten() if rows else None
     state.assigned = None if assigned is None else (stage.index + 1, assigned)
     node.emit(ProfileMeasured(node.rank, profile.to_json()))

@@ -2,9 +2,9 @@
 
 Rule: with x_i half a step on (x_i + Δ_i) and m_ji the last message from j, send m_ij = x_i + Σ_{l≠j} m_li to each
 neighbour j on the tree, with the count of models in it; then x_i ← (x_i + Σ_j m_ji + (n − c)·x_0)/n, where c ≤ n models
-have come and x_0, the first model, stands in for the others. After as many rounds as the tree is wide, every model is
-in it exactly once, as old as the way is long: weights are uniform on any tree, whatever the degrees, which skewed data
-need.
+have come and x_0, the worker's model when the stage began, stands in for the others. After as many rounds as the tree
+is wide, every model is in it exactly once, as old as the way is long: weights are uniform on any tree, whatever the
+degrees, which skewed data need.
 
 The tree is that of breadth-first search from rank 0 in the graph. A mean over older models makes less progress in a
 round, as if the learning rate were divided by 1 + the mean delay: on wide trees it wants a larger one.
@@ -28,6 +28,13 @@ from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
 
 
+class Relay(NamedTuple):
+    """x_0, and what each neighbour has told last."""
+
+    first: Any
+    heard: dict[int, Relayed]
+
+
 class Relayed(NamedTuple):
     """A sum of models, and how many are in it."""
 
@@ -41,24 +48,26 @@ class RelaySum(RoundRule):
 
     local_steps: Count | Literal["plan"]
 
-    def begin(self, stage: Stage, state: RoundState, rank: int) -> dict[int, Relayed]:
-        return {}
+    def begin(self, stage: Stage, state: RoundState, rank: int) -> Relay:
+        return Relay(state.params, {})
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
         return stage.once(tree_in)[rank]
 
     async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         state.params = state.params + delta
-        told = {j: relayed(state.params, state.rule_state, j) for j in self.sources(stage, node.rank, k)}
+        told = {j: relayed(state.params, state.rule_state.heard, j) for j in self.sources(stage, node.rank, k)}
         return {j: (body, (count,)) for j, (body, count) in told.items()}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
-        state.rule_state = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
-        total, count = relayed(state.params, state.rule_state)
+        told = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
+        first = state.rule_state.first
+        state.rule_state = Relay(first, told)
+        total, count = relayed(state.params, told)
         missing = stage.num_workers - count
-        total = total + stage.trainer.init()[0] * missing if missing else total
+        total = total + first * missing if missing else total
         state.params = total * (1 / stage.num_workers)
 
 

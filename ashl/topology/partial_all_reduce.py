@@ -31,6 +31,7 @@ Done = tuple[int, int]  # (steps, samples)
 BITS = 52  # of a number in a header that hold members
 HEAD = 7  # numbers of a `GroupReply`
 PER_NODE = 4  # workers of a machine where nobody says
+OWN = -2  # minus a worker: in place of its last group, where its model is nobody else's
 
 
 @option
@@ -90,7 +91,7 @@ class MakerState(CoordinatorState):
 
     entered: int | None = None  # the stage that it is in
     groups: Groups
-    last: list[int]  # the group in which each worker was last
+    last: list[int]  # the group in which each worker was last; -1 = none, so that it has the first model
     asked: dict[int, Done] = field(default_factory=dict)  # what those who have no group yet have computed
     running: dict[int, tuple[Group, list[Done]]] = field(
         default_factory=dict
@@ -312,6 +313,7 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
             for worker in idle:
                 if (work := state.asked.pop(worker))[0]:
                     commit(node, stage, state, (worker,), [work])
+                    state.last[worker] = OWN - worker
         if gone == stage.num_workers:
             break
         if message is None:

@@ -7,7 +7,7 @@ import pytest
 
 from ashl.plan.plan import Plan, Spec
 from tests.conformance.test_kernels import QUICK, adds_up, real
-from tests.support import planned, simulated
+from tests.support import Ran, planned, simulated
 
 COMMON = (*QUICK, "schedule=single", "cluster=homogeneous", "stop.steps=96")
 TWICE = {  # the first stage, and what differs in the second one
@@ -55,3 +55,27 @@ def test_workers_that_roam_go_on_to_the_last_stage(tmp_path: Path) -> None:
     assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "steps"]
     assert summary["steps"] >= 96
     assert adds_up(summary)
+
+
+def stages_of_two(folder: Path, overrides: tuple[str, ...]) -> Ran:
+    """Twice the same stage, in virtual time, evaluated at each merge."""
+    (folder / "plan.json").write_text(of_two(overrides, {}, 1).to_json())
+    return simulated(*COMMON, *overrides, "eval.every_commits=1", f"plan={folder / 'plan.json'}")
+
+
+def test_workers_that_went_on_alone_average_their_models_again(tmp_path: Path) -> None:
+    """At a border each keeps its own last work, and groups took their models for the same ever after."""
+    ran = stages_of_two(tmp_path, ("topology=partial_all_reduce", "sync=ripples_first_come", "sync.group_size=4"))
+    met = [record["group"] for record in ran.of("round") if record["stage"] == 1 and record["group"]]
+    assert met
+    assert all(group == [0, 1, 2, 3] for group in met)
+    assert ran.snapshots[-1][0]["consensus_distance"] < 1e-10
+
+
+def test_relays_do_not_fall_back_to_the_first_model(tmp_path: Path) -> None:
+    """What has not come yet at the start of a stage was made up for by the model that the run began with."""
+    ran = stages_of_two(tmp_path, ("topology=gossip", "topology.graph=ring", "sync=relay_sum"))
+    models = {record["merges"]: params for record, params in ran.snapshots}
+    border = ran.of("stage")[0]["merges"]
+    before, after = (float((models[k] - models[1]).norm()) for k in (border, border + 1))
+    assert after > before

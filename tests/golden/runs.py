@@ -47,7 +47,7 @@ PAPER = "cluster=ashl_paper"
 SLOW = "cluster=one_slow"
 EIGHT = "cluster=homogeneous cluster.compute=[1,1,1,1,2,1,1.5,3]"
 COSINE = "optimizer.schedule=cosine stop.steps=null"
-HOLLOW = "runtime.gradients=false"
+TIMED = "runtime.gradients=false"
 BRIEF = "optimizer.momentum=0 schedule=single cluster=homogeneous cluster.compute=[1,1,2]"  # for codecs
 
 
@@ -311,7 +311,7 @@ def learning() -> dict[str, Row]:
 
 def timing() -> dict[str, Row]:
     """Some tens of workers that learn nothing."""
-    some = f"{HOLLOW} cluster=homogeneous cluster.jitter=0.1 cluster.compute=[{','.join(['1', '1.5', '2', '4'] * 8)}]"
+    some = f"{TIMED} cluster=homogeneous cluster.jitter=0.1 cluster.compute=[{','.join(['1', '1.5', '2', '4'] * 8)}]"
     return {
         "many-bsp": Row(f"{some} sync=bsp {PORTS} stop.steps=320"),
         "many-ssp": Row(f"{some} sync=ssp stop.steps=640", twin=True),
@@ -319,7 +319,7 @@ def timing() -> dict[str, Row]:
         "many-ring": Row(f"{some} {RING} sync=local_sgd {LINKS} stop.steps=480", twin=True),
         "many-d-psgd": Row(f"{some} {GOSSIP} sync=d_psgd topology.graph=exponential {LINKS} stop.steps=320", twin=True),
         "many-ad-psgd": Row(f"{some} {GOSSIP} sync=ad_psgd topology.graph=complete {LINKS} stop.steps=480", twin=True),
-        "many-ripples": Row(f"{HOLLOW} {GROUPS} sync=ripples_smart cluster=four_nodes_5x stop.steps=640"),
+        "many-ripples": Row(f"{TIMED} {GROUPS} sync=ripples_smart cluster=four_nodes_5x stop.steps=640"),
         "many-local-sgd": Row(
             f"{some} sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] stop.steps=640", twin=True
         ),

@@ -16,7 +16,7 @@ BASE = (
     "model.hidden=[16]",
 )
 EQUAL = "cluster=homogeneous"
-HOLLOW = "runtime.gradients=false"
+TIMED = "runtime.gradients=false"
 
 
 def run(*overrides):
@@ -60,7 +60,7 @@ def test_fedbuff_of_everybody_on_equal_workers():
 
 
 def test_fedbuff_never_waits_and_merges_k_at_a_time():
-    ran = run("sync=fedbuff", "sync.buffer=3", "sync.local_steps=2", "stop.steps=120", HOLLOW)
+    ran = run("sync=fedbuff", "sync.buffer=3", "sync.local_steps=2", "stop.steps=120", TIMED)
     assert ran.end["merges"] == 20
     assert sum(ran.end["commits"]) == 60
     assert all(ledger["wait"] == 0 for ledger in ran.ledgers)
@@ -86,7 +86,7 @@ def test_ringmaster_with_a_bound_of_one_takes_only_the_fresh():
 
 @pytest.mark.parametrize("bound", [2, 3])
 def test_ringmaster_never_applies_what_is_older(bound):
-    ran = run("cluster=one_slow", "sync=ringmaster", f"sync.max_delay={bound}", HOLLOW, "stop.steps=400")
+    ran = run("cluster=one_slow", "sync=ringmaster", f"sync.max_delay={bound}", TIMED, "stop.steps=400")
     assert max(r["staleness"] for r in rounds(ran) if not r["dropped"]) == bound - 1
     assert ran.end["steps"] == sum(ran.end["steps_by"]) == 400
 
@@ -104,7 +104,7 @@ def test_async_local_sgd_of_single_steps_is_ringmaster(bound):
 
 def test_async_local_sgd_counts_the_steps_in_flight():
     """(δ + 1)·M ≤ R: with M = 4 and R = 11 a push may be one merge behind, not two."""
-    ran = run("sync=async_local_sgd", "sync.local_steps=4", "sync.max_delay=11", "stop.steps=400", HOLLOW)
+    ran = run("sync=async_local_sgd", "sync.local_steps=4", "sync.max_delay=11", "stop.steps=400", TIMED)
     assert all(r["dropped"] == (r["staleness"] > 1) for r in rounds(ran))
     assert any(r["dropped"] for r in rounds(ran))
 
@@ -123,7 +123,7 @@ def test_rennala_of_everybody_on_equal_workers_is_bsp():
 
 def test_rennala_takes_what_comes_first_and_only_on_the_current_model():
     """One worker is five times slower and never in time; of the four gradients of a step, a quick one gives two."""
-    ran = run("cluster=one_slow", "sync=rennala", "sync.batch=4", "cluster.exchange_s=0", "stop.steps=80", HOLLOW)
+    ran = run("cluster=one_slow", "sync=rennala", "sync.batch=4", "cluster.exchange_s=0", "stop.steps=80", TIMED)
     assert all(r["dropped"] == (r["staleness"] > 0) for r in rounds(ran))
     assert ran.end["steps_by"][3] == 0
     assert ran.end["dropped_by"][3] > 0

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_by_the_sender() -> None:
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
-def test_a_hollow_tensor_keeps_its_size_through_arithmetic(nbytes: int, other: int) -> None:
+def test_a_size_alone_is_kept_through_arithmetic(nbytes: int, other: int) -> None:
     size_only, factor = SizeOnly(nbytes), 0.5
     for result in (
         size_only + SizeOnly(other),

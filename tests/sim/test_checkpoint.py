@@ -26,7 +26,7 @@ CASES = {
     "laq": ("sync=bsp", "compression=laq", "optimizer.momentum=0", "model=linear", "stop.epochs=40", "eval.every_s=2"),
     "variance": ("sync=bsp", "compression=variance"),
     "adacomp": ("sync=backup", "sync.backups=1", "compression=adacomp"),
-    "aids": (
+    "wrappers": (
         "sync=ssp",
         "compression=topk",
         "compression.layers=true",
@@ -64,6 +64,8 @@ CASES = {
         "cluster.latency_s=0.001",
     ),
     "d_psgd": ("topology=gossip", "sync=d_psgd"),
+    "noloco": ("topology=gossip", "sync=noloco", "sync.local_steps=2"),
+    "relay_sum": ("topology=gossip", "sync=relay_sum"),
     "smart": ("topology=partial_all_reduce", "sync=ripples_smart"),
     "ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8"),
     "online": ("schedule=ashl", "planner=online", "cluster.events=[{time_s: 1, worker: 0, compute: 3}]"),
