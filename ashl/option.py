@@ -7,6 +7,7 @@ stands in for a class variable of a base is required, whatever the base says.
 import difflib
 from dataclasses import fields, is_dataclass
 from inspect import get_annotations
+from types import FunctionType
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -62,8 +63,8 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
     named = [set(part.__dict__) | set(get_annotations(part)) for part in bases]
     asked = {name for names in named for name in names if not name.startswith("_")} | known_fields(cls)
     who = f"{where} names '{cls.__module__}.{cls.__name__}'"
-    for part in cls.__mro__:
-        if not issubclass(part, Contract) or part in bases:
+    for part in cls.__mro__[:-1]:
+        if part in bases:
             continue
         for name in dict.fromkeys((*part.__dict__, *get_annotations(part))):
             if name.startswith("_") or name in asked:
@@ -72,7 +73,12 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
             if near or cls._strict:
                 hint = f"did you mean {near[0]!r}?" if near else "what is for its own use begins with an underscore"
                 raise UsageError(f"{who}, whose {name!r} nothing asks for; {hint}")
+    methods = {name for part in bases for name, value in part.__dict__.items() if isinstance(value, FunctionType)}
+    if wrong := sorted(name for name in methods & known_fields(cls) if not name.startswith("_")):
+        raise UsageError(f"{who}, which has a field {wrong[0]!r} where a method is asked for; give it another name")
     for name in sorted(name for part in bases for name in get_annotations(part)):
+        if name not in methods and isinstance(getattr(cls, name, None), FunctionType):
+            raise UsageError(f"{who}, whose {name!r} is a method where a value is asked for; make it a property")
         if name not in dir(cls) and name not in known_fields(cls):
             raise UsageError(f"{who}, which does not say {name!r}; it has no default, so give the class one")
 

@@ -63,6 +63,24 @@ def test_nothing_that_a_rule_says_is_ignored(name: str, mine) -> None:
         made(mine, option(cls), "sync")
 
 
+def test_a_hook_that_is_misspelt_in_a_mixin_is_refused(mine) -> None:
+    mixin = type("Mixin", (), {"steers": lambda self: None})
+    with pytest.raises(UsageError, match="'steers' nothing asks for; did you mean 'steer'"):
+        made(mine, option(type("Mine", (mixin, ServerRule), {})), "sync")
+
+
+def test_a_method_is_no_value_and_a_field_no_method(mine) -> None:
+    """`averages()` was true whatever it said."""
+    with pytest.raises(UsageError, match="'averages' is a method where a value is asked for; make it a property"):
+        made(mine, option(type("Mine", (ServerRule,), {"averages": lambda self: False})), "sync")
+
+    class Field(ServerRule):
+        quorum: Count  # type: ignore[assignment]
+
+    with pytest.raises(UsageError, match="has a field 'quorum' where a method is asked for"):
+        made(mine, option(Field), "sync", quorum=2)
+
+
 def test_what_is_for_its_own_use_is_a_rules_own(mine) -> None:
     class Mine(BarrierRule):
         def _helper(self) -> int:
