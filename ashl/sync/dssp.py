@@ -53,9 +53,10 @@ class DSSP(ServerRule):
         return Controller([(start_s, start_s)] * n, [0] * n)
 
     def admit(self, state: Controller, tally: Tally) -> list[int]:
-        ready = tally.within(self.s_low)
-        if state.granted and tally.latest in tally.waiting and tally.latest not in ready:
-            ready.append(tally.latest)
+        ready, latest = tally.within(self.s_low), tally.latest
+        _, late = tally.waiting.get(latest, (0, True))  # a push that came too late is not observed
+        if state.granted and not late and latest not in ready:
+            ready.append(latest)
         return ready
 
     def observe(self, stage: Stage, state: Controller, tally: Tally, push: Push) -> Controller:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ashl.stage.tally import Tally
 from ashl.sync.adsp import fit, reward
-from ashl.sync.dssp import grant
+from ashl.sync.dssp import Controller, grant
 from ashl.sync.lb_bsp import share_out
 from tests.conf_option import conf_option
 from tests.support import simulated
@@ -73,6 +74,21 @@ def test_adsp_sees_no_reward_in_what_does_not_fall():
 def test_dssp_stays_in_its_range(cluster):
     ran = timed(f"cluster={cluster}", "sync=dssp", "sync.s_low=1", "sync.s_high=6", "stop.seconds=20")
     assert 1 < ran.end["max_lead"] <= 6
+
+
+def test_dssp_grants_nothing_to_a_push_that_came_too_late():
+    """It was let go for what had been granted to the push before."""
+    rule, tally = conf_option("sync", "dssp", s_low=0, s_high=3), Tally(3)
+    for worker in (1, 1, 2, 2):
+        tally.commit(worker, 1, 1)
+    tally.arrive(1, 0, False)
+    tally.latest = 1
+    granted = Controller([], [], granted=True)
+    assert rule.admit(granted, tally) == [1]
+    tally.release(1)
+    tally.arrive(2, 5, True)
+    tally.latest = 2
+    assert rule.admit(granted, tally) == []
 
 
 def test_dssp_grants_what_waits_least():
