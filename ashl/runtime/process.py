@@ -209,12 +209,13 @@ class TorchKernel:
         asked = self.node.ledger.cursor if task.main else self.clock_ns()
 
         def work() -> None:
-            start = max(asked, self._unit_free)
+            start = end = max(asked, self._unit_free)
+            value, error = None, None
             try:
-                value, error = effect.fn(), None
-            except Exception as raised:
-                value, error = None, raised
-            end = self._unit_free = self.pace.computed(effect.kind, effect.work, start)
+                value = effect.fn()
+                end = self._unit_free = self.pace.computed(effect.kind, effect.work, start)
+            except Exception as raised:  # what is raised here would end in the thread, and nobody would hear of it
+                error = raised
             self._inbox.put(lambda: done(value, error, start, end))
 
         def done(value: Any, error: Exception | None, start: int, end: int) -> None:
