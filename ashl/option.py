@@ -5,9 +5,9 @@ stands in for a class variable of a base is required, whatever the base says.
 """
 
 import difflib
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from inspect import get_annotations
-from types import FunctionType
+from inspect import get_annotations, isfunction, signature
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -73,14 +73,32 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
             if near or cls._strict:
                 hint = f"did you mean {near[0]!r}?" if near else "what is for its own use begins with an underscore"
                 raise UsageError(f"{who}, whose {name!r} nothing asks for; {hint}")
-    methods = {name for part in bases for name, value in part.__dict__.items() if isinstance(value, FunctionType)}
+        for name, said in part.__dict__.items():
+            above = next((base.__dict__[name] for base in bases if name in base.__dict__), None)
+            if name in asked and isfunction(said) and isfunction(above) and not takes(said, above):
+                right = f"{name}({', '.join(signature(above).parameters)})"
+                raise UsageError(f"{who}, whose {name!r} is asked with other arguments; write it as {right}")
+    methods = {name for part in bases for name, value in part.__dict__.items() if isfunction(value)}
     if wrong := sorted(name for name in methods & known_fields(cls) if not name.startswith("_")):
         raise UsageError(f"{who}, which has a field {wrong[0]!r} where a method is asked for; give it another name")
     for name in sorted(name for part in bases for name in get_annotations(part)):
-        if name not in methods and isinstance(getattr(cls, name, None), FunctionType):
+        if name not in methods and isfunction(getattr(cls, name, None)):
             raise UsageError(f"{who}, whose {name!r} is a method where a value is asked for; make it a property")
         if name not in dir(cls) and name not in known_fields(cls):
             raise UsageError(f"{who}, which does not say {name!r}; it has no default, so give the class one")
+
+
+def takes(said: Callable[..., Any], above: Callable[..., Any]) -> bool:
+    """Whether a hook can be called with all that the one above it is called with."""
+    asked = signature(above).parameters.values()
+    if any(par.kind in (par.VAR_POSITIONAL, par.VAR_KEYWORD) for par in asked):
+        return True
+    named = {par.name: None for par in asked if par.kind is par.KEYWORD_ONLY}
+    try:
+        signature(said).bind(*(None for par in asked if par.name not in named), **named)
+    except TypeError:
+        return False
+    return True
 
 
 def _no_truth_value(value: Any) -> Any:

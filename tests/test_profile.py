@@ -1,13 +1,16 @@
 """Profiles: declared costs, the JSON form, and what is refused."""
 
+import io
 import json
 import math
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ashl.errors import UsageError
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile, declared
+from ashl.tracking.forecast import show_profile
 from tests.conf_option import conf_option
 
 WORKER: dict[str, Any] = {
@@ -153,3 +156,11 @@ def test_a_missing_cost_is_an_error(missing: str) -> None:
 
 def test_a_profile_needs_nothing_of_the_server() -> None:
     assert declared(conf_option("cluster", "ashl_paper", server_step_s=None), "LeNet", 1_000, 128).workers
+
+
+def test_the_table_of_a_profile_fits_80_columns() -> None:
+    screen = Console(file=io.StringIO(), width=80)
+    show_profile(screen, profile())
+    said = screen.file.getvalue()  # ty: ignore[unresolved-attribute]
+    assert "encode ms" in said
+    assert "…" not in said

@@ -111,6 +111,8 @@ def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Gene
     except AshlError:
         raise
     except Exception as error:
+        if isinstance(error, NotImplementedError) and (lacks := unsaid(error, allow)):
+            raise kind(f"an option of your own failed, not ashl: {lacks}") from error
         if not place_of(error, allow):
             raise
         raise kind(f"an option of your own failed, not ashl: {fault(error, allow)}") from error
@@ -126,6 +128,16 @@ def fault(error: Exception, allow: Sequence[str]) -> str:
     place = place_of(error, allow)
     text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
+
+
+def unsaid(error: NotImplementedError, allow: Sequence[str]) -> str:
+    """Which hook without a default a class of the user's own leaves out; "" where it is none of the user's own."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    cls = type(frame.f_locals.get("self"))
+    if cls.__module__.split(".")[0] not in allow:
+        return ""
+    hook = frame.f_code.co_name
+    return f"'{cls.__module__}.{cls.__name__}' does not say {hook!r}; it has no default, so give the class one"
 
 
 def place_of(error: Exception, allow: Sequence[str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 SCHEMA = 1
 Spec = dict[str, Any]  # `_target_` and its parameters
 AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}  # what plans had before they said it
@@ -116,13 +118,53 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Raises ValueError, KeyError or TypeError on anything that is not a plan of this schema."""
         data: Any = json.loads(text)
-        if data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema')} where {SCHEMA} was expected")
-        for stage in data["stages"]:
-            stage["workers"] = tuple(WorkerPlan(**worker) for worker in stage["workers"])
-        data["stages"] = tuple(StagePlan(**stage) for stage in data["stages"])
-        data["limits"] = Limits(**data["limits"])
+        if not isinstance(data, dict) or data.get("schema", SCHEMA) != SCHEMA:
+            said = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
+            raise ValueError(f"{said} where schema {SCHEMA} was expected")
+        data["stages"] = tuple(_stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages")))
+        data["limits"] = _made(Limits, data["limits"], "limits")
         data["layers"] = tuple((name, tuple(shape)) for name, shape in data.get("layers", ()))
         for key in ("allow_targets", "notes"):
             data[key] = tuple(data.get(key, ()))
-        return Plan(**data)
+        for key in ("model", "dataset", "cluster", "runtime", "planner", "choices"):
+            _mapping(data.get(key, {}), key)
+        return _made(Plan, data, "the plan")
+
+
+def _stage(data: Any, where: str) -> StagePlan:
+    """A stage as a file has it. Raises ValueError."""
+    where = f"stage {_mapping(data, where).get('name', where)}"
+    for key in ("sync", "topology", "aggregate", "outer", "compression", "optimizer", "until", "handover"):
+        _mapping(data.get(key, {}), f"{where}: {key}")
+    workers = [
+        _made(WorkerPlan, worker, f"{where}, worker {rank}")
+        for rank, worker in enumerate(_list(data.get("workers", []), f"{where}: workers"))
+    ]
+    return _made(StagePlan, {**data, "workers": tuple(workers)}, where)
+
+
+def _mapping(data: Any, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {json.dumps(data)}, where keys and values are expected")
+    return data
+
+
+def _list(data: Any, where: str) -> list[Any]:
+    if not isinstance(data, list):
+        raise ValueError(f"{where} is {json.dumps(data)}, where a list is expected")
+    return data
+
+
+def _made(cls: type[T], data: Any, where: str) -> T:
+    """A dataclass of a mapping, all of whose keys it has and which has all that it needs. Raises ValueError."""
+    known = {field.name: field for field in fields(cls)}  # ty: ignore[invalid-argument-type]
+    for key in _mapping(data, where):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+            raise ValueError(f"{where} has no key {key!r}; {hint}")
+    needed = (key for key, own in known.items() if own.default is MISSING and own.default_factory is MISSING)
+    for key in needed:
+        if key not in data:
+            raise ValueError(f"{where} lacks {key!r}")
+    return cls(**data)

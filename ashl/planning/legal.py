@@ -13,8 +13,9 @@ from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
 from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
-from ashl.plan.plan import AVERAGE, Limits, StagePlan, WorkerPlan
+from ashl.plan.plan import AVERAGE, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
+from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.rule import CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.gossip import Gossip
@@ -40,6 +41,23 @@ def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
             "take schedule=single",
             key_of(given[0]),
         )
+
+
+def refuse_unheard(path: str, plan: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """A given plan says what its stages do: what was typed and none of them has would be without effect."""
+    for override in overrides:
+        group, _, key = key_of(override).partition(".")
+        if group == "planner":
+            specs: list[Spec] = [plan.planner]
+        elif group in STAGE_GROUPS:
+            specs = [getattr(stage, group) for stage in plan.stages]
+        else:
+            continue
+        name = key or "_target_"
+        if all(spec.get(name) != config[group].get(name) for spec in specs):
+            raise UsageError(
+                f"plan={path} says what each stage does, so {override} has no say; drop it, or plan anew without plan="
+            )
 
 
 def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None:

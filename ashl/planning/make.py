@@ -10,6 +10,7 @@ from ashl.cluster.spec import Cluster
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.contract import Layout, size_of
 from ashl.config.construct import own_faults
+from ashl.config.override import key_of
 from ashl.data.dataset import Data
 from ashl.data.partition import shards
 from ashl.errors import UsageError
@@ -37,6 +38,7 @@ from ashl.planning.legal import (
     check_workers,
     count_workers,
     refuse_sync,
+    refuse_unheard,
 )
 from ashl.planning.legal_compression import check_compression
 from ashl.planning.predict import predict
@@ -129,7 +131,7 @@ def _prepared(
         allow_targets=settings.allow_targets,
     )
     if settings.plan is not None:
-        plan = given_plan(settings.plan, plan)
+        plan = given_plan(settings.plan, plan, config, overrides)
     resolved = parts_of(plan, options)
     check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
     check_stages(resolved, plan.stages)
@@ -216,13 +218,15 @@ def given_profile(
     return profile
 
 
-def given_plan(path: str, own: Plan) -> Plan:
-    """The stages of a plan that the user gave, run where and for as long as this configuration says."""
+def given_plan(path: str, own: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
+    """The stages of a plan that the user gave, run where and for as long as this configuration says; a seed that was
+    typed is this run's, for a plan does not depend on it."""
     plan = read_plan(path)
     clashes = (
         ("workers", plan.num_workers, own.num_workers),
         ("model", plan.choices.get("model", own.choices["model"]), own.choices["model"]),
         ("parameters", plan.num_params, own.num_params),
+        ("batch", plan.dataset.get("batch_size"), own.dataset["batch_size"]),
     )
     for what, theirs, ours in clashes:
         if theirs != ours:
@@ -230,4 +234,6 @@ def given_plan(path: str, own: Plan) -> Plan:
                 f"plan={path} is for another run: {what} {theirs} there, {ours} here; give this run the same, or plan "
                 "anew"
             )
-    return replace(own, stages=plan.stages, planner=plan.planner, seed=plan.seed, num_ranks=plan.num_ranks)
+    refuse_unheard(path, plan, config, overrides)
+    seed = own.seed if any(key_of(override) == "seed" for override in overrides) else plan.seed
+    return replace(own, stages=plan.stages, planner=plan.planner, seed=seed, num_ranks=plan.num_ranks)

@@ -86,6 +86,11 @@ def sweep(
                     race_to_the_end(grid, folder, record, run, progress)
                 else:
                     run(missing, None)
+            except KeyboardInterrupt:
+                if not quiet:
+                    progress.close()
+                    console.print("interrupted: what has ended is kept; the same command runs what is missing")
+                raise
             finally:
                 progress.close()
             conclude(folder, command, console, quiet)

@@ -13,7 +13,7 @@ PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps n
 def show_profile(console: Console, profile: Profile) -> None:
     """Print what a step, a push, a pull and an encoding cost each worker."""
     console.print(f"[bold]profile[/] {profile.source}, {profile.model} with {profile.num_params:,} parameters")
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))  # within 80 columns
     for title in ("worker", "step ms", "± ms", "push ms", "pull ms", "latency ms", "up MB/s", "down MB/s", "encode ms"):
         table.add_column(title, justify="right", no_wrap=True)
     for rank, worker in enumerate(profile.workers[:MAX_ROWS]):

@@ -227,6 +227,47 @@ def test_a_fault_of_the_users_own_is_told_as_that(text, name, says, said, workpl
     assert code == 2
 
 
+RULES = """
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags
+from ashl.option import option
+from ashl.topology.parameter_server import ServerRule
+
+@option
+class Short(ServerRule):
+    def quorum(self):
+        return 1
+
+@option
+class Silent(Code, Wrappers):
+    code = 200
+    flags = Flags()
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            "sync._target_=my_rules.Short",
+            "sync names 'my_rules.Short', whose 'quorum' is asked with other arguments; write it as quorum(self, "
+            "num_workers)",
+        ),
+        (
+            "sync=bsp compression=natural compression._target_=my_rules.Silent",
+            "'my_rules.Silent' does not say 'payload'; it has no default, so give the class one",
+        ),
+    ],
+)
+def test_a_hook_of_the_users_own_that_does_not_fit(overrides, says, said, workplace, monkeypatch) -> None:
+    (workplace / "my_rules.py").write_text(RULES)
+    monkeypatch.syspath_prepend(workplace)
+    code, sentence = said(*overrides.split(), "allow_targets=[my_rules]")
+    assert says in sentence
+    assert code == 2
+
+
 @pytest.mark.parametrize("mode", ["sync=ssp", "sync=backup", "sync=local_sgd topology=all_reduce"])
 def test_a_loss_that_is_no_number(mode: str, said, workplace) -> None:
     code, sentence = said("optimizer.lr=1e30", "run.dir=run", *mode.split())

@@ -49,6 +49,17 @@ def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.Capt
     assert summaries(workplace / "study") == whole
 
 
+def test_ctrl_c_says_how_to_go_on(workplace: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ashl.study.sweep.run_on", interrupted)
+    assert main(["sweep", *GRID]) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted: what has ended is kept; the same command runs what is missing" in out
+    assert not err
+
+
 def test_what_fails_is_recorded_and_the_others_go_on(workplace: Path, capsys: pytest.CaptureFixture) -> None:
     grid = ["optimizer.lr=0.1,1e9", "sync=bsp", "optimizer.momentum=0", *TINY]
     assert main(["sweep", *grid]) == 0

@@ -1,0 +1,76 @@
+"""A plan that is handed back: edited by hand, or beside settings that it leaves no say."""
+
+import json
+
+import pytest
+
+from ashl.cli.app import main
+
+SIM = ["-q", "runtime=sim", "tracking=none"]
+
+
+@pytest.fixture
+def said(workplace, capsys):
+    """Train with these overrides; returns the exit code and the one sentence on standard error."""
+
+    def train(*overrides: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["train", *SIM, *overrides])
+        out, err = capsys.readouterr()
+        assert not out
+        assert err.count("\n") == (1 if code else 0), err
+        assert not code or err.startswith("ashl: ")
+        assert "bug in ashl" not in err
+        return code, err.removeprefix("ashl: ").strip()
+
+    return train
+
+
+@pytest.fixture
+def edited(said, workplace):
+    """The plan of a run, with its last stage changed by hand."""
+    assert said("run.dir=before", "stop.steps=8") == (0, "")
+    plan = json.loads((workplace / "before/plan.json").read_text())
+
+    def write(**changes) -> str:
+        stage = {key: value for key, value in {**plan["stages"][-1], **changes}.items() if value is not ...}
+        (workplace / "plan.json").write_text(json.dumps({**plan, "stages": [*plan["stages"][:-1], stage]}))
+        return "plan=plan.json"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sync": "bsp"}, 'stage shl: sync is "bsp", where keys and values are expected'),
+        ({"sync": ...}, "stage shl lacks 'sync'"),
+        ({"snyc": {}}, "stage shl has no key 'snyc'; did you mean 'sync'?"),
+        ({"handover": 3}, "stage shl: handover is 3, where keys and values are expected"),
+        ({"workers": {}}, "stage shl: workers is {}, where a list is expected"),
+        ({"workers": [3]}, "stage shl, worker 0 is 3, where keys and values are expected"),
+    ],
+)
+def test_a_plan_edited_by_hand(changes, says, said, edited) -> None:
+    assert said(edited(**changes)) == (2, f"plan=plan.json is no usable plan: {says}")
+
+
+@pytest.mark.parametrize("override", ["sync=bsp", "outer=nesterov", "optimizer.lr=0.5", "planner=balanced"])
+def test_what_a_given_plan_leaves_no_say(override: str, said, edited) -> None:
+    says = f"plan=plan.json says what each stage does, so {override} has no say; drop it, or plan anew without plan="
+    assert said(edited(), override) == (2, says)
+
+
+def test_a_given_plan_for_another_batch(said, edited) -> None:
+    code, sentence = said(edited(), "dataset.batch_size=16")
+    assert code == 2
+    assert "is for another run: batch 32 there, 16 here" in sentence
+
+
+def test_a_given_plan_with_another_seed(said, edited, workplace) -> None:
+    ran = {}
+    for name, *more in (("same",), ("other", "seed=3")):
+        assert said(edited(), f"run.dir={name}", "stop.steps=8", "optimizer.lr=0.1", *more) == (0, "")
+        ran[name] = json.loads((workplace / name / "summary.json").read_text())
+    assert (ran["same"]["seed"], ran["other"]["seed"]) == (0, 3)
+    assert ran["same"]["params_sha256"] != ran["other"]["params_sha256"]
