@@ -16,7 +16,7 @@ from ashl.optimizer.contract import Optimizer
 from ashl.plan.plan import AVERAGE, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.settings import STAGE_GROUPS
-from ashl.stage.rule import CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
+from ashl.stage.rule import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.gossip import Gossip
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule, Updates
@@ -64,6 +64,12 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
     """Refuse what makes no sense, saying why and what to take instead. `choices` has the options' names."""
     sync, topology, runtime, cluster = (parts[key] for key in ("sync", "topology", "runtime", "cluster"))
     topology_name, sync_name = choices["topology"], choices["sync"]
+    for key, part in (("topology", topology), ("sync", sync)):
+        if unknown := sorted((part.carries if part is not None and part.carries is not None else CARGO) - CARGO):
+            raise UsageError(
+                f"{key}={choices[key]} says that it carries {unknown[0]!r}, which there is not; there are: "
+                f"{', '.join(sorted(CARGO))}"
+            )
     if sync is not None and not isinstance(sync, topology.asks):
         why = {
             AllReduce: "a sum over all workers cannot start before the last one has come, so nobody can be ahead",

@@ -118,9 +118,11 @@ class Node:
     def all_reduce(
         self, tensor: Any, group: tuple[int, ...], op: str = "sum", riders: int = 0, key: int = 0
     ) -> AllReduce:
+        assert key >= 0, "keys of collectives count from 0"
         return AllReduce(tensor, group, op, riders, key)
 
     def all_gather(self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0) -> AllGather:
+        assert key >= 0, "keys of collectives count from 0"
         return AllGather(tensor, group, riders, key)
 
     def sleep(self, seconds: float) -> Sleep:

@@ -22,6 +22,7 @@ Members = tuple[int, ...]  # sorted ranks
 
 CODEC, WEIGHTS, PULLS, STATISTICS = "codec", "weights", "pulls", "statistics"  # what a topology may carry
 OUTER = "outer"  # ... and whether it merges updates, so that an outer optimizer may step on them
+CARGO = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER})
 
 
 class Network(Protocol):

@@ -114,6 +114,12 @@ def test_what_a_topology_does_not_carry_is_refused(monkeypatch) -> None:
         simulated("topology=all_reduce", "sync=bsp", "schedule=single", "aggregate.scale=2")
 
 
+def test_a_topology_cannot_carry_what_there_is_not(monkeypatch) -> None:
+    monkeypatch.setattr(AllReduce, "carries", frozenset({"weigths"}))
+    with pytest.raises(UsageError, match="says that it carries 'weigths', which there is not; there are: codec, outer"):
+        simulated("topology=all_reduce", "sync=bsp", "schedule=single")
+
+
 def test_a_field_in_place_of_a_class_variable_is_required(mine) -> None:
     """Defaults stand in YAML: what the base says must not slip in where a file lacks the line."""
 
