@@ -101,6 +101,7 @@ class Tally(Progress):
     conflicts: int | None = None  # groups that had to wait for another one
     _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
     _waiting_at: dict[int, dict[int, None]] = field(default_factory=dict)  # those that wait, by their clock
+    _unsorted: dict[int, None] = field(default_factory=dict)  # ... and have not been asked for by their clock yet
     _merged: dict[int, None] = field(default_factory=dict)  # those that wait, on a model that is no longer the newest
     _unmerged: dict[int, None] = field(default_factory=dict)  # ... on the newest
 
@@ -137,7 +138,7 @@ class Tally(Progress):
     def arrive(self, worker: int, staleness: int, late: bool) -> None:
         """This worker has pushed, and waits from now on."""
         self.waiting[worker] = (staleness, late)
-        self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
+        self._unsorted[worker] = None
         (self._merged if self.pulled[worker] < self.version else self._unmerged)[worker] = None
 
     def commit(self, worker: int, steps: int, samples: int) -> None:
@@ -152,9 +153,9 @@ class Tally(Progress):
             if clock == self.slowest:
                 self.slowest = clock + 1
         self.fastest = max(self.fastest, clock + 1)
-        if worker in self.waiting:
+        if worker in self.waiting and worker not in self._unsorted:
             self._no_longer_at(clock, worker)
-            self._waiting_at.setdefault(clock + 1, {})[worker] = None
+            self._unsorted[worker] = None
         self.steps_by[worker] += steps
         self.advance(steps, samples)
 
@@ -171,8 +172,9 @@ class Tally(Progress):
     def merge(self) -> None:
         """The model is a new version."""
         self.version += 1
-        self._merged |= self._unmerged
-        self._unmerged = {}
+        if self._unmerged:
+            self._merged.update(self._unmerged)
+            self._unmerged.clear()
 
     def drop(self, worker: int, steps: int) -> None:
         self.dropped_by[worker] += steps
@@ -185,7 +187,10 @@ class Tally(Progress):
     def answer(self, worker: int) -> tuple[int, bool]:
         """This worker waits no longer; returns (staleness, late) of its push."""
         self.pulled[worker] = self.version
-        self._no_longer_at(self.clocks[worker], worker)
+        if worker in self._unsorted:
+            del self._unsorted[worker]
+        else:
+            self._no_longer_at(self.clocks[worker], worker)
         self._merged.pop(worker, None)
         self._unmerged.pop(worker, None)
         return self.waiting.pop(worker)
@@ -196,6 +201,9 @@ class Tally(Progress):
 
     def within(self, staleness: float) -> list[int]:
         """Workers that wait and lead the slowest by at most `staleness` commits."""
+        for worker in self._unsorted:
+            self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
+        self._unsorted.clear()
         bound = self.slowest + staleness
         return [worker for clock, workers in self._waiting_at.items() if clock <= bound for worker in workers]
 

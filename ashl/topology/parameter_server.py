@@ -130,7 +130,7 @@ class BarrierRule(ServerRule, contract=True):
         return tally.behind()
 
 
-UPDATES = Updates()
+UPDATES, AS_PLANNED = Updates(), Orders()
 
 
 @option
@@ -366,7 +366,7 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
     changed = tally.pulled[rank] != tally.version  # since this worker's last pull
     staleness, late = tally.release(rank)
     tally.now_s = node.now
-    orders = rule.steer(stage, state.rule_state, tally, rank) or Orders()
+    orders = rule.steer(stage, state.rule_state, tally, rank) or AS_PLANNED
     steps = plan.local_steps if orders.local_steps is None else orders.local_steps
     ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
     what = (steps, ratio, orders.interval_s, orders.batch)

@@ -162,19 +162,6 @@ def without_server(line: tuple[str, ...], n: int) -> dict[str, Any]:
     return config
 
 
-def events_without_server() -> None:
-    rows = []
-    for name, line in TOPOLOGIES.items():
-        runs = [simulation(prepared(without_server(line, n)).plan) for n in WORKERS]
-        rows.append([name, *(thousands([events_per_s(run) for _ in range(3)]) for run in runs)])
-    show(
-        "Events per second of processor time, without gradients and without a server",
-        ["", *(f"{n:,} workers" for n in WORKERS)],
-        rows,
-        "medians of 3 runs; no jitter",
-    )
-
-
 def planning() -> None:
     rows = []
     for name, line in {"server, bsp": MODES["bsp"], **TOPOLOGIES}.items():
@@ -192,7 +179,6 @@ def main() -> None:
     torch.set_num_threads(1)
     against_a_loop()
     events()
-    events_without_server()
     planning()
 
 
