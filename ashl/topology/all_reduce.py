@@ -8,7 +8,7 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,21 +17,10 @@ import torch
 from ashl.option import option
 from ashl.runtime.node import Node
 from ashl.stage.rule import CODEC, OUTER, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import STOP, Stage
+from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.stage.team import Team
-from ashl.topology.ending import (
-    REASONS,
-    InTime,
-    ends_at,
-    foreseen,
-    keep_in_time,
-    leave,
-    record_end,
-    rule_of,
-    within_budget,
-    word_of,
-)
+from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import WorkerState, local_work
 
@@ -158,10 +147,5 @@ def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float) -> Mer
 
 def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge; returns the last word."""
-    word = word_of(stage, reason)
-    if word == STOP:
-        reason = within_budget(node, stage, state, reason)
-    state.tally, state.word = replace(state.tally, end_ns=ends_at(node, stage)), None
-    if node.rank == 0:
-        record_end(node, stage, state.tally, rule_of(node, stage, state.tally, reason))
-    return leave(node, stage, word, state.tally.end_ns)
+    state.word = None
+    return end_ridden(node, stage, state, reason, node.now_ns)

@@ -15,6 +15,7 @@ what it had before (`keep_in_time`), which is what the run ends with (`within_bu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from ashl.runtime.node import Node
@@ -61,9 +62,9 @@ def within_budget(node: Node, stage: Stage, state: Budgeted, reason: str) -> str
     return "seconds"
 
 
-def ends_at(node: Node, stage: Stage) -> int:
-    """The moment of a stage that ends now, in nanoseconds: within the budget, whatever is still being applied."""
-    return int(min(node.now_ns, stage.judge.deadline_ns))
+def within(stage: Stage, now_ns: int) -> int:
+    """The moment at which a stage ends that ends now: within the budget, whatever is still being applied."""
+    return int(min(now_ns, stage.judge.deadline_ns))
 
 
 def verdict(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]:
@@ -82,21 +83,24 @@ def foreseen(node: Node, stage: Stage, tally: Progress) -> str | None:
     return "next" if stage.judge.reached(tally, node.now, node.scores) else None
 
 
-def word_of(stage: Stage, reason: str) -> int:
-    """Ridden: the word that a reason comes to."""
-    return NEXT if reason == "next" and stage.following else STOP
-
-
-def rule_of(node: Node, stage: Stage, tally: Progress, reason: str) -> str:
-    """Ridden: the reason by its name, which is that of the rule where the stage gave way."""
-    if reason != "next":
-        return reason
-    return stage.judge.reached(tally, node.now, node.scores) or next(iter(stage.plan.until), reason)
-
-
 def record_end(node: Node, stage: Stage, tally: Tally, reason: str | None) -> None:
     """The home rank: how the stage ended, and what had been counted by then."""
     node.emit(StageEnd(node.rank, stage.index, stage.plan.name, reason, tally.end_ns, tally.report()))
+
+
+def end_ridden(node: Node, stage: Stage, state: Budgeted, reason: str, now_ns: int) -> int:
+    """Ridden: this rank's stage ended at that moment; returns the last word. Of a rule by which the stage gave way, the
+    home rank records the name."""
+    word = NEXT if reason == "next" and stage.following else STOP
+    if word == STOP:
+        reason = within_budget(node, stage, state, reason)
+    tally = state.tally = replace(state.tally, end_ns=within(stage, now_ns))
+    if node.rank == stage.home:
+        if reason == "next":
+            rule = stage.judge.reached(tally, node.now, node.scores)
+            reason = rule or next(iter(stage.plan.until), reason)
+        record_end(node, stage, tally, reason)
+    return leave(node, stage, word, tally.end_ns)
 
 
 def leave(node: Node, stage: Stage, word: int, end_ns: int) -> int:

@@ -27,20 +27,10 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import Loop, Network, Rule, Topology
-from ashl.stage.stage import STOP, Stage
+from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
-from ashl.topology.ending import (
-    REASONS,
-    InTime,
-    foreseen,
-    keep_in_time,
-    leave,
-    record_end,
-    rule_of,
-    within_budget,
-    word_of,
-)
+from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
@@ -346,13 +336,7 @@ def rounds_to_all(stage: Stage, first: int) -> int:
 async def end(node: Node, stage: Stage, state: RoundState, reason: str) -> int:
     """The stage ended with this round; at the moment when the last worker had finished it. Returns the last word."""
     moment = await node.all_reduce(torch.tensor([node.now_ns]), stage.workers, "max", riders=1)
-    word = word_of(stage, reason)
-    if word == STOP:
-        reason = within_budget(node, stage, state, reason)
-    state.tally.end_ns = int(min(int(moment), stage.judge.deadline_ns))
-    if isinstance(state.tally, Tally):
-        record_end(node, stage, state.tally, rule_of(node, stage, state.tally, reason))
-    return leave(node, stage, word, state.tally.end_ns)
+    return end_ridden(node, stage, state, reason, int(moment))
 
 
 def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:

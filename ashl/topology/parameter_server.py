@@ -28,7 +28,7 @@ from ashl.stage.link import Ends
 from ashl.stage.rule import CODEC, OUTER, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
-from ashl.topology.ending import ends_at, leave, record_end, verdict
+from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work, reports_mean
 
 
@@ -377,7 +377,7 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
 
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
     """Tell every worker that the stage ended now. What came before and was not merged is dropped."""
-    tally, end_ns = state.tally, ends_at(node, stage)
+    tally, end_ns = state.tally, within(stage, node.now_ns)
     tally.end_ns = end_ns
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:

@@ -7,29 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ashl.cli.app import main
 from ashl.cli.compose import compose
 from ashl.run import train as run
 from ashl.tracking import jsonl
 
 SIM = ["-q", "runtime=sim", "tracking=none"]
-
-
-@pytest.fixture
-def said(workplace, capsys):
-    """Train with these overrides; returns the exit code and the one sentence on standard error."""
-
-    def train(*overrides: str) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main(["train", *SIM, *overrides])
-        out, err = capsys.readouterr()
-        assert not out
-        assert err.count("\n") == (1 if code else 0), err
-        assert not code or err.startswith("ashl: ")
-        assert "bug in ashl" not in err
-        return code, err.removeprefix("ashl: ").strip()
-
-    return train
 
 
 @pytest.mark.parametrize(
