@@ -54,8 +54,9 @@ class Weighted(Contract, group="aggregate", strict=True):
 
     def fold(self, members: Sequence[Push], weights: Sequence[float]) -> Any:
         """The update of the members of a merge, in rank order, so that the order of arrival plays no part."""
-        terms = [p.body * (w * self._fresh(p.staleness)) for p, w in zip(members, weights, strict=True)]
-        return sum_in_rank_order(terms)
+        if self.discount is not None:
+            weights = [w * (1.0 + p.staleness) ** -self.discount for p, w in zip(members, weights, strict=True)]
+        return sum_in_rank_order([p.body * w for p, w in zip(members, weights, strict=True)])
 
     def clip(self, body: Any) -> Any:
         """What a worker computed, shortened to `clip_norm` where it is longer."""
@@ -63,6 +64,3 @@ class Weighted(Contract, group="aggregate", strict=True):
             return body
         length = float(torch.linalg.vector_norm(body, dtype=torch.float64))
         return body if length <= self.clip_norm else body * (self.clip_norm / length)
-
-    def _fresh(self, staleness: int) -> float:
-        return 1.0 if self.discount is None else (1.0 + staleness) ** -self.discount

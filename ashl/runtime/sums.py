@@ -16,6 +16,8 @@ def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
     """((x_0 + x_1) + x_2) + ... or the running maximum; the terms themselves are never changed. 16-bit floats are added
     up as float32, so that the sum is rounded once."""
     total = tensors[0]
+    if len(tensors) == 1:
+        return total
     if isinstance(total, SizeOnly):
         return SizeOnly(total.nbytes, sum(t.word for t in tensors))
     if total.dtype in HALVES:

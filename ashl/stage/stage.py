@@ -215,7 +215,7 @@ class Stage:
     def weights_of(self, pushes: Sequence[Push]) -> list[float]:
         """The same by what each push holds, where the sync mode averages: it need not be as planned."""
         if not self.sync.averages:
-            return self.weights([push.worker for push in pushes])
+            return [self.team_weights[push.worker] for push in pushes]
         workers = self.plan.workers
         return self._weighed(
             [replace(workers[p.worker], local_steps=p.steps, batch=p.samples // p.steps) for p in pushes]

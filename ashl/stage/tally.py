@@ -183,7 +183,9 @@ class Tally(Progress):
 
     def release(self, worker: int) -> tuple[int, bool]:
         """This worker goes on, on the current version; returns (staleness, late) of its push."""
-        self.max_lead = max(self.max_lead, self.clocks[worker] - self.slowest)
+        lead = self.clocks[worker] - self.slowest
+        if lead > self.max_lead:
+            self.max_lead = lead
         return self.answer(worker)
 
     def answer(self, worker: int) -> tuple[int, bool]:
@@ -207,6 +209,8 @@ class Tally(Progress):
         for worker in [worker for worker in self._unsorted if self.clocks[worker] > bound]:
             del self._unsorted[worker]
             self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
+        if not self._waiting_at:
+            return list(self._unsorted)
         freed = [worker for clock, workers in self._waiting_at.items() if clock <= bound for worker in workers]
         return [*self._unsorted, *freed]
 

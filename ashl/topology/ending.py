@@ -71,7 +71,7 @@ def verdict(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]
     """Asked: (GO, NEXT or STOP, why)."""
     if reason := stage.judge.over(tally) or node.stopping:
         return STOP, reason
-    if rule := stage.judge.reached(tally, node.now, node.scores):
+    if stage.plan.until and (rule := stage.judge.reached(tally, node.now, node.scores)):
         return (NEXT if stage.following else STOP), rule
     return GO, None
 
