@@ -11,6 +11,7 @@ from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import Run
 from ashl.report.shares import KINDS, MAX_WORKERS, Box, filled, legend, patterns
 from ashl.report.svg import INK, SOFT, Scale, drawing, line, short, text, x_axis
+from ashl.tracking.timeline import parts_of
 
 ROUNDS = 4  # that the slowest worker is shown with
 MAX_EVENTS, MAX_SPANS = 3000, 700
@@ -26,6 +27,7 @@ class Opening:
 
     run: Run
     spans: Mapping[int, Sequence[tuple[str, float, float]]]
+    aside: Mapping[int, Mapping[str, Sequence[tuple[str, float, float]]]]  # the parts of steps, and their messages
     ends: Mapping[int, Sequence[float]]
 
     @property
@@ -37,17 +39,21 @@ class Opening:
 def opening(run: Run) -> Opening | None:
     """None where no rounds were recorded."""
     spans: dict[int, list[tuple[str, float, float]]] = {}
+    aside: dict[int, dict[str, list[tuple[str, float, float]]]] = {}
     ends: dict[int, list[float]] = {}
     try:
         for event in run.rounds(MAX_EVENTS):
             rank = event["rank"]
             spans.setdefault(rank, []).extend((str(k), float(a), float(b)) for k, a, b in event.get("spans") or ())
+            own = aside.setdefault(rank, {"parts": [], "sums": []})
+            own["parts"] += [("part", a, b) for a, b in parts_of(event)]
+            own["sums"] += [("message", float(a), float(b)) for a, b in event.get("messages") or ()]
             ends.setdefault(rank, []).append(float(event["end_s"]))
             if len(ends) == run.summary["num_workers"] and all(len(found) >= ROUNDS * 8 for found in ends.values()):
                 break
     except (KeyError, TypeError, ValueError):
         return None
-    return Opening(run, spans, ends) if ends else None
+    return Opening(run, spans, aside, ends) if ends else None
 
 
 def gantt(board: Leaderboard, rows: Sequence[Row]) -> str:
@@ -58,22 +64,32 @@ def gantt(board: Leaderboard, rows: Sequence[Row]) -> str:
     wanted = [first.wanted_s for first in found.values()]
     until_s = min(max(wanted), STRETCH * min(wanted)) or max(wanted)
     across = Scale(0.0, until_s, 50, WIDTH - 20)
-    seen = {kind for first in found.values() for spans in first.spans.values() for kind, _, _ in spans}
+    tracks = [
+        spans
+        for first in found.values()
+        for rank, own in first.spans.items()
+        for spans in (own, *first.aside[rank].values())
+    ]
+    seen = {kind for spans in tracks for kind, _, _ in spans}
     top = 44.0
-    parts, drawn = [legend("gantt", [kind for kind in KINDS if kind in seen], 50, 2)], list[tuple[str, Box]]()
+    kinds = [kind for kind in (*KINDS, "part", "message") if kind in seen]
+    parts, drawn = [legend("gantt", kinds, 50, 2)], list[tuple[str, Box]]()
     for row, first in found.items():
-        workers = sorted(first.spans)[:MAX_WORKERS]
+        workers, y = sorted(first.spans)[:MAX_WORKERS], top + 8
         more = (
             f", workers {workers[0]} to {workers[-1]} of {len(first.spans)}" if len(first.spans) > MAX_WORKERS else ""
         )
         name = f"{board.rank(row)}  {row.label} (seed {first.run.seed}{more})"
         parts.append(text(10, top, short(name, WIDTH - 20), font_weight="bold"))
-        for i, rank in enumerate(workers):
-            y = top + 8 + i * ROW
-            parts.append(text(44, y + 11, f"w{rank}", text_anchor="end", fill=SOFT))
-            parts.append(line(across.start, y - 2, across.start, y + ROW - 3, stroke=INK))
-            drawn += _track(first.spans[rank], across, y)
-        top += 8 + len(workers) * ROW
+        for rank in workers:
+            for name, spans in [(f"w{rank}", first.spans[rank]), *first.aside[rank].items()]:
+                if not spans:
+                    continue
+                parts.append(text(44, y + 11, name, text_anchor="end", fill=SOFT))
+                parts.append(line(across.start, y - 2, across.start, y + ROW - 3, stroke=INK))
+                drawn += _track(spans, across, y)
+                y += ROW
+        top = y
         parts.append(x_axis(across, top + 2, ""))
         top += 50
     parts.append(

@@ -55,6 +55,7 @@ class Row:
     loss: float | None
     steps_per_s: float | None
     wait_share: float | None
+    hidden: float | None  # of the time of communication, behind computing; where something overlaps
     mb_up: float | None
     mb_down: float | None
     consensus: float | None  # distance of the models from their mean, where each worker has its own
@@ -294,6 +295,7 @@ def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool
         loss=mean("train_loss", "final"),
         steps_per_s=mean("steps_per_s"),
         wait_share=mean("wait_share"),
+        hidden=mean("comm_hidden_share"),
         mb_up=None if up is None else up / 1e6,
         mb_down=None if down is None else down / 1e6,
         consensus=mean("consensus_distance", "final"),

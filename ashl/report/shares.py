@@ -18,6 +18,8 @@ FILL = {
     "pull": "#9ccf8f",
     "wait": "#ffffff",
     "down": "#444",
+    "part": "#a9c4dc",
+    "message": "#e3cf6b",
 }
 HATCH = {
     "compress": "M0 3H6",

@@ -22,6 +22,7 @@ TITLE, NAME = 14, 24  # characters: of a line of a title, of a name before it is
 RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")  # without room, they go first,
 USUAL = (
     "accuracy",
+    "hidden",
     "waiting",
     "reached",
     "seeds",
@@ -114,6 +115,7 @@ def columns_of(board: Leaderboard) -> list[Column]:
         ("loss", lambda row: number(row.loss) if row.accuracy is None else "-"),
         ("steps/s", lambda row: number(row.steps_per_s)),
         ("waiting", lambda row: percent(row.wait_share)),
+        ("hidden", lambda row: percent(row.hidden)),
         ("MB up", lambda row: number(row.mb_up)),
         ("MB down", lambda row: number(row.mb_down)),
         ("consensus distance", lambda row: number(row.consensus)),

@@ -209,9 +209,20 @@ class Monitor:
 
     def line(self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Waited]) -> dict[str, Any]:
         extra = self.books.health.metrics() | values_of(self.measures())
+        if (hidden := self.hidden_share()) is not None:
+            extra["perf/comm_hidden_share"] = hidden
         if (metric := self.job.parts.task.metric) not in ("", ACCURACY) and found.test_metric is not None:
             extra = {f"test/{metric}": found.test_metric, **extra}
         return metrics_line(counts, found, time_s, self.host_s, workers, extra)
+
+    def hidden_share(self) -> float | None:
+        """The share of the collectives' time in which their workers did something else; None where nothing overlaps."""
+        if not any(stage.messages for stage in self.job.stages):
+            return None
+        said = [said for rank, said in (self.beats | self.ledgers).items() if rank < self.plan.num_workers]
+        moving = sum(of.collective_ns for of in said)
+        shown = sum(of.totals_ns["push"] + of.totals_ns["pull"] for of in said)
+        return max(0.0, 1 - shown / moving) if moving else None
 
     def measures(self) -> list[Measures]:
         """What the ranks have measured, as they said last."""

@@ -62,7 +62,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "bytes_up": sum(w["bytes_up"] for w in workers),
         "bytes_down": sum(w["bytes_down"] for w in workers),
         "workers": workers,
-        "comm_hidden_share": hidden_share(monitor, workers),
+        "comm_hidden_share": monitor.hidden_share(),
         "wait_share": sum(w["wait_s"] for w in workers) / (n * time_s) if time_s else None,
         "max_lead": counts.max_lead if server else None,
         "conflicts": counts.conflicts,
@@ -85,15 +85,6 @@ def nothing(num_workers: int) -> Counts:
     """The counts of a run that ended before it began."""
     zeros = [0] * num_workers
     return Counts(0, 0, 0, zeros, zeros, zeros, zeros, zeros, 0, None, None, math.nan, None)
-
-
-def hidden_share(monitor: Monitor, workers: list[dict[str, Any]]) -> float | None:
-    """The share of the collectives' time in which their workers did something else; None where nothing overlaps."""
-    ledgers = [monitor.ledgers[w["rank"]] for w in workers if w["rank"] in monitor.ledgers]
-    moving = sum(ledger.collective_ns for ledger in ledgers)
-    if not moving or not any(stage.messages for stage in monitor.job.stages):
-        return None
-    return max(0.0, 1 - sum(ledger.totals_ns["push"] + ledger.totals_ns["pull"] for ledger in ledgers) / moving)
 
 
 def worker_summary(rank: int, counts: Counts, ledger: LedgerTotals | Beat | None, time_ns: int) -> dict[str, Any]:

@@ -18,8 +18,10 @@ class Ledger:
 
     __slots__ = (
         "_aside",
+        "_messages",
         "_old",
         "_old_traffic",
+        "_parts",
         "_spans",
         "_start",
         "_traffic",
@@ -43,6 +45,8 @@ class Ledger:
         self._traffic: list[tuple[int, int, int]] = []  # (start, up, down)
         self._old_traffic: list[tuple[int, int, int]] = []
         self._aside: list[tuple[int, int]] = []  # (begin, end) of collectives of other tasks
+        self._parts: list[int] = []  # when parts of a computation were there, since the last round
+        self._messages: list[tuple[int, int]] = []  # (begin, end) of collectives, where some overlap
 
     def begin(self, now_ns: int) -> None:
         """The clock starts here (a worker that comes later than the others starts later)."""
@@ -70,10 +74,16 @@ class Ledger:
         """A collective is under way from here to there; of another task it is the main task's time where that is idle
         meanwhile."""
         self.collective_ns += max(0, int(min(end_ns, self.limit_ns)) - begin_ns)
+        if not main or self._parts:
+            self._messages.append((begin_ns, end_ns))
         if main:
             self._moving(begin_ns, end_ns)
         else:
             self._aside.append((begin_ns, end_ns))
+
+    def part(self, ready_ns: int) -> None:
+        """A part of what this rank computes is there."""
+        self._parts.append(ready_ns)
 
     def idle(self, now_ns: int) -> None:
         """The task did nothing until now: what other tasks moved meanwhile was that, and the rest was waiting."""
@@ -117,6 +127,13 @@ class Ledger:
         self._spans, self._traffic = [], []
         self._start = self.cursor
         return spans, start, self.cursor
+
+    def beside(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """What overlapped since it was asked last: when parts were there, and from when to when messages went."""
+        found = self._parts, self._messages
+        if found != ([], []):
+            self._parts, self._messages = [], []
+        return found
 
     def close(self, end_ns: int) -> None:
         """The experiment ended at `end_ns`: forget what came later, and call wait what is missing up to there."""

@@ -208,9 +208,10 @@ class Node:
         self.steps += steps
         self.staleness, self.loss = staleness, loss
         spans, start_ns, end_ns = self.ledger.cut()
+        parts, messages = self.ledger.beside()
         if self.kernel.observer.rounds:
             what = (self.rank, stage, round, steps, staleness, dropped, loss, start_ns, end_ns, spans, group)
-            self.kernel.observer.emit(Round(*what))
+            self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
     def beat(self) -> Beat:
         """How this rank stands, for whoever watches; may be read from another thread."""
@@ -226,6 +227,7 @@ class Node:
             bytes_down=bytes_down,
             counts=self.counter.tally.report() if self.counter else None,
             measures=dict(self.measures),
+            collective_ns=self.ledger.collective_ns,
         )
 
     def account(self) -> None:

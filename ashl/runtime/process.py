@@ -133,7 +133,9 @@ class TorchKernel:
 
     def _take_in(self, item: Any) -> None:
         if isinstance(item, fx.Message):
-            if item.body is not None and item.src != self.node.rank:
+            if item.src == self.node.rank:
+                self.node.ledger.part(item.start_ns)
+            elif item.body is not None:
                 self.node.ledger.traffic(item.start_ns, 0, item.body.nbytes)
             task = self._mail.put(item)
             if task is not None:

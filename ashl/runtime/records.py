@@ -60,6 +60,8 @@ class Round(NamedTuple):
     end_ns: int
     spans_ns: list[Span]
     group: list[int] | None = None  # whom it merged with, where workers meet in groups
+    parts_ns: list[int] | None = None  # when the parts of its steps were there, where messages are made of them
+    messages_ns: list[tuple[int, int]] | None = None  # from when to when sums went that overlapped with other work
 
 
 class StageEnd(NamedTuple):
@@ -107,6 +109,7 @@ class Beat(NamedTuple):
     counts: Counts | None = None  # at the home rank
     waiting: str | None = None
     idle_s: float = 0.0
+    collective_ns: int = 0  # as of `LedgerTotals`
 
 
 class Alive(NamedTuple):

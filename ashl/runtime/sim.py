@@ -166,7 +166,9 @@ class Sim:
 
     def _hand_out(self, item: tuple[Task, Message]) -> None:
         """A part of what a task computes is there, for its own node."""
-        self._deliver((item[0].node.rank, item[1]))
+        node = item[0].node
+        node.ledger.part(self.now_ns)
+        self._deliver((node.rank, item[1]))
 
     def _computed(self, task: Task, effect: Compute) -> int:
         """When the node's compute unit has done this too: it does one thing after the other."""

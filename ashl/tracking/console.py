@@ -162,6 +162,8 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     yield "waiting", f"{percent(summary.get('wait_share'))} of the workers' time{lead}"
+    if (hidden := summary.get("comm_hidden_share")) is not None:
+        yield "hidden", f"{percent(hidden)} of the time of sums behind other work"
     pace = summary.get("pace") or {}
     if pace.get("slower_by", 0.0) > SLOWER:
         parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers", "encodings")]

@@ -36,4 +36,6 @@ def round_fields(record: Round) -> dict[str, Any]:
         "end_s": record.end_ns / 1e9,
         **{f"{kind}_s": total / 1e9 for kind, total in totals.items()},
         "spans": [[kind, start / 1e9, end / 1e9] for kind, start, end in record.spans_ns],
+        **({"parts": [ready / 1e9 for ready in record.parts_ns]} if record.parts_ns else {}),
+        **({"messages": [[a / 1e9, b / 1e9] for a, b in record.messages_ns]} if record.messages_ns else {}),
     }

@@ -1,7 +1,8 @@
 """The run as a timeline in Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One track per rank; a round is a slice around its spans (compute, compress, push, wait, pull). The bytes are a pure
-function of the events: no host times, no file name and no date, so equal runs have equal traces.
+One track per rank; a round is a slice around its spans (compute, compress, push, wait, pull). Where a gradient travels
+in parts, a track below has the parts of each step, and another one their messages. The bytes are a pure function of the
+events: no host times, no file name and no date, so equal runs have equal traces.
 """
 
 import gzip
@@ -9,8 +10,9 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ashl.tracking import jsonl
 
@@ -23,6 +25,8 @@ COLOR = {
     "wait": "terrible",
 }
 ROUND_ARGS = ("stage", "staleness", "loss")
+LINES = ("", "parts", "messages")  # of a rank, one below the other
+ASIDE = 1_000_000  # from one line of a rank to the next, in the numbers of tracks: more than there are ranks
 
 
 def write(events: Path, trace: Path, num_workers: int | None = None, end_s: float | None = None) -> None:
@@ -49,14 +53,17 @@ def write(events: Path, trace: Path, num_workers: int | None = None, end_s: floa
 
 def entries(events: Path, num_workers: int | None = None, end_s: float | None = None) -> Iterator[dict]:
     """Yield the entries of the trace, times in microseconds, each track's name ahead of its first slice."""
-    named, end_s = set(), math.inf if end_s is None else end_s
+    named, end_s = set[tuple[int, str]](), math.inf if end_s is None else end_s
     for record in jsonl.read(events):
         rank = record.get("rank") or 0
-        if rank not in named:
-            named.add(rank)
-            name = "server" if num_workers is not None and rank >= num_workers else f"worker {rank}"
-            yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": name}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
+        server = num_workers is not None and rank >= num_workers
+        for line, what in enumerate(LINES):
+            if (not what or record.get(what)) and (rank, what) not in named:
+                named.add((rank, what))
+                track = {"ph": "M", "pid": 0, "tid": rank + ASIDE * line}
+                name = ("server" if server else f"worker {rank}") + (f" {what}" if what else "")
+                yield track | {"name": "thread_name", "args": {"name": name}}
+                yield track | {"name": "thread_sort_index", "args": {"sort_index": len(LINES) * rank + line}}
         if record.get("kind") == "round":
             if record["start_s"] >= end_s:
                 continue
@@ -66,12 +73,28 @@ def entries(events: Path, num_workers: int | None = None, end_s: float | None = 
             for kind, first_s, last_s in record.get("spans") or ():
                 if first_s < end_s:
                     yield {"name": kind, "cname": COLOR.get(kind, "grey")} | _slice(rank, first_s, min(last_s, end_s))
+            for line, what, spans in ((1, "part", parts_of(record)), (2, "message", record.get("messages") or ())):
+                for k, (first_s, last_s) in enumerate(spans):
+                    if first_s < end_s:
+                        yield {"name": f"{what} {k}"} | _slice(rank + ASIDE * line, first_s, min(last_s, end_s))
         else:
             at_s = next((record[key] for key in ("time_s", "end_s", "start_s") if record.get(key) is not None), 0.0)
             at_s = min(at_s, end_s)
             args = {key: value for key, value in record.items() if key not in ("kind", "rank", "spans")}
             entry = {"ph": "i", "s": "t", "pid": 0, "tid": rank, "ts": round(at_s * 1e9) / 1000}
             yield {"name": record.get("kind", "event"), "args": args} | entry
+
+
+def parts_of(record: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
+    """From when to when each part of a round's steps was computed: from the part before, or from where computing began,
+    until it was there."""
+    begun = [first_s for kind, first_s, _ in record.get("spans") or () if kind == "compute"]
+    start_s = -math.inf
+    for ready_s in record.get("parts") or ():
+        start_s = max([start_s, *(at_s for at_s in begun if at_s < ready_s)])
+        if math.isfinite(start_s):
+            yield start_s, ready_s
+        start_s = ready_s
 
 
 def _slice(rank: int, start_s: float, end_s: float) -> dict:
