@@ -1,4 +1,4 @@
-"""`ashl export`: the records of finished runs for other tools."""
+"""`ashl export`: what finished runs recorded, and how they ran, for other tools."""
 
 import sys
 from pathlib import Path
@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ashl.errors import UsageError
+from ashl.errors import AshlError, UsageError
 
 from .compare import Folders, tell
 from .train import Debug
 
 FORMATS, TABLES = ("csv", "parquet", "json"), ("summary", "metrics", "events")
+TARGETS = ("ddp",)
 
 
 def export(
@@ -20,13 +21,24 @@ def export(
         str | None,
         typer.Option("--format", metavar="|".join(FORMATS), help="Default: by the file's name, else csv."),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="|".join(TARGETS), help="No records: a script for torch, with the run's merge plan."
+        ),
+    ] = None,
     what: Annotated[
         str, typer.Option(metavar="|".join(TABLES), help="A row for each run, evaluation or event.")
     ] = "summary",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: standard output.")] = None,
     debug: Debug = False,
 ) -> int:
-    """Write what runs recorded as one flat table, which pandas reads in one line: pandas.read_csv("runs.csv")."""
+    """Write what runs recorded as one flat table, which pandas reads in one line: pandas.read_csv("runs.csv").
+
+    With --to ddp: a script in which torch's DistributedDataParallel has the messages of one run with overlap.
+    """
+    if to is not None:
+        return export_to(to, folders, kind, out)
     named = out.suffix.lstrip(".") if out else ""
     kind = kind or (named if named in FORMATS else "csv")
     for option, value, allowed in (("--format", kind, FORMATS), ("--what", what, TABLES)):
@@ -41,4 +53,25 @@ def export(
     batches, bad = flat.table(study, what)
     tell((*study.left_out, *bad))
     flat.write(batches, kind, out or sys.stdout)
+    return 0
+
+
+def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> int:
+    """The script for another tool, of one run."""
+    if to not in TARGETS:
+        raise UsageError(f"--to {to}: what exists is {', '.join(TARGETS)}.")
+    if kind is not None:
+        raise UsageError("--format is for records, and --to for a script; give one of them.")
+    if len(folders) > 1:
+        raise UsageError(f"--to {to} is of one run, and {len(folders)} folders are named; name one.")
+    from ashl.run.ddp import script
+
+    written = script(folders[0], out.name if out else "ddp.py")
+    if out is None:
+        typer.echo(written, nl=False)
+        return 0
+    try:
+        out.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise AshlError(f"{out} cannot be written ({error.strerror}); name another place with --out FILE.") from error
     return 0
