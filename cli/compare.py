@@ -47,7 +47,7 @@ def compare(
     tell(found.board.left_out)
     screen = console()
     show(screen, found.board, rows=ordered(found.board), top=top)
-    screen.print(f"report  {found.report}", soft_wrap=True, markup=False)
+    screen.print(found.places, soft_wrap=True, markup=False)
     return 0
 
 

@@ -1,12 +1,14 @@
 """The page: one small offline file of well-formed figures, in which nothing that was read is taken for markup."""
 
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from ashl.errors import AshlError
+from ashl.report import pdf
 from ashl.report.compare import compare
 from ashl.report.curves import Curve, curve, cut
 from ashl.report.pareto import at_target, front
@@ -118,6 +120,28 @@ def test_the_parts_of_a_page_that_are_new_to_it(tmp_path) -> None:
     table = (folder / "leaderboard.tex").read_text()
     assert all(line in table for line in (r"\toprule", r"\midrule", r"\bottomrule"))
     assert r"90.0 \% accuracy" in table
+
+
+def test_each_figure_is_a_pdf_too(tmp_path) -> None:
+    """With hatchings, clips and text; the numbers at the lines' ends are not under their white rim."""
+    if why := pdf.lacks():
+        pytest.skip(why)
+    found = compare([study(tmp_path)])
+    files = {file.stem: file for file in (tmp_path / "sweep/figures").glob("*.pdf")}
+    assert files.keys() == {file.stem for file in (tmp_path / "sweep/figures").glob("*.svg")}
+    assert len(files) == len(found.figures)
+    assert all(file.read_bytes()[:5] == b"%PDF-" for file in files.values())
+    assert b"/PatternType 1" in files["where-the-workers-time-goes"].read_bytes(), "hatched"
+    assert b"/Font" in files["against-time"].read_bytes(), "text stays text"
+    assert found.lacks == ""
+    assert not any("paint-order" in figure.svg for figure in found.figures)
+
+
+def test_without_the_library_a_sentence_says_how_to_have_pdfs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    found = compare([study(tmp_path)])
+    assert found.places.splitlines()[1] == 'figures as SVG; for PDF beside them pip install "ashl[pdf]"'
+    assert {file.suffix for file in (tmp_path / "sweep/figures").iterdir()} == {".svg"}
 
 
 def test_no_other_is_better_in_both(tmp_path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ashl.errors import AshlError
+from ashl.report import pdf
 from ashl.report.leaderboard import Leaderboard, rank
 from ashl.report.page import Figure, booktabs, figures, leaderboard, page
 from ashl.report.records import Study, read
@@ -18,12 +19,18 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was read, how it ranks, what was drawn of it, and where the report lies."""
+    """What was read, how it ranks, what was drawn of it, where the report lies, and what it lacks, in a sentence."""
 
     study: Study
     board: Leaderboard
     figures: list[Figure]
     report: Path
+    lacks: str = ""
+
+    @property
+    def places(self) -> str:
+        """Where the report lies, and what could lie beside it."""
+        return f"report  {self.report}" + (f"\nfigures {self.lacks}" if self.lacks else "")
 
 
 def compare(
@@ -36,7 +43,7 @@ def compare(
     command: str = "",
 ) -> Comparison:
     """Read the folders, rank what they hold, and write the report: to `out`, or into the sweep's folder, where
-    `leaderboard.md` and the figures go, too.
+    `leaderboard.md` and the figures, as SVG and PDF, go, too.
 
     Raises UsageError for folders that hold no run, runs of different targets and a baseline that is not there, and
     AshlError where the report cannot be written.
@@ -46,21 +53,31 @@ def compare(
     report = out or (study.folder or Path()) / REPORT
     drawn = figures(board)
     write(report, page(study, board, drawn, command, report.parent))
+    lacks = ""
     if study.folder and out is None:
         write(study.folder / "leaderboard.md", leaderboard(board))
         write(study.folder / "leaderboard.tex", booktabs(board))
-        (study.folder / "figures").mkdir(exist_ok=True)
-        for figure in drawn:
-            name = "-".join(re.findall("[a-z]+", figure.title.lower()))
-            write(study.folder / "figures" / f"{name}.svg", figure.svg)
-    return Comparison(study, board, drawn, report)
+        lacks = _save(drawn, study.folder / "figures")
+    return Comparison(study, board, drawn, report, lacks)
 
 
-def write(file: Path, text: str) -> None:
+def _save(drawn: Sequence[Figure], folder: Path) -> str:
+    """Each figure as SVG and, where the library is there, as PDF; else a sentence that says how to have it."""
+    folder.mkdir(exist_ok=True)
+    lacks = pdf.lacks() if drawn else ""
+    for figure in drawn:
+        file = folder / "-".join(re.findall("[a-z]+", figure.title.lower()))
+        write(file.with_suffix(".svg"), figure.svg)
+        if not lacks:
+            write(file.with_suffix(".pdf"), pdf.made_of(figure.svg))
+    return lacks
+
+
+def write(file: Path, content: str | bytes) -> None:
     """The whole of a file or nothing of it. Raises AshlError, in one sentence."""
     part = file.with_name(file.name + ".part")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, file)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from ashl.report.svg import (
     SOFT,
     Scale,
     drawing,
+    haloed,
     line,
     marker,
     path,
@@ -70,14 +71,14 @@ def _cell(ground: Terrain, cell: Cell | None, box: tuple[float, float, float, fl
     number = ground.contestants.index(cell.winner) % MAX_DRAWN
     hint = "; ".join(f"{name}: {ground.measure.text(abs(cost))}" for name, cost in cell.ranking[:6])
     ground_color = rect(*box, hint, fill=f"url(#win-{number})", **edge)
-    halo = {"stroke": "#fff", "stroke_width": 4, "paint_order": "stroke", "text_anchor": "middle"}
+    halo = {"width": 4, "text_anchor": "middle"}
     letter = named[cell.winner] + ("" if cell.sure else "?")
     size = 17 if high > 34 else 13
     parts = [
-        text(x + wide / 2, y + high / 2 + (0 if high > 34 else 5), letter, font_size=size, font_weight="bold", **halo)
+        haloed(x + wide / 2, y + high / 2 + (0 if high > 34 else 5), letter, font_size=size, font_weight="bold", **halo)
     ]
     if high > 34 and wide > 44:
-        parts.append(text(x + wide / 2, y + high / 2 + 18, margin(ground, cell), **halo))
+        parts.append(haloed(x + wide / 2, y + high / 2 + 18, margin(ground, cell), **halo))
     return ground_color + "".join(parts)
 
 
@@ -161,7 +162,5 @@ def _curve(ground: Terrain, name: str, sign: float) -> list[tuple[float, float]]
 
 
 def _mark(x: float, bottom: float, label: str) -> str:
-    halo = {"stroke": "#fff", "stroke_width": 4, "paint_order": "stroke", "text_anchor": "middle"}
-    return line(x, TOP, x, bottom, stroke=INK, stroke_dasharray="4 3", stroke_width=1.5) + text(
-        x, TOP + 10, label, **halo
-    )
+    rule = line(x, TOP, x, bottom, stroke=INK, stroke_dasharray="4 3", stroke_width=1.5)
+    return rule + haloed(x, TOP + 10, label, 4, text_anchor="middle")

@@ -20,6 +20,7 @@ from ashl.report.svg import (
     SOFT,
     Scale,
     drawing,
+    haloed,
     line,
     marker,
     path,
@@ -189,8 +190,7 @@ def _numbers(ends: Mapping[Row, tuple[float, float]], board: Leaderboard) -> lis
         while any(abs(x - px) < 14 and abs(y - py) < 13 for px, py in placed):
             x, y = (x + 3, y) if x < WIDTH - LEGEND + 14 else (x, y + 3)
         placed.append((x, y))
-        halo = {"stroke": "#fff", "stroke_width": 3, "paint_order": "stroke", "font_weight": "bold"}
-        parts.append(text(x, y, board.rank(row), **halo))
+        parts.append(haloed(x, y, board.rank(row), 3, font_weight="bold"))
     return parts
 
 

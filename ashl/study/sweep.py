@@ -118,7 +118,7 @@ def conclude(folder: Path, command: str, console: Console, baseline: str | None 
         console.print(str(error), soft_wrap=True, markup=False)
         return
     terminal.show(console, found.board)
-    console.print(f"report  {found.report}", soft_wrap=True, markup=False)
+    console.print(found.places, soft_wrap=True, markup=False)
     if line := winner(found):
         console.print(f"winner  {line}", soft_wrap=True, markup=False)
 
