@@ -141,7 +141,12 @@ def copied_to_mlflow(grid: Grid, folder: Path, command: str, console: Console) -
         return
     writer = mlflow_study.start(folder, store=RUNS, name=folder.name, axes=list(grid.axes), command=command)
     try:
-        yield lambda setting: mlflow_study.add(writer, folder / setting.hash, label(setting), setting.config)
+
+        def tell(setting: Setting) -> None:
+            common = label(setting, without="seed") if "seed" in setting.axes else ""
+            mlflow_study.add(writer, folder / setting.hash, label(setting), setting.config, common)
+
+        yield tell
     finally:
         link, warning = mlflow.finish(writer, MLFLOW_S)
         if warning:

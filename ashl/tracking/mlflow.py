@@ -219,9 +219,9 @@ class Copy:
         """Make the run if there is none yet, then copy the metrics that have come since."""
         if self.experiment is None:
             self._open()
-        self._log_params()
+        self.log_params()
         records, end = jsonl.tail(self.run_dir / METRICS, self.copied)
-        self._log_metrics(point for record in records for point in points(record))
+        self.log_metrics(point for record in records for point in points(record))
         self.copied = end
 
     def close(self) -> tuple[str | None, str | None]:
@@ -229,7 +229,7 @@ class Copy:
         summary = _summary(self.run_dir)
         run_id = self.run.run_id
         # Six digits, so that a cell of MLflow's table shows all of a number.
-        self._log_metrics((f"final/{name}", float(f"{value:.6g}"), 0, 0.0) for name, value in finals(summary))
+        self.log_metrics((f"final/{name}", float(f"{value:.6g}"), 0, 0.0) for name, value in finals(summary))
         for key in ("status", "exit_reason"):
             self.client.set_tag(run_id, f"ashl.{key}", str(summary.get(key))[:MAX_TEXT])
         with suppress(Exception):  # the view is that of the last run
@@ -266,14 +266,16 @@ class Copy:
         self.run = self.client.create_run(experiment, tags=tags | self.job["tags"], run_name=self.job["run_name"]).info
         self.experiment = experiment
 
-    def _log_params(self) -> None:
+    def log_params(self) -> None:
+        """What is left of them."""
         from mlflow.entities import Param
 
         while self.params:
             self.client.log_batch(self.run.run_id, params=[Param(*item) for item in self.params[:MAX_PARAMS]])
             self.params = self.params[MAX_PARAMS:]
 
-    def _log_metrics(self, entries: Iterable[tuple[str, float, int, float]]) -> None:
+    def log_metrics(self, entries: Iterable[tuple[str, float, int, float]]) -> None:
+        """Name, value, step and host seconds of each."""
         from mlflow.entities import Metric
 
         began = self.run.start_time

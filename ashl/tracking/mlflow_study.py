@@ -1,4 +1,5 @@
-"""A sweep in MLflow: an experiment of its own, a parent run for the sweep and one below it for each of its runs.
+"""A sweep in MLflow: an experiment of its own, a parent run for the sweep and one below it for each of its runs; where
+there are several seeds, each setting is a run between them, with the medians over its seeds.
 
 `python -m ashl.tracking.mlflow_study FOLDER` is the writer's process (see `ashl.tracking.mlflow`): its input begins
 with the sweep, then a line for each run that has ended. Runs that are there already are not copied again, so a sweep
@@ -7,16 +8,19 @@ that is taken up tells of all its runs, and what a deleted or locked store has l
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
-from ashl.tracking import mlflow, view
-from ashl.tracking.recorder import SUMMARY
+from ashl.tracking import jsonl, mlflow, view
+from ashl.tracking.recorder import METRICS, SUMMARY
 
 ARTIFACTS = ("sweep.json", "leaderboard.md", "report.html", "figures")
 MODULE = "ashl.tracking.mlflow_study"
-WRITER = "ashl.run.summary"  # the tag that says which outcome a run was copied with
+WRITER = "ashl.run.summary"  # the tag that says which outcome a run was copied with; of a setting, of which runs
+LATE = "time_to_target_s"  # what is not there has not come: it is later than all that have
 ENOUGH = 10_000  # runs of one sweep
 
 
@@ -27,9 +31,10 @@ def start(folder: Path, *, store: Path, name: str, axes: Sequence[str], command:
     return mlflow.start(folder, store=store, experiment=name, run_name=name, params={}, tags=tags, module=MODULE)
 
 
-def add(writer: mlflow.Writer, run_dir: Path, run_name: str, config: Mapping) -> None:
-    """A run has ended."""
-    mlflow.tell(writer, {"run_dir": str(run_dir.absolute()), "run_name": run_name, "params": mlflow.flat(config)})
+def add(writer: mlflow.Writer, run_dir: Path, run_name: str, config: Mapping, setting: str = "") -> None:
+    """A run has ended; `setting` is what its seeds have in common, "" where there is one seed only."""
+    line = {"run_dir": str(run_dir.absolute()), "run_name": run_name, "setting": setting}
+    mlflow.tell(writer, line | {"params": mlflow.flat(config)})
 
 
 def main() -> None:
@@ -44,11 +49,14 @@ class Study:
         self.own = mlflow.Copy(folder, job)  # the sweep's run in MLflow, above the others
         self.warning: str | None = None  # what a run was not copied with
         self.waiting: list[dict] = []
-        self.known: dict[str, tuple[str, str]] = {}  # (run id, outcome) by configuration
+        self.known: dict[str, tuple[str, str]] = {}  # (run id, outcome) by name, of runs and settings
+        self.settings: dict[str, dict[str, dict]] = {}  # the lines of each, by the run's name
 
     def hear(self, line: dict) -> None:
         """A run has ended."""
         self.waiting.append(line)
+        if line["setting"]:
+            self.settings.setdefault(line["setting"], {})[line["run_name"]] = line
 
     def loss(self) -> str | None:
         return self.own.loss()
@@ -69,8 +77,7 @@ class Study:
         if not found:
             self.own.begin(self.experiment)
             return
-        below = f"tags.`mlflow.parentRunId` = '{found[0].info.run_id}'"
-        for run in self.client.search_runs([self.experiment], below, max_results=ENOUGH):
+        for run in self.client.search_runs([self.experiment], "tags.`ashl.kind` != 'sweep'", max_results=ENOUGH):
             self.known[str(run.info.run_name)] = (run.info.run_id, run.data.tags.get(WRITER, ""))
         self.own.run, self.own.experiment = found[0].info, self.experiment
 
@@ -81,31 +88,86 @@ class Study:
         known, copied = self.known.get(name, ("", ""))
         if copied == outcome:
             return
-        if known:
-            self.client.delete_run(known)
-        tags = {"mlflow.parentRunId": self.own.run.run_id, "ashl.kind": "run"}
-        child = mlflow.Copy(run_dir, self.job | {"run_name": name, "params": line["params"], "tags": tags})
-        child.client = self.client
-        child.begin(self.experiment)
-        self.known[name] = (child.run.run_id, "")
+        child = self.replaced(known, name, "run", line["params"], run_dir)
         child.advance()
         _, warning = child.close()
         if warning is None:  # else the next sweep copies it again
-            self.client.set_tag(child.run.run_id, WRITER, outcome)
-            self.known[name] = (child.run.run_id, outcome)
+            self.told(child, outcome)
         self.warning = self.warning or warning
 
+    def replaced(self, known: str, name: str, kind: str, params: dict[str, str], run_dir: Path) -> mlflow.Copy:
+        """A new run below the sweep, in the place of the one that is known."""
+        if known:
+            self.client.delete_run(known)
+        tags = {"mlflow.parentRunId": self.own.run.run_id, "ashl.kind": kind}
+        child = mlflow.Copy(run_dir, self.job | {"run_name": name, "params": params, "tags": tags})
+        child.client = self.client
+        child.begin(self.experiment)
+        self.known[name] = (child.run.run_id, "")
+        return child
+
+    def told(self, child: mlflow.Copy, outcome: str) -> None:
+        """All of it is there."""
+        self.client.set_tag(child.run.run_id, WRITER, outcome)
+        self.known[str(child.run.run_name)] = (child.run.run_id, outcome)
+
+    def settle(self, name: str, lines: Sequence[dict]) -> None:
+        """A setting's run: what its seeds have in common, and the medians of what they came to; its runs go below."""
+        runs = [self.known[line["run_name"]] for line in lines]
+        outcome = hashlib.sha256("".join(outcome for _, outcome in runs).encode()).hexdigest()[:16]
+        known, settled = self.known.get(name, ("", ""))
+        if settled == outcome:
+            return
+        first, *others = (line["params"] for line in lines)
+        params = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+        seeds = ", ".join(line["params"]["seed"] for line in lines)
+        parent = self.replaced(known, name, "setting", params | {"seed": seeds}, self.run_dir)
+        parent.log_params()
+        folders = [Path(line["run_dir"]) for line in lines]
+        summaries = [json.loads((folder / SUMMARY).read_text()) for folder in folders]
+        ends = middle([dict(mlflow.finals(summary)) for summary in summaries])
+        rows = zip(*(jsonl.tail(folder / METRICS, 0)[0] for folder in folders), strict=False)
+        parent.log_metrics(point for row in rows for point in mlflow.points(middle(row)))
+        parent.log_metrics((f"final/{key}", float(f"{value:.6g}"), 0, 0.0) for key, value in ends.items())
+        note = (
+            f"Medians over the seeds {seeds}; of a curve, of their evaluations by number, as far as all of them went."
+        )
+        self.client.set_tag(parent.run.run_id, "mlflow.note.content", note)
+        for run, _ in runs:
+            self.client.set_tag(run, "mlflow.parentRunId", parent.run.run_id)
+        self.client.set_terminated(parent.run.run_id)
+        self.told(parent, outcome)
+
     def close(self) -> tuple[str | None, str | None]:
-        """The sweep's own files, its end, and the view on its experiment; returns the deep link and a warning."""
+        """The settings, the sweep's own files, its end, and the view on its experiment; returns the deep link and a
+        warning."""
+        for name, lines in self.settings.items():
+            self.settle(name, list(lines.values()))
         parent = self.own.run.run_id
         for path in filter(Path.exists, (self.run_dir / name for name in ARTIFACTS)):
             log = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
             log(parent, str(path), *([path.name] if path.is_dir() else []))
         with suppress(Exception):  # a plainer page is no reason to record nothing
             axes = json.loads(self.job["tags"]["ashl.axes"])
-            self.client.set_experiment_tag(self.experiment, view.TAG, view.tag(axes=axes))
+            self.client.set_experiment_tag(self.experiment, view.TAG, view.tag(axes=axes, settings=bool(self.settings)))
         self.client.set_terminated(parent)
         return mlflow.page_of(self.job["uri"], self.experiment), self.warning
+
+
+def middle(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """The median of each number that all have, of the target's time also where some did not get there.
+
+    >>> middle([{"a": 1.0, "time_to_target_s": 3.0}, {"a": 3.0}, {"a": 4.0, "b": 1.0, "time_to_target_s": 5.0}])
+    {'a': 3.0, 'time_to_target_s': 5.0}
+    """
+    names = dict.fromkeys(name for one in found for name, value in one.items() if isinstance(value, int | float))
+    middles = {}
+    for name in names:
+        own = [one.get(name, math.inf if name == LATE else None) for one in found]
+        known = [float(value) for value in own if value is not None]
+        if len(known) == len(own) and math.isfinite(value := median(known)):
+            middles[name] = value
+    return middles
 
 
 if __name__ == "__main__":

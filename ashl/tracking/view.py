@@ -32,8 +32,9 @@ COLUMNS = (
 REST = ("test", "comm", "wait", "final", "time")  # sections that MLflow makes of the other metrics: folded, below ours
 
 
-def tag(num_workers: int = MAX_WORKERS, axes: Sequence[str] = ()) -> str:
-    """Value of the experiment tag `TAG`: the view for runs of so many workers, or for a sweep over these keys."""
+def tag(num_workers: int = MAX_WORKERS, axes: Sequence[str] = (), settings: bool = False) -> str:
+    """Value of the experiment tag `TAG`: the view for runs of so many workers, or for a sweep over these keys, with
+    `settings` of the medians over seeds."""
     swept = [f"params.`{key}`" for key in axes]
     columns = (*swept, *(column for column in COLUMNS if column not in swept))
     sections = {
@@ -59,6 +60,7 @@ def tag(num_workers: int = MAX_WORKERS, axes: Sequence[str] = ()) -> str:
         # by a metric, MLflow shows a sweep's runs beside each other; else it folds them away under the sweep
         "orderByKey": "metrics.`final/test_accuracy`" if swept else "attributes.start_time",
         "orderByAsc": False,
+        "searchFilter": "tags.`ashl.kind` = 'setting'" if settings else "",
         "selectedColumns": columns,
         "columnOrder": columns,
         "columnWidths": {column: 165 if column.startswith("metrics") else 130 for column in columns},

@@ -27,7 +27,8 @@ def copy(sweep: Path, timeout_s: float = 100.0) -> tuple[str | None, str | None]
     writer = mlflow_study.start(sweep, store=store, name="study", axes=["sync", "seed"], command="ashl sweep")
     for setting in json.loads((sweep / "sweep.json").read_text())["settings"]:
         name = " ".join(f"{key}={value}" for key, value in setting["axes"].items())
-        mlflow_study.add(writer, sweep / setting["folder"], name, {"seed": int(setting["axes"]["seed"])})
+        config = {"seed": int(setting["axes"]["seed"]), "choices": {"sync": setting["axes"]["sync"]}}
+        mlflow_study.add(writer, sweep / setting["folder"], name, config, name.rpartition(" ")[0])
     return mlflow.finish(writer, timeout_s)
 
 
@@ -44,16 +45,32 @@ def runs(sweep: Path) -> dict[str, tuple[str, str | None]]:
 
 
 def whole() -> dict[str, tuple[str, str | None]]:
-    children = {f"sync={axes['sync']} seed={axes['seed']}": ("FINISHED", "study") for axes, _ in SETTINGS}
-    return {"study": ("FINISHED", None)} | children
+    children = {
+        f"sync={axes['sync']} seed={axes['seed']}": ("FINISHED", f"sync={axes['sync']}") for axes, _ in SETTINGS
+    }
+    settings = {parent: ("FINISHED", "study") for _, parent in children.values()}
+    return {"study": ("FINISHED", None)} | settings | children
 
 
-def test_every_run_is_there_once(sweep: Path) -> None:
+def medians(sweep: Path) -> dict[tuple[str, str], tuple[str, float]]:
+    """Seeds and value by the names of a setting and a metric."""
+    query = """SELECT p.value, r.name, m.key, m.value FROM runs r JOIN latest_metrics m USING (run_uuid)
+        JOIN params p USING (run_uuid) JOIN tags t USING (run_uuid)
+        WHERE p.key = 'seed' AND t.key = 'ashl.kind' AND t.value = 'setting' AND r.lifecycle_stage = 'active'"""
+    with closing(sqlite3.connect(sweep.parent / "store/mlflow.db", timeout=10)) as connection:
+        return {(name, key): (seeds, value) for seeds, name, key, value in connection.execute(query)}
+
+
+def test_every_run_is_there_once_below_the_medians_of_its_setting(sweep: Path) -> None:
     link, warning = copy(sweep)
     assert warning is None
     assert link is not None
     assert "viewStateShareKey" in link
     assert runs(sweep) == whole()
+    found = medians(sweep)
+    times = [json.loads((sweep / f"{n:08x}/summary.json").read_text())["time_s"] for n in (0, 1)]
+    assert found["sync=bsp", "final/time_s"] == ("0, 1", pytest.approx(sum(times) / 2, rel=1e-5))
+    assert {("sync=asp", "test/acc"), ("sync=asp", "final/test_accuracy")} <= found.keys()
     copy(sweep)
     assert runs(sweep) == whole()
 
