@@ -20,7 +20,7 @@ from ashl.stage.rule import Members, extra_ranks
 from ashl.stage.stage import Stage
 
 CYCLES = 128  # of every worker: enough for the slack of a bounded lead to be used up within the first half
-ROUNDS = 13_000  # of all workers together: enough for thousands of them, and quick
+ROUNDS = 10_000  # of all workers together: enough for thousands of them, and quick
 MARKS = 8  # at which the counts are read on the way
 WITHOUT = Limits(
     epochs=None,
