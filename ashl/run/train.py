@@ -217,10 +217,10 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
             "run": {**config["run"], "dir": str(run_dir), "save_weights": False},
             "name": "profile",
         }
-        code = train(measuring, [], quiet=True, silent=True)
+        ran = run(measuring, [], quiet=True, silent=True)
+        if ran.run_dir is None:  # another rank of the job is the one that writes
+            return ran.code
         if not run_dir.joinpath("profile.json").exists():
-            if (job := joined(config)[1]) and job.rank:  # another rank of the job is the one that writes
-                return code
             raise AshlError("the run ended before all was measured, so there is no profile; give stop.seconds more")
         found = read_profile(str(run_dir / "profile.json"))
     plan, parts, data = prepared(config, world_size(config), overrides, found)

@@ -82,3 +82,19 @@ def test_a_job_of_two_agents(tmp_path: Path) -> None:
     place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
     agents = [["torch.distributed.run", *place, f"--node-rank={node}", "-m", "ashl.cli"] for node in range(2)]
     check([start(folder, "gossip", agent) for folder, agent in zip(folders, agents, strict=True)], folders, "gossip")
+
+
+@pytest.mark.slow
+def test_a_profile_lies_with_the_rank_that_made_it(tmp_path: Path) -> None:
+    """The server is the last rank; the others leave without a word."""
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "ashl.cli", "profile", *TWO, "runtime=torchrun", "run.dir=run", "--quiet"]
+    quiet = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | world
+    folders = [tmp_path / str(rank) for rank in range(3)]
+    jobs = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        jobs.append(subprocess.Popen(command, cwd=folder, env=quiet | {"RANK": str(rank)}, stderr=subprocess.PIPE))
+    said = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0], said
+    assert [len(list(folder.glob("run/profile.json"))) for folder in folders] == [0, 0, 1]
