@@ -1,8 +1,8 @@
-"""What an overlap is: how a step's gradient is cut into messages."""
+"""What an overlap is: how a step's gradient is cut into messages, or what is computed while it is exchanged."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ashl.option import Contract
 from ashl.overlap.chain import Chain
@@ -25,3 +25,26 @@ class Overlap(Contract, group="overlap", strict=True):
     def planned(self, chain: Chain) -> Overlap:
         """The same with its plan made, as it stands in plan.json: alike on all ranks."""
         return self
+
+
+class Delayed(Overlap, contract=True):
+    """The exchange of one piece of work goes on while the next one is computed: another algorithm, in other time.
+
+    A piece is a gradient, or the steps between two exchanges. A round takes max(compute, exchange). Gradients are of
+    the model that had landed when they were begun; where steps are taken locally, `border` says on what.
+    """
+
+    serial: ClassVar[bool] = True
+    needs_steps: ClassVar[bool] = False  # whether it makes sense of local steps only, and not of gradients
+
+    def messages(self, chain: Chain) -> tuple[int, ...]:
+        return (len(chain.ready_ns),)
+
+    def border(self, landed: Any, start: Any, progress: Any) -> tuple[Any, Any]:
+        """Between two pieces of local steps: (what is exchanged of the one that is done, the model that the next one
+        starts from).
+
+        `landed` is the model with all exchanges that are over, alike for all; the piece went from `start` to
+        `start + progress`. Exchanged updates are weighed and added to `landed`, or stepped on by the outer optimizer.
+        """
+        raise NotImplementedError

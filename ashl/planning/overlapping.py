@@ -13,16 +13,25 @@ from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.optimizer.contract import Optimizer
 from ashl.overlap.chain import Chain, Part, bare
-from ashl.overlap.contract import Overlap
+from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.merged import greedy, optimal
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.planning.build import Parts, StageParts, layer_groups
 from ashl.planning.predict import Uncontended
-from ashl.stage.rule import OVERLAP, Rule
+from ashl.stage.rule import DELAY, OVERLAP, Rule
+from ashl.topology.parameter_server import UPDATES, ServerRule
 
 
 def overlapped(plan: Plan, parts: Parts, learner: Learner) -> Plan:
     """The plan with the messages of each stage that overlaps, and what they bring as a note. Raises UsageError."""
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        if isinstance(own.overlap, Delayed):
+            check_delayed(stage, own, own.overlap, plan.choices)
+            said = (
+                f"overlap={plan.choices['overlap']} changes what is learned: a round takes as long as the longer of "
+                "its steps and its exchange, and what is exchanged lands one round late"
+            )
+            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
     if all(own.overlap.serial for own in parts.stages):
         return plan
     plan = replace(plan, work=plan.work or learner.work())
@@ -77,6 +86,23 @@ def worth(chain: Chain, chosen: Overlap, cluster: Cluster) -> str:
     if cluster.exchange_s is not None:
         said += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
     return said
+
+
+def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: Mapping[str, str]) -> None:
+    """Refuse what leaves nothing to compute while something is exchanged. Raises UsageError."""
+    if DELAY not in own.topology.carries:
+        why, instead = "its workers meet in another way", "topology=all_reduce or topology=parameter_server"
+    elif type(own.sync).loop is not Rule.loop:
+        why, instead = "it has a loop of its own", "schedule=single"
+    elif isinstance(own.sync, ServerRule) and own.sync.messages() is not UPDATES:
+        why, instead = "it has messages of its own, which need the answer to the last ones", "sync=bsp"
+    elif type(own.optimizer).statistics is not Optimizer.statistics:
+        why, instead = "its sweeps need the model that the last one made", "optimizer=sgd"
+    elif overlap.needs_steps and own.sync.exchange != "difference":
+        why, instead = "it is made for local steps, and gradients are exchanged", "sync=local_sgd, or overlap=late"
+    else:
+        return
+    raise UsageError(f"overlap={choices['overlap']} makes no sense in stage {stage.name}: {why}; take {instead}")
 
 
 def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str]) -> None:

@@ -145,7 +145,8 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     costs = Uncontended(network(steady, stage.trainer.dense_bytes))
     workers = []
     for rank, worker in enumerate(plan.workers):
-        cycle_ns = local_steps[rank] * step_ns[rank] + stage.topology.exchange_ns(stage, costs, rank)
+        parts_ns = local_steps[rank] * step_ns[rank], stage.topology.exchange_ns(stage, costs, rank)
+        cycle_ns = max(parts_ns) if stage.delayed else sum(parts_ns)
         workers.append(replace(worker, predicted_cycle_s=cycle_ns / NS))
     return replace(
         plan,

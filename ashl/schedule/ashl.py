@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ashl.option import Count, Natural, Positive, Ratio, option
-from ashl.plan.plan import Spec, StagePlan
+from ashl.plan.plan import SERIAL, Spec, StagePlan
 from ashl.schedule.choices import Choices, Schedule
 
 
@@ -49,7 +49,11 @@ class ASHL(Schedule):
 def profiling(choices: Choices, steps: int) -> list[StagePlan]:
     """The stage that measures, where it is wanted."""
     spec: Spec = {"_target_": "ashl.sync.profiling.Profiling", "steps": steps}
-    return [choices.stage("profile", sync=spec, local_steps=1)] if steps and not choices.given else []
+    return (
+        [choices.stage("profile", sync=spec, local_steps=1, overlap=SERIAL.copy())]
+        if steps and not choices.given
+        else []
+    )
 
 
 def ahl(choices: Choices, h: int, r: float | None, until: dict[str, float] | None = None) -> StagePlan:

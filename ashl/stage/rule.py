@@ -21,9 +21,9 @@ Loop = Callable[["Node", "Stage", Any], Coroutine[Any, Any, int]]  # of one rank
 Members = tuple[int, ...]  # sorted ranks
 
 CODEC, WEIGHTS, PULLS, STATISTICS = "codec", "weights", "pulls", "statistics"  # what a topology may carry
-OVERLAP = "overlap"  # whether a gradient may travel in parts
+OVERLAP, DELAY = "overlap", "delay"  # whether a gradient may travel in parts, and work while the next is computed
 OUTER = "outer"  # ... and whether it merges updates, so that an outer optimizer may step on them
-CARGO = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP})
+CARGO = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP, DELAY})
 
 
 class Network(Protocol):

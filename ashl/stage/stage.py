@@ -12,7 +12,7 @@ from ashl.compression.contract import Codec, Keeps, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined
-from ashl.overlap.contract import Overlap
+from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import Profile, WorkerProfile
@@ -24,7 +24,7 @@ from ashl.stage.rule import Rule, Topology, extra_ranks
 
 T = TypeVar("T")
 SERIAL = Serial()
-GO, NEXT, STOP = 0, 1, 2  # the word that every reply carries
+GO, NEXT, STOP, LAST = 0, 1, 2, 3  # the word that every reply carries; LAST: hand in what you have, and no more
 OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
 
 
@@ -94,6 +94,11 @@ class Stage:
         """What each message of a gradient holds that travels in parts, in the order in which they are ready."""
         return joined(self.parts, self.overlap.messages(bare(self.parts))) if self.parts else ()
 
+    @property
+    def delayed(self) -> Delayed | None:
+        """How it computes while it exchanges, where it does."""
+        return self.overlap if isinstance(self.overlap, Delayed) else None
+
     @cached_property
     def judge(self) -> Judge:
         return Judge(self.limits, self.plan.until, self.epoch_samples)
@@ -137,14 +142,15 @@ class Stage:
         """Steps and samples of all workers together."""
         return sum(self.round_steps), sum(self.round_samples)
 
-    def rest(self, steps: int, samples: int) -> tuple[int, int] | None:
-        """(a, b): after so many steps and samples, a/b rounds are left to the count that ends the run; None where no
-        count does, or where workers do not go round by round."""
+    def rest(self, steps: int, samples: int, ahead: int = 0) -> tuple[int, int] | None:
+        """(a, b): after so many steps and samples and `ahead` rounds, a/b rounds are left to the count that ends the
+        run; None where no count does, or where workers do not go round by round."""
         if not self.sync.in_rounds:
             return None
         (steps_of_all, samples_of_all), n = self.round_totals, self.num_workers
         merged = (steps_of_all * self.quorum // n, samples_of_all * self.quorum // n)
-        return self.judge.left(steps, samples, merged)
+        left = self.judge.left(steps, samples, merged)
+        return left and (left[0] - ahead * left[1], left[1])
 
     def at_most(self, local_steps: int, rank: int, rest: tuple[int, int] | None) -> int:
         """How many of these steps a worker takes in the next round. Where a round would go past the count that ends the

@@ -92,9 +92,9 @@ class Snapshots(Updates):
         if state.anchor is None:
             loss, gradient, samples = await over_shard(node, stage, state)
             state.anchor = Anchor(state.params, gradient, state.drawn)
-            return Work(gradient, loss, 1, samples, node.now - start), gradient, loss
+            return Work(gradient, loss, 1, samples, node.now - start, state.version), gradient, loss
         loss, change = await reduced(node, stage, state)
-        work = Work(change, loss, 1, state.batch, node.now - start)
+        work = Work(change, loss, 1, state.batch, node.now - start, state.version)
         return work, *await encoded(node, stage, state, work)
 
     async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:

@@ -71,7 +71,7 @@ class SparseModels(Updates):
         """A gradient, and what of the worker's point it changes."""
         start = node.now
         loss, gradient, samples = await estimated(node, stage, state)
-        work = Work(gradient, loss, 1, samples, node.now - start)
+        work = Work(gradient, loss, 1, samples, node.now - start, state.version)
         point = state.params if state.rule_state is None else state.rule_state
         turn = Turn(seed=stage.seed, worker=node.rank, round=state.round, lr=stage.trainer.rate(state.samples))
         move = partial(moved, state.params, gradient, point, turn, self.rule.share)

@@ -16,10 +16,11 @@ import torch
 
 from ashl.option import option
 from ashl.runtime.node import Node
-from ashl.stage.rule import CODEC, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.rule import CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.stage.team import Team
+from ashl.topology.delayed import at_border, worked
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import WorkerState, local_work
@@ -38,7 +39,7 @@ class AllReduce(Topology):
     `topology.exchange`), and everybody keeps the sum."""
 
     asks: ClassVar[type[Rule]] = StepRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY})
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""
@@ -56,7 +57,7 @@ class AllReduce(Topology):
         return PeerState(*stage.trainer.init(), tally=node.alike(stage.workers, "tally", lambda: Tally(n)))
 
     def role(self, stage: Stage, rank: int) -> Loop:
-        return worker
+        return worker if stage.delayed is None else delayed
 
 
 def longest_body(stage: Stage) -> int:
@@ -74,6 +75,7 @@ class PeerState(WorkerState):
     in_time: InTime | None = None  # once a merge has come too late
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
+    pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when the work that is pending was begun
 
     def begin(self, node: Node, stage: Stage) -> None:
         """A stage begins, unless it goes on from a checkpoint."""
@@ -86,7 +88,7 @@ class PeerState(WorkerState):
 
     def adopt(self, result: Merged) -> None:
         self.params, self.outer_state, self.tally = result.params, result.outer_state, result.tally
-        self.steps, self.samples = result.tally.steps, result.tally.samples
+        self.version, self.steps, self.samples = result.tally.version, result.tally.steps, result.tally.samples
         if result.moments is not None:
             self.moments = result.moments
 
@@ -143,10 +145,57 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             state.word = foreseen(node, stage, tally)
 
 
-def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float) -> Merged:
+async def delayed(node: Node, stage: Stage, state: PeerState) -> int:
+    """Hand in the work that is done, compute the next while it is summed, merge; returns the last word.
+
+    A word of rank 0 rides one exchange later, as the loss does. Where it is that another stage begins, the work that is
+    done by then is summed as well. No piece is computed that a count of the run leaves no room for.
+    """
+    state.begin(node, stage)
+    while True:
+        pending = state.pending is not None
+        node.mark(stage.index, state if stage.cut(state.pending_rest if pending else state.rest) is stage else None)
+        if not pending:
+            state.pending_rest = state.rest
+            state.pending = await worked(node, stage, state)
+            continue
+        work, own = state.pending, stage.cut(state.pending_rest)
+        team = Team.of(node, own)
+        team.begin(work.loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
+        x = stage.aggregate.clip(work.body)
+        exchange = node.spawn(exchanged(team, stage, state, state.tally.version, x))
+        await node.sleep(0)  # what is encoded is encoded first
+        ahead = None if state.last or spent(state.rest) else await local_work(node, stage, state)
+        update = await node.join(exchange)
+        late = keep_in_time(node, stage, state, state.params)
+        moment, staleness = ("merge", stage.index, state.tally.version), state.tally.version - work.version
+        merge = partial(merged, own, state, update, team.loss, staleness)
+        state.adopt(node.alike(team.ranks, moment, merge))
+        state.pending, state.pending_rest = ahead and at_border(stage, state, ahead), state.rest
+        state.plan_round(stage, node.rank, ahead=1)
+        reason = stage.judge.over(state.tally) or REASONS[int(team.word)] or ("next" if state.last else None)
+        state.last = reason == "next" and stage.following and not state.last
+        if reason and not state.last:  # nobody ends before the others
+            await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
+        node.round(stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss)
+        state.round += 1
+        if node.rank == 0 and not late and stage.judge.take(state, node.now):
+            node.snapshot(state.params, counts=state.tally.report())
+        if reason and not state.last:
+            return end(node, stage, state, reason)
+        if node.rank == 0:
+            state.word = foreseen(node, stage, state.tally)
+
+
+def spent(rest: tuple[int, int] | None) -> bool:
+    """Whether no round is left that anybody could take part in."""
+    return rest is not None and rest[0] <= 0
+
+
+def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
     """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
     tally = state.tally.copy()
-    tally.observe_all(0, mean_loss, "the workers' mean loss")
+    tally.observe_all(staleness, mean_loss, "the workers' mean loss")
     if tally.diverged:
         return Merged(state.params, None, state.outer_state, tally)
     moments, outer_state, lr = None, state.outer_state, stage.trainer.rate(tally.samples)

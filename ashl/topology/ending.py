@@ -99,7 +99,8 @@ def end_ridden(node: Node, stage: Stage, state: Budgeted, reason: str, now_ns: i
         if reason == "next":
             rule = stage.judge.reached(tally, node.now, node.scores)
             reason = rule or next(iter(stage.plan.until), reason)
-        record_end(node, stage, tally, reason)
+        late = word == NEXT and state.in_time  # no later stage ends in time either, and the run goes back to this
+        record_end(node, stage, replace(state.in_time.tally, end_ns=tally.end_ns) if late else tally, reason)
     return leave(node, stage, word, tally.end_ns)
 
 

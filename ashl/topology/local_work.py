@@ -49,6 +49,9 @@ class WorkerState:
     anchor: Any = None  # what the estimator keeps: a snapshot, or what belongs to each sample
     squares: Any = None  # what the last gradient's parts say of its variance
     rule_state: Any = None  # the state of this stage's sync rule, where it has one
+    start: Any = None  # what the next steps start from, where it is not `params`
+    pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
+    last: bool = False  # whether nothing is computed beyond it
 
     def enter(self, stage: Stage, rank: int) -> None:
         """A stage begins: its H and ratio, and what is handed over from the stage before."""
@@ -59,25 +62,28 @@ class WorkerState:
         self.ratio, self.batch = worker.compression_ratio, worker.batch
         self.plan_round(stage, rank)
         self.interval_s = stage.sync.interval_s
-        self.anchor = self.squares = self.rule_state = None
+        self.anchor = self.squares = self.rule_state = self.start = self.pending = None
+        self.last = False
         if stage.resets:
             self.moments = stage.trainer.moments()
         self.ends = stage.entered(self.ends, self.samples)
 
-    def plan_round(self, stage: Stage, rank: int) -> None:
-        """Its H in the next round, which may be the last one and cut short."""
-        self.rest = stage.rest(self.steps, self.samples)
+    def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
+        """Its H in the next round, or so many later, which may be the last one and cut short."""
+        self.rest = stage.rest(self.steps, self.samples, ahead)
         self.local_steps = stage.at_most(stage.worker(rank).local_steps, rank, self.rest)
 
 
 class Work(NamedTuple):
-    """What came of it: the body to exchange, the mean loss seen, steps taken, samples seen, seconds of one step."""
+    """What came of it: the body to exchange, the mean loss seen, steps taken, samples seen, seconds of one step, and
+    the version of the model that it was begun on."""
 
     body: Any
     loss: float
     steps: int
     samples: int
     step_s: float
+    version: int
 
 
 async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
@@ -87,10 +93,11 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     The learning rate is that of the samples applied as of the last pull. `state.params` may become another model
     meanwhile, by a peer: what is computed stays relative to the one at the start.
     """
-    trainer, start, kind, params = stage.trainer, node.now, stage.sync.exchange, state.params
+    trainer, start, kind, version = stage.trainer, node.now, stage.sync.exchange, state.version
+    params = state.params if state.start is None else state.start
     if kind == "gradient":
         loss, grad, samples = await estimated(node, stage, state)
-        return Work(grad, loss, 1, samples, node.now - start)
+        return Work(grad, loss, 1, samples, node.now - start, version)
     local, lr, total, steps = params, trainer.rate(state.samples), 0.0, 0
     start_ns, interval_ns, grads = node.now_ns, round(state.interval_s * 1e9), None
     while node.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
@@ -104,7 +111,7 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
         steps += 1
         total += loss
     body = local - params if grads is None else grads
-    return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps)
+    return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps, version)
 
 
 async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:

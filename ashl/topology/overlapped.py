@@ -35,7 +35,7 @@ async def overlapped(team: Team, stage: Stage, state: WorkerState, word: float) 
     last = await node.recv(tags[-1])
     team.begin(loss / team.size, word)
     sums.append(await team.all_reduce(last.body, team.weight))
-    return Work(together(sums), loss, 1, state.batch, step_s)
+    return Work(together(sums), loss, 1, state.batch, step_s, state.version)
 
 
 async def summed(team: Team, tags: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import Turn
@@ -25,20 +25,13 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.link import Ends
-from ashl.stage.rule import CODEC, OUTER, PULLS, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.rule import CODEC, DELAY, OUTER, PULLS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.topology.delayed import AT_ONCE_S, at_border, worked
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work, reports_mean
-
-
-class Orders(NamedTuple):
-    """What a worker that goes on does next; None = as planned."""
-
-    local_steps: int | None = None  # H
-    ratio: float | None = None  # kept share of its update
-    interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
-    batch: int = 0  # 0 = as before
+from ashl.topology.replies import Orders, Pull
 
 
 class Updates:
@@ -53,7 +46,7 @@ class Updates:
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """(work, body, loss) of a worker's next push."""
-        work = await local_work(node, stage, state)
+        work = await worked(node, stage, state)
         return work, *await encoded(node, stage, state, work)
 
     async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
@@ -142,7 +135,7 @@ class ParameterServer(Topology):
     """
 
     asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, DELAY})
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
@@ -182,6 +175,7 @@ class ServerState:
     averages: Any = None  # what an online planner has seen
     rule_state: Any = None  # the sync rule's own
     word: int = GO  # NEXT while the work that is under way is waited for
+    called: tuple[int, ...] = ()  # who has been asked for the last of it, where exchanges are delayed
     reason: str | None = None
     ahead: Message | None = None  # a push that has come already
     workers: tuple[WorkerPlan, ...] = ()  # what each worker does now: the plan's, until it is planned anew
@@ -190,29 +184,13 @@ class ServerState:
         """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
-        self.entered, self.word, self.reason, self.ahead = stage.index, GO, None, None
+        self.entered, self.word, self.called, self.reason, self.ahead = stage.index, GO, (), None, None
         self.tally.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.tally)
         self.workers, self.ends = stage.plan.workers, stage.entered(self.ends, self.tally.samples)
         if stage.resets:
             self.moments = stage.trainer.moments()
         self.outer_state = None if stage.resets_outer else self.outer_state
-
-
-class Pull(NamedTuple):
-    """What every reply says beside the model."""
-
-    word: float  # GO, NEXT or STOP
-    version: float
-    steps: float  # applied so far
-    samples: float  # ... the learning rate follows them
-    staleness: float  # of the push that this answers
-    dropped: float  # whether that push was dropped
-    end_ns: float  # of the stage, with NEXT and STOP
-    local_steps: float = 1.0
-    ratio: float = 1.0
-    interval_s: float = 0.0
-    batch: float = 0.0  # 0 = as before
 
 
 def rule_of(stage: Stage) -> ServerRule:
@@ -222,14 +200,17 @@ def rule_of(stage: Stage) -> ServerRule:
 
 
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
-    """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word."""
+    """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word. Where
+    exchanges are delayed, the next piece of work is computed between a push and its reply."""
     state.enter(stage, node.rank)
     messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull")
-    while word == GO:
+    while word in (GO, LAST):
         node.mark(stage.index, state)
         work, body, loss = await messages.produce(node, stage, state)
-        meta = (work.steps, work.samples, loss, state.version, work.step_s, state.pull_s)
+        meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await node.send(stage.server, push, body, meta)
+        ahead = await local_work(node, stage, state) if stage.delayed and not state.last else None
+        asked = node.now
         message = await node.recv(pull)
         reply = Pull(*message.meta)
         word = int(reply.word)
@@ -237,11 +218,13 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
             stage.link.undo(state.ends, body)
         if message.body is not None:
             state.params = messages.take(stage, state, message.body)
-        state.pull_s = 0.0 if message.body is None else node.now - message.start_ns / 1e9
+        seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
+        state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
+        state.pending = ahead and at_border(stage, state, ahead)
         state.version, state.steps, state.samples = int(reply.version), int(reply.steps), int(reply.samples)
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
-        state.batch = int(reply.batch) or state.batch
-        if word != GO:
+        state.batch, state.last = int(reply.batch) or state.batch, word == LAST
+        if word in (NEXT, STOP):
             leave(node, stage, word, int(reply.end_ns))
         node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=bool(reply.dropped), loss=loss)
         state.round += 1
@@ -271,6 +254,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
         if state.word == STOP:
             break
         if state.word == NEXT:
+            await call_in(node, stage, state)
             if len(tally.waiting) == stage.num_workers:
                 if state.buffer:
                     await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
@@ -291,7 +275,8 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     tally, worker, rule = state.tally, message.src, rule_of(stage)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = tally.version - version
-    late = not (rule.accepts(staleness) and stage.aggregate.accepts(staleness))
+    usual = int(rule.in_rounds and stage.delayed is not None)  # where all are one round late, nobody is
+    late = not (rule.accepts(max(0, staleness - usual)) and stage.aggregate.accepts(staleness))
     tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
     tally.arrive(worker, staleness, late)
     if late or tally.diverged:
@@ -368,11 +353,22 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
     tally.now_s = node.now
     orders = rule.steer(stage, state.rule_state, tally, rank) or AS_PLANNED
     planned = plan.local_steps if orders.local_steps is None else orders.local_steps
-    steps = 1 if planned == 1 else stage.at_most(planned, rank, stage.rest(tally.steps, tally.samples))
+    rest = None if planned == 1 else stage.rest(tally.steps, tally.samples, int(stage.delayed is not None))
+    steps = stage.at_most(planned, rank, rest)
     ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
     applied, what = (tally.version, tally.steps, tally.samples), (steps, ratio, orders.interval_s, orders.batch)
     body = await rule.messages().answer(node, stage, state, rank, changed)
     await node.send(rank, stage.tag("pull"), body, Pull(GO, *applied, staleness, late, 0, *what))
+
+
+async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
+    """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
+    tally = state.tally
+    applied = (tally.version, tally.steps, tally.samples)
+    for rank in sorted(set(tally.waiting) - set(state.called)) if stage.delayed else ():
+        state.called += (rank,)
+        staleness, late = tally.answer(rank)
+        await node.send(rank, stage.tag("pull"), None, Pull(LAST, *applied, staleness, late, 0))
 
 
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:

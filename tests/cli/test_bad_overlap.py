@@ -19,7 +19,17 @@ RING = "topology=all_reduce sync=bsp"
         (f"{RING} overlap=merged overlap.plan=[2,0]", "overlap.plan"),
         (f"{RING} overlap=merged overlap.plan=best", "overlap.plan"),
         (f"{RING} overlap=wfbp overlap.plan=greedy", "merged"),
-        ("schedule=ashl overlap=wfbp", "makes no sense in stage profile"),
+        ("schedule=ashl overlap=wfbp", "makes no sense in stage ahl"),
+        ("topology=gossip sync=d_psgd overlap=late", "its workers meet in another way; take topology=all_reduce or"),
+        ("topology=partial_all_reduce sync=ripples_smart overlap=late", "its workers meet in another way"),
+        ("sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=late", "it has messages of its own"),
+        (f"{RING} overlap=late optimizer=bcd", "its sweeps need the model that the last one made"),
+        (
+            f"{RING} overlap=overlap_local_sgd",
+            "it is made for local steps, and gradients are exchanged; take sync=local",
+        ),
+        (f"{RING} overlap=late overlap.own=1.5", "overlap.own"),
+        ("sync=local_sgd overlap=overlap_local_sgd overlap.alpha=1", "overlap.alpha"),
     ],
 )
 def test_a_wrong_overlap(overrides, says, said) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from ashl.cluster.spec import Cluster
 from ashl.compression.around.wrapped import wrapped
+from ashl.overlap.late import Late
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
-from ashl.stage.stage import Stage
+from ashl.stage.stage import SERIAL, Stage
 from ashl.sync.adacomm import AdaComm
 from ashl.sync.adsp import ADSP
 from ashl.sync.asp import ASP
@@ -90,6 +91,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
                 codec=wrapped(codec, ()) if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
+                overlap=random.Random(f"{seed} {index}").choice([SERIAL, SERIAL, Late(own=1)]),
             )
         )
     return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]

@@ -1,0 +1,30 @@
+"""One exchange late: the work of one piece travels while the next one is computed, and lands when that is done.
+
+Rule, with z the model as exchanges have landed in it: gradients are of z, w_{t+1} = w_t − η·ḡ_{t−1}, where ḡ_{t−1} was
+computed on w_{t−1}; the first step has no gradient to apply. A piece of local steps that went from y to y + d sends d,
+and the next one starts from y' = z + own·d, where z has all exchanges but that of d. With own = 1 nothing that was
+learned is computed away: y' is the average of the snapshots plus the own progress since, and the mean over the workers
+is that of local SGD on the same updates. At a parameter server z is the model of the last pull.
+
+Limits: where exchanges take no time it is still one late. own = 0 starts every piece from z, as CO2 does.
+Source: Li et al., "Pipe-SGD", NeurIPS 2018 (gradients); Shen et al., "Faster Distributed Deep Net Training: Computation
+and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI 2019. `own` is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ashl.option import Fraction, option
+from ashl.overlap.contract import Delayed
+
+
+@option
+class Late(Delayed):
+    """The exchange goes on while the next steps are computed, and lands one round late."""
+
+    own: Fraction
+
+    def border(self, landed: Any, start: Any, progress: Any) -> tuple[Any, Any]:
+        kept = progress if self.own == 1 else progress * self.own
+        return progress, landed + kept if self.own else landed

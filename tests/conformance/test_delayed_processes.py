@@ -1,0 +1,35 @@
+"""Exchanges that go on while the next piece is computed, on two processes: the simulator's bits, in rounds."""
+
+import pytest
+
+from tests.conformance.test_kernels import QUICK, adds_up, real
+from tests.conformance.test_stage_processes import COMMON, of_two
+from tests.support import simulated
+
+TWO = (*QUICK, "cluster=homogeneous", "cluster.num_workers=2", "cluster.exchange_s=0.004", "stop.steps=48")
+MODES = [
+    ["topology=all_reduce", "sync=bsp", "optimizer.momentum=0.9", "overlap=late"],
+    ["topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", "compression=topk", "overlap=overlap_local_sgd"],
+    ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=late"],
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server"])
+def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> None:
+    summary, sim = real(tmp_path / "run", *TWO, *mode), simulated(*TWO, *mode)
+    assert summary["params_sha256"] == sim.sha256
+    assert summary["steps"] == sim.end["steps"] == 48
+    assert summary["status"] == "finished"
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("ledger") if r["rank"] < 2)
+    assert adds_up(summary)
+
+
+def test_a_border_and_a_budget_leave_no_hang_behind(tmp_path) -> None:
+    """Two stages of a mode in which nobody waits, ended by the clock."""
+    (tmp_path / "plan.json").write_text(of_two(("sync=asp", "overlap=late"), {}, 1).to_json())
+    chosen = ("sync=asp", "overlap=late", "stop.seconds=0.4", f"plan={tmp_path / 'plan.json'}")
+    summary = real(tmp_path / "run", *COMMON[:-1], "stop.steps=9999", *chosen)
+    assert summary["status"] == "finished"
+    assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "seconds"]
+    assert summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) > 0
+    assert adds_up(summary)
