@@ -1,6 +1,7 @@
 """Shared by the tests: a run in virtual time with everything that it said, from command-line overrides."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ashl.runtime.records import Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.program import program
+from ashl.stage.stage import Stage
 
 
 @dataclass
@@ -104,13 +106,18 @@ def planned(*overrides: str) -> Plan:
 
 def simulated(*overrides: str) -> Ran:
     """Run these overrides in virtual time."""
-    plan = planned(*overrides)
+    return run(planned(*overrides))
+
+
+def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage) -> Ran:
+    """Run a plan in virtual time, with its stages `rebound`."""
     job = assemble(plan, "cpu")
     cluster = construct(plan.cluster, "cluster")
-    stage = job.stages[0]
+    stages = tuple(map(rebound, job.stages))
+    stage = stages[0]
     ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None, learner=job.learner)
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
-    sim.run(partial(program, stages=job.stages), tick=lambda: None)
+    sim.run(partial(program, stages=stages), tick=lambda: None)
     ran.events = sim.events
     return ran

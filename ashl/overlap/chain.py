@@ -40,17 +40,29 @@ class Chain:
     nbytes: tuple[int, ...]
     cost_ns: Callable[[int], int]  # of a message of so many bytes, alone
 
-    def end_ns(self, messages: Sequence[int]) -> int:
-        """When the last of these messages has ended."""
+    def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
+        """When the last of these messages has ended, of which such shares are kept; None = as planned."""
         end = first = 0
-        for count in messages:
-            end = max(end, self.ready_ns[first + count - 1]) + self.cost(first, first + count)
+        for k, count in enumerate(messages):
+            cost = self.cost(first, first + count, shares[k] if shares else None)
+            end = max(end, self.ready_ns[first + count - 1]) + cost
             first += count
         return end
 
-    def cost(self, first: int, last: int) -> int:
+    def cost(self, first: int, last: int, share: float | None = None) -> int:
         """Of the groups [first, last) in one message."""
         return self.cost_ns(sum(self.nbytes[first:last]))
+
+
+@dataclass(frozen=True)
+class Compressed(Chain):
+    """The same where messages are compressed: ready once they are encoded."""
+
+    ratio: float | None  # the kept share as planned, where there is one
+    body_ns: Callable[[int, int, float | None], int]  # of the groups [first, last) at a kept share
+
+    def cost(self, first: int, last: int, share: float | None = None) -> int:
+        return self.body_ns(first, last, share or self.ratio)
 
 
 def parts_of_tensors(shapes: Sequence[tuple[int, ...]], work: Sequence[float]) -> tuple[Part, ...]:

@@ -12,11 +12,19 @@ class Overlap(Contract, group="overlap", strict=True):
     """Sends a gradient in parts while backward goes on."""
 
     serial: ClassVar[bool] = False  # whether the gradient goes in one piece, once backward is over
+    compresses: ClassVar[bool] = False  # whether a codec works in each message by itself, instead of not at all
+    ratio: ClassVar[tuple[float, ...] | str | None] = None  # the kept share of each message; None = compression.ratio
+    untimed: ClassVar[str] = "plan=bytes"  # what to take where its plan would follow from costs, and none are known
 
     @property
     def timed(self) -> bool:
         """Whether its plan follows from costs, so that they have to be known."""
         return False
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """The kept share of each message as planned; None = of all that of the whole update."""
+        return self.ratio if isinstance(self.ratio, tuple) else None
 
     def messages(self, chain: Chain) -> tuple[int, ...]:
         """How many layer groups each message holds, in the order in which backward comes to them. Raises UsageError."""

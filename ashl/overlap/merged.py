@@ -28,13 +28,14 @@ from ashl.overlap.contract import Overlap
 
 MIB = 2**20
 CAPS = (MIB, 25 * MIB)  # of the first message, and of the others
+Counts = Annotated[tuple[Count, ...], Field(min_length=1)]  # layer groups in each message
 
 
 @option
 class Merged(Overlap):
     """A message for each run of groups that is better sent at once."""
 
-    plan: Literal["greedy", "optimal", "bytes"] | Annotated[tuple[Count, ...], Field(min_length=1)]
+    plan: Literal["greedy", "optimal", "bytes"] | Counts
 
     @property
     def timed(self) -> bool:
@@ -42,16 +43,21 @@ class Merged(Overlap):
 
     def messages(self, chain: Chain) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            if sum(self.plan) != len(chain.ready_ns):
-                raise UsageError(
-                    f"overlap.plan={list(self.plan)} holds {sum(self.plan)} layer groups, and the model has "
-                    f"{len(chain.ready_ns)}; give numbers that add up to that, or overlap.plan=optimal"
-                )
-            return self.plan
+            return as_given(self.plan, len(chain.ready_ns))
         return {"greedy": greedy, "optimal": optimal, "bytes": by_bytes}[self.plan](chain)
 
     def planned(self, chain: Chain) -> Merged:
         return replace(self, plan=self.messages(chain))
+
+
+def as_given(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """A plan that somebody gave for so many layer groups. Raises UsageError."""
+    if sum(plan) != groups:
+        raise UsageError(
+            f"overlap.plan={list(plan)} holds {sum(plan)} layer groups, and the model has {groups}; give numbers that "
+            "add up to that, or overlap.plan=optimal"
+        )
+    return plan
 
 
 def greedy(chain: Chain) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
-from ashl.overlap.chain import Part, parts_of_tensors
+from ashl.overlap.chain import Part, bare, joined, parts_of_tensors
 from ashl.overlap.contract import Overlap
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
@@ -34,6 +35,7 @@ from ashl.plan.profile import Profile, WorkerProfile, declared
 from ashl.planner.assignment import Planner
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.schedule.choices import with_assignments
+from ashl.stage.link import Link
 from ashl.stage.rule import Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.task.contract import Task
@@ -133,6 +135,22 @@ def layer_groups(plan: Plan) -> tuple[Part, ...]:
     return parts_of_tensors([shape for _, shape in plan.layers], plan.work)
 
 
+def links_of(plan: Plan, own: StageParts) -> tuple[Link, ...]:
+    """Those of the messages of one of a plan's stages, where a codec works in each by itself."""
+    if not own.overlap.compresses or own.compression.flags.lossless:
+        return ()
+    groups = layer_groups(plan)
+    link = partial(link_of, own.compression, layout_of(plan.layers))
+    return tuple(link(start, stop) for start, stop, _ in joined(groups, own.overlap.messages(bare(groups))))
+
+
+def link_of(option: Codec, layout: Layout, start: int, stop: int) -> Link:
+    """That of the tensors in the elements [start, stop)."""
+    bounds = [0, *accumulate(layer.size for layer in layout)]
+    first = bounds.index(start)
+    return Link(wrapped(option, layout[first : bounds.index(stop)]), stop - start, first)
+
+
 def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]:
     """Bytes on the wire at a ratio, as a share of the dense vector's."""
     codec, d = wrapped(option, layout), size_of(layout)
@@ -175,6 +193,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 layout=layout,
                 overlap=own.overlap,
                 parts=() if own.overlap.serial else layer_groups(plan),
+                links=links_of(plan, own),
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,

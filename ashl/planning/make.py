@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster, ProfileCluster, implied
-from ashl.compression.around.wrapped import wrapped
 from ashl.compression.contract import Layout, size_of
 from ashl.config.construct import own_faults
 from ashl.config.override import key_of
@@ -25,9 +25,12 @@ from ashl.planning.build import (
     Deal,
     Options,
     Parts,
+    StageParts,
     dealer,
     declared_profile,
     layout_of,
+    link_of,
+    links_of,
     parts_of,
     payload_of,
     rules,
@@ -156,7 +159,7 @@ def _prepared(
     if known is not None and not isinstance(clock, Cluster):
         clock = options.of("cluster", known.cluster())
     sizes = zip(plan.stages, resolved.stages, strict=True)
-    plan = replace(plan, stages=tuple(sized(stage, own.compression, layout) for stage, own in sizes))
+    plan = replace(plan, stages=tuple(sized(plan, stage, own) for stage, own in sizes))
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch), resolved, data)
@@ -184,11 +187,16 @@ def drawn(cluster: Mapping[str, Any], seed: int) -> Spec:
     return {**cluster, "compute": compute, "compute_spread": 0.0}
 
 
-def sized(stage: StagePlan, compression: Any, layout: Layout) -> StagePlan:
-    """The stage with the bytes of each worker's messages."""
-    codec, d = wrapped(compression, layout), size_of(layout)
-    sizes = {ratio: codec.payload(ratio, d) for ratio in {worker.compression_ratio for worker in stage.workers}}
-    workers = (replace(worker, message_bytes=sizes[worker.compression_ratio]) for worker in stage.workers)
+def sized(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
+    """The stage with the bytes of each worker's update, in however many messages."""
+    links = links_of(plan, own) or (link_of(own.compression, layout_of(plan.layers), 0, plan.num_params),)
+
+    @cache
+    def nbytes(ratio: float) -> int:
+        shares = own.overlap.shares or [ratio] * len(links)
+        return sum(link.codec.payload(share, link.d) for link, share in zip(links, shares, strict=True))
+
+    workers = (replace(worker, message_bytes=nbytes(worker.compression_ratio)) for worker in stage.workers)
     return replace(stage, workers=tuple(workers))
 
 

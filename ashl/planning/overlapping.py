@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache, partial
 from typing import Any
 
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
+from ashl.compression.around.layers import Layerwise
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.around.wrapper import innermost
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Codec, Collective, Layout, Turn
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.optimizer.contract import Optimizer
-from ashl.overlap.chain import Chain, Part, bare
+from ashl.overlap.chain import Chain, Compressed, Part, bare
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.merged import greedy, optimal
 from ashl.plan.plan import Plan, Spec, StagePlan
-from ashl.planning.build import Parts, StageParts, layer_groups
+from ashl.planning.build import Parts, StageParts, layer_groups, layout_of, link_of
 from ashl.planning.predict import Uncontended
+from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends, Link
 from ashl.stage.rule import DELAY, OVERLAP, Rule
 from ashl.topology.parameter_server import UPDATES, ServerRule
+
+LinkOf = Callable[[int, int], Link]  # of the elements [start, stop)
+WARM = 1_000_000  # an epoch in which every warm-up is over
 
 
 def overlapped(plan: Plan, parts: Parts, learner: Learner) -> Plan:
@@ -35,18 +46,21 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner) -> Plan:
     if all(own.overlap.serial for own in parts.stages):
         return plan
     plan = replace(plan, work=plan.work or learner.work())
-    groups = layer_groups(plan)
+    groups, layout = layer_groups(plan), layout_of(plan.layers)
     stages, notes = list(plan.stages), list(plan.notes)
     for index, own in enumerate(parts.stages):
         if own.overlap.serial:
             continue
-        check(plan.stages[index], own, plan.choices)
-        chain = chain_of(plan.stages[index], parts.cluster, groups)
+        check(plan.stages[index], own, plan.choices, layout)
+        link = None
+        if own.overlap.compresses and not own.compression.flags.lossless:
+            link = partial(link_of, own.compression, layout)
+        chain = chain_of(plan.stages[index], parts.cluster, groups, link)
         if chain is None and own.overlap.timed:
             raise UsageError(
-                "overlap.plan=greedy and optimal weigh the cost of a message against that of a step, and the cluster "
-                "does not declare them; give cluster.step_s, cluster.bandwidth_mbit_s and cluster.latency_s, or take "
-                "overlap.plan=bytes"
+                f"overlap={plan.choices['overlap']} as it is set weighs the cost of a message against that of a step, "
+                "and the cluster does not declare them; give cluster.step_s, cluster.bandwidth_mbit_s and "
+                f"cluster.latency_s, or take overlap.{own.overlap.untimed}"
             )
         planned = own.overlap.planned(chain or bare(groups))
         stages[index] = replace(stages[index], overlap=spec_of(stages[index].overlap, planned))
@@ -55,25 +69,68 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner) -> Plan:
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
 
 
+def whole(option: Codec, layout: Layout) -> tuple[str, str] | None:
+    """Why a codec needs an update in one piece, and what to take instead; None where it does not."""
+    codec = innermost(wrapped(option, layout))
+    codec = codec.codec if isinstance(codec, Layerwise) else codec
+    if isinstance(codec, Collective):
+        return "has a protocol over all workers' whole updates", "compression=topk"
+    if codec.flags.reduces:
+        return "merges the bodies of whole updates at once", "compression=topk"
+    if not isinstance(codec, Code) or type(codec).encode is not Code.encode:
+        return "keeps a state of its own for the whole update", "compression=topk"
+    if option.clip_norm is not None:
+        return "clips, which takes the norm of the whole gradient", "compression.clip_norm=null"
+    if option.critical_ratio is not None:
+        return "judges by the whole update how fast gradients change", "compression.critical_ratio=null"
+    return None
+
+
 def spec_of(spec: Spec, option: Overlap) -> Spec:
     """The option as a plan has it."""
     return {"_target_": spec["_target_"], **asdict(option)}  # ty: ignore[invalid-argument-type]
 
 
-def chain_of(stage: StagePlan, cluster: Any, groups: Sequence[Part]) -> Chain | None:
-    """A step of the slowest worker, and what sums over all cost; None where that is not declared."""
+def chain_of(stage: StagePlan, cluster: Any, groups: Sequence[Part], link: LinkOf | None = None) -> Chain | None:
+    """A step of the slowest worker, and what exchanges over all cost, by the codec of a message's `link` where it is
+    compressed; None where that is not declared."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
     steady = replace(cluster, jitter=0.0, events=())
-    batch, team = stage.workers[0].batch, tuple(range(len(stage.workers)))
-    speed = Speed(steady, batch, seed=0)
-    step_ns = max(speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in team)
-    costs = Uncontended(network(steady, 4 * groups[0].stop))
-    return Chain(
-        ready_ns=tuple(round(step_ns * group.ready) for group in groups),
+    batch, team, d = stage.workers[0].batch, tuple(range(len(stage.workers))), groups[0].stop
+    speed, costs = Speed(steady, batch, seed=0), Uncontended(network(steady, 4 * d))
+    step_ns = [speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in team]
+
+    def ready_ns(group: Part) -> int:
+        done = (d - group.start) / d if link else 0.0  # of an encoding
+        encoded_ns = [speed.cost_ns(rank, "compress", done, 0) or 0 for rank in team]
+        return max(round(step_ns[rank] * group.ready) + encoded_ns[rank] for rank in team)
+
+    chain = Chain(
+        ready_ns=tuple(map(ready_ns, groups)),
         nbytes=bare(groups).nbytes,
         cost_ns=lambda nbytes: costs.all_reduce_ns(team, nbytes, 0),
     )
+    return chain if link is None else compressed(chain, stage, costs, groups, link)
+
+
+def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Sequence[Part], link: LinkOf) -> Compressed:
+    """The chain with messages as long as their codecs make them."""
+    whole, team = link(0, groups[0].stop), tuple(range(len(stage.workers)))
+    shares = [worker.compression_ratio for worker in stage.workers]
+    linear = whole.flags.linear
+
+    @cache
+    def body_ns(first: int, last: int, share: float | None) -> int:
+        own, turn = link(groups[last - 1].start, groups[first].stop), Turn(ratio=share, epoch=WARM)
+        body = own.encode(Ends(), SizeOnly(0), turn)
+        if linear:
+            return costs.all_reduce_ns(team, own.summand(body, turn).nbytes, 0)
+        return costs.all_gather_ns(team, len(team) * body.nbytes, 0)
+
+    latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
+    ratio = None if whole.codec.ratio is None else min(shares) if linear else max(shares)  # as `topology.exchange` does
+    return Compressed(chain.ready_ns, chain.nbytes, lambda _: latency_ns, ratio, body_ns)
 
 
 def worth(chain: Chain, chosen: Overlap, cluster: Cluster) -> str:
@@ -82,7 +139,8 @@ def worth(chain: Chain, chosen: Overlap, cluster: Cluster) -> str:
     plans = {"none": (n,), "wfbp": (1,) * n, "merged greedy": greedy(chain), "merged optimal": optimal(chain)}
     times = ", ".join(f"{name} {chain.end_ns(plan) / 1e6:.4g}" for name, plan in plans.items())
     own = chosen.messages(chain)
-    said = f"a step and its sum take {chain.end_ns(own) / 1e6:.4g} ms in {len(own)} messages (ms: {times})"
+    end_ns = chain.end_ns(own, chosen.shares)
+    said = f"a step and its sum take {end_ns / 1e6:.4g} ms in {len(own)} messages (ms: {times})"
     if cluster.exchange_s is not None:
         said += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
     return said
@@ -105,7 +163,7 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
     raise UsageError(f"overlap={choices['overlap']} makes no sense in stage {stage.name}: {why}; take {instead}")
 
 
-def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str]) -> None:
+def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout: Layout) -> None:
     """Refuse what leaves no gradient to send in parts. Raises UsageError."""
     name = f"overlap={choices['overlap']}"
     if OVERLAP not in own.topology.carries:
@@ -114,12 +172,16 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str]) -> None
         why, instead = "it has a loop of its own", "schedule=single"
     elif own.sync.exchange != "gradient":
         why, instead = "local steps make one update, and only after the last is there anything to send", "sync=bsp"
-    elif not own.compression.flags.lossless:
-        why, instead = "a codec sees the whole update", "compression=none"
+    elif not own.compression.flags.lossless and not own.overlap.compresses:
+        why, instead = "a codec sees the whole update", "compression=none, overlap=layerwise"
+    elif not own.compression.flags.lossless and (found := whole(own.compression, layout)):
+        why, instead = f"compression={choices['compression']} {found[0]}", found[1]
     elif own.sync.estimator or type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
+    elif own.overlap.ratio is not None and own.compression.ratio is None:
+        why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"
     else:
         return
     raise UsageError(f"{name} makes no sense in stage {stage.name}: {why}; take {instead}, or overlap=none")

@@ -79,7 +79,8 @@ def script(run_dir: Path, name: str = "ddp.py") -> str:
     messages = messages_of(plan)
     if not messages:
         raise UsageError(
-            f"{run_dir} has no merge plan, its gradients travel in one piece; name a run with overlap=merged, or wfbp"
+            f"{run_dir} has no merge plan: its gradients travel in one piece, or compressed; name a run with "
+            "overlap=merged, or wfbp"
         )
     own = all(str(spec["_target_"]).startswith("ashl.") for spec in (plan.model, plan.dataset, plan.task))
     ordered = come_in_order(plan, messages) if own else True
@@ -106,7 +107,7 @@ def messages_of(plan: Plan) -> tuple[Part, ...]:
     options, groups = Options(()), layer_groups(plan)
     for stage in reversed(plan.stages):
         overlap = options.of("overlap", stage.overlap)
-        if not overlap.serial:
+        if not overlap.serial and options.of("compression", stage.compression).flags.lossless:
             return joined(groups, overlap.messages(bare(groups)))
     return ()
 

@@ -24,18 +24,28 @@ class Message(NamedTuple):
     start_ns: int
 
 
+class Encoding(NamedTuple):
+    """What becomes of each part that a `Compute` hands out: fn(k, tensor), as compression, before the compute goes on;
+    after part k, `work[k]` units of it have been done in all."""
+
+    fn: Callable[[int, Any], Any]
+    work: tuple[float, ...]
+
+
 class Compute(NamedTuple):
     """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not "compute". A node
     computes one thing at a time, of whatever kind, in the order in which its tasks ask.
 
     With `parts` it is `fn(hand_out)`, which calls `hand_out(k, tensor)` once for each part. When the part's share of
-    the cost has passed, the tensor is there as a message of this rank to itself, with the part's tag, at no cost.
+    the cost has passed, the tensor is there as a message of this rank to itself, with the part's tag, at no cost; with
+    `encoding` what was made of it, as much later as that took.
     """
 
     fn: Callable[..., Any]
     work: float
     kind: str = "compute"
     parts: tuple[tuple[float, Tag], ...] = ()  # the share of the cost until it is there, and its tag
+    encoding: Encoding | None = None
 
     def __await__(self) -> Generator[Compute, Any, Any]:
         return (yield self)

@@ -14,6 +14,7 @@ from ashl.runtime.effects import (
     Cancel,
     Compute,
     Drop,
+    Encoding,
     Join,
     Recv,
     Send,
@@ -105,9 +106,14 @@ class Node:
         self.measures: dict[str, Measured] = {}
 
     def compute(
-        self, fn: Callable[..., Any], work: float, kind: str = "compute", parts: tuple[tuple[float, Tag], ...] = ()
+        self,
+        fn: Callable[..., Any],
+        work: float,
+        kind: str = "compute",
+        parts: tuple[tuple[float, Tag], ...] = (),
+        encoding: Encoding | None = None,
     ) -> Compute:
-        return Compute(fn, work, kind, parts)
+        return Compute(fn, work, kind, parts, encoding)
 
     def send(self, dst: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) -> Send:
         return Send(dst, tag, body, meta)

@@ -206,23 +206,34 @@ class TorchKernel:
     def _compute(self, effect: fx.Compute, main: bool) -> Any:
         ledger = self.node.ledger
         start = ledger.cursor if main else self.now_ns
-        value, end = self._run(effect, start)
+        value, spans = self._run(effect, start)
         if main:
-            ledger.mark("compress" if effect.kind == "compress" else "compute", end)
+            for kind, end in spans:
+                ledger.mark(kind, end)
         return value
 
-    def _run(self, effect: fx.Compute, start: int) -> tuple[Any, int]:
-        """(result, when it counts as ended) of a computation that began then, on this thread."""
-        cost = self.pace.cost_ns(effect.kind, effect.work, start)
+    def _run(self, effect: fx.Compute, start: int) -> tuple[Any, list[tuple[str, int]]]:
+        """(result, kinds in turn and when each counts as ended) of a computation that began then, on this thread."""
+        cost, kind = self.pace.cost_ns(effect.kind, effect.work, start), ledger_kind(effect)
         if not effect.parts:
-            return effect.fn(), self.pace.computed(effect.kind, cost, start)
+            return effect.fn(), [(kind, self.pace.computed(effect.kind, cost, start))]
+        spans, encoding, encoded_ns = [], effect.encoding, 0
 
         def hand_out(k: int, tensor: Any) -> None:
+            nonlocal encoded_ns
             share, tag = effect.parts[k]
-            now = self.pace.until(start + round(share * (cost or 0)))
+            now = self.pace.until(start + encoded_ns + round(share * (cost or 0)))
+            if encoding is not None:
+                spans.append((kind, now))
+                tensor = encoding.fn(k, tensor)
+                work = encoding.work[k] - (encoding.work[k - 1] if k else 0)
+                end = self.pace.computed("compress", self.pace.cost_ns("compress", work, now), now)
+                spans.append(("compress", end))
+                now, encoded_ns = end, encoded_ns + end - now
             self._inbox.put(fx.Message(self.node.rank, tag, tensor, (), now))
 
-        return effect.fn(hand_out), self.pace.computed(effect.kind, cost, start)
+        value = effect.fn(hand_out)
+        return value, [*spans, (kind, self.pace.computed(effect.kind, cost, start + encoded_ns))]
 
     def _compute_aside(self, task: Task, effect: fx.Compute) -> None:
         """On the compute thread, so that the node's other tasks go on. It does one thing after the other."""
@@ -231,22 +242,23 @@ class TorchKernel:
         asked = self.node.ledger.cursor if task.main else self.now_ns
 
         def work() -> None:
-            start = end = max(asked, self._unit_free)
-            value, error = None, None
+            start = max(asked, self._unit_free)
+            value, error, spans = None, None, []
             try:
-                value, end = self._run(effect, start)
-                self._unit_free = end
+                value, spans = self._run(effect, start)
+                self._unit_free = spans[-1][1]
             except Exception as raised:  # what is raised here would end in the thread, and nobody would hear of it
                 error = raised
-            self._inbox.put(lambda: done(value, error, start, end))
+            self._inbox.put(lambda: done(value, error, start, spans))
 
-        def done(value: Any, error: Exception | None, start: int, end: int) -> None:
+        def done(value: Any, error: Exception | None, start: int, spans: list[tuple[str, int]]) -> None:
             self._computing -= 1
             if error is not None:
                 raise error
             if task.main:
                 self.node.ledger.mark("wait", start)
-                self.node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
+                for kind, end in spans:
+                    self.node.ledger.mark(kind, end)
             if not task.done:
                 self._ready.append((task, value))
 
@@ -325,6 +337,10 @@ class TorchKernel:
         self._live -= 1
         if task.joiner is not None:
             self._wake(task.joiner, None)
+
+
+def ledger_kind(effect: fx.Compute) -> str:
+    return "compress" if effect.kind == "compress" else "compute"
 
 
 def common_zero() -> int:

@@ -155,13 +155,25 @@ class Sim:
 
     def _in_parts(self, task: Task, effect: Compute) -> tuple[Any, int]:
         """(result, when it ends); what it hands out is there on the way to its end."""
-        rank, tensors = task.node.rank, {}
-        value = effect.fn(tensors.__setitem__)
-        start = max(self.now_ns, self._unit_free[rank])
-        end = self._computed(task, effect)
+        rank, bodies, encoding = task.node.rank, {}, effect.encoding
+        value = effect.fn(bodies.__setitem__)
+        start, encoded = max(self.now_ns, self._unit_free[rank]), [0] * len(effect.parts)
+        if encoding is not None:
+            bodies = {k: encoding.fn(k, bodies[k]) for k in range(len(effect.parts))}
+            encoded = [self._cost_ns(rank, "compress", work, start) for work in encoding.work]
+        cost, before = self._cost_ns(rank, effect.kind, effect.work, start), 0
+        spans = [("wait", start)]
         for k, (share, tag) in enumerate(effect.parts):
-            due = start + round((end - start) * share)
-            self._at(due, self._hand_out, (task, Message(rank, tag, tensors[k], (), due)))
+            computed = start + round(cost * share)
+            due = computed + encoded[k]
+            if encoded[k] > before:
+                spans += [("compute", computed + before), ("compress", due)]
+                before = encoded[k]
+            self._at(due, self._hand_out, (task, Message(rank, tag, bodies[k], (), due)))
+        end = self._unit_free[rank] = start + cost + before
+        if task.main:
+            for kind, until in (*spans, ("compute", end)):
+                task.node.ledger.mark(kind, until)
         return value, end
 
     def _hand_out(self, item: tuple[Task, Message]) -> None:
@@ -179,7 +191,7 @@ class Sim:
             start = now
         cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
         if cost is None:
-            raise AshlError(f"the cost of {effect.kind!r} on rank {rank} is not declared; a cost is never zero")
+            raise undeclared(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if task.main:
             if start > now:
@@ -187,6 +199,12 @@ class Sim:
             if cost:
                 node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
         return end
+
+    def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
+        cost = self.speed.cost_ns(rank, kind, work, start_ns)
+        if cost is None:
+            raise undeclared(kind, rank)
+        return cost
 
     def _send(self, node: Node, send: Send) -> None:
         dst, tag, body, meta = send
@@ -322,3 +340,7 @@ class Sim:
         longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.riders)  # as which all of them travel
         total = g * longest
         return tensors, self.network.all_gather_ns(group, total, self.now_ns), total * (g - 1) // g
+
+
+def undeclared(kind: str, rank: int) -> AshlError:
+    return AshlError(f"the cost of {kind!r} on rank {rank} is not declared; a cost is never zero")

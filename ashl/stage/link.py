@@ -52,6 +52,7 @@ class Link:
 
     codec: Codec  # with what is wrapped around it
     d: int
+    layer: int = 0  # of the model, the first in these elements
 
     @cached_property
     def innermost(self) -> Codec:

@@ -49,6 +49,7 @@ class Stage:
     layout: Layout = ()  # the model's layers
     overlap: Overlap = SERIAL
     parts: tuple[Part, ...] = ()  # its layer groups, where messages are made of them
+    links: tuple[Link, ...] = ()  # of each such message, where a codec works in it by itself
     health_every: int | None = None  # rounds between two looks at what compression loses
     health_layers: bool = False
     health_mean: bool = False

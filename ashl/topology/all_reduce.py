@@ -121,7 +121,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         team = team if own is team.stage else Team.of(node, own)
         word = REASONS.index(state.word) if node.rank == 0 else 0
         if stage.messages:
-            work = await overlapped(team, stage, state, word)
+            work = await overlapped(team, stage, state, state.tally.version, word)
             update = work.body
         else:
             work = await local_work(node, stage, state)

@@ -50,7 +50,7 @@ async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x:
     if link.flags.linear:  # what adds up is alike in shape
         x, turn = x * team.weight, turn._replace(ratio=least_ratio(stage), weight=team.weight)
     body = await team.compute(partial(link.encode, state.ends, x, turn), work=1)
-    report_health(team.node, stage, state, x, body)
+    report_health(team.node, stage, state, x, [(link, body)])
     if link.flags.linear:
         total = await team.all_reduce(link.summand(body, turn))
         return await team.compute(partial(link.summed, state.ends, body, total))

@@ -6,11 +6,13 @@ Source: exchange of gradients as in synchronous SGD; exchange of differences as 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ashl.compression.around.layers import Layerwise, layer_at
 from ashl.compression.around.lost import measured_loss, sizes
@@ -19,7 +21,7 @@ from ashl.compression.contract import Turn
 from ashl.runtime.node import Node
 from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.link import Body, Ends
+from ashl.stage.link import Body, Ends, Link
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw, estimated
 
@@ -124,22 +126,23 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
         return x, math.nan
     encode = partial(stage.link.encode, state.ends, x, turn_of(stage, node.rank, state, state.version))
     body = await node.compute(encode, work=1, kind="compress")
-    report_health(node, stage, state, x, body)
+    report_health(node, stage, state, x, [(stage.link, body)])
     if reports_mean(stage, state.version):
         weight = stage.weights(stage.workers)[node.rank]
         node.show_update(x, of=node.rank, tick=state.version, weight=weight)
     return body, work.loss
 
 
-def report_health(node: Node, stage: Stage, state: WorkerState, x: Vector, body: Body) -> None:
-    """Every so often, say what compression loses of this message."""
+def report_health(node: Node, stage: Stage, state: WorkerState, x: Vector, sent: Sequence[tuple[Link, Body]]) -> None:
+    """Every so often, say what compression loses of what was sent of x, piece by piece."""
     every, codec = stage.health_every, stage.link.innermost
-    if every is None or state.round % every or isinstance(x, SizeOnly) or isinstance(body, SizeOnly):
+    if every is None or state.round % every or isinstance(x, SizeOnly):
         return
+    pieces = [(link.innermost, link.d, body) for link, body in sent if isinstance(body, Tensor)]
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
-        found = sizes(body)  # a body alone does not say what comes of it
+        found = sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
     else:
-        found = measured_loss(codec, stage.link.kept(state.ends), x, body, stage.layout, stage.health_layers)
+        found = measured_loss(pieces, stage.link.kept(state.ends), x, stage.layout, stage.health_layers)
     node.emit(Health(node.rank, state.round, node.now_ns, **found))
 
 

@@ -4,6 +4,7 @@ import pytest
 
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002"
 RING = "topology=all_reduce sync=bsp"
+LAYERS = f"{RING} overlap=layerwise"
 
 
 @pytest.mark.parametrize(
@@ -12,7 +13,34 @@ RING = "topology=all_reduce sync=bsp"
         ("sync=bsp overlap=wfbp", "its workers do not sum gradients on their way; take topology=all_reduce sync=bsp"),
         ("topology=gossip sync=d_psgd overlap=merged", "its workers do not sum gradients on their way"),
         ("topology=all_reduce sync=local_sgd overlap=wfbp", "local steps make one update"),
-        (f"{RING} overlap=wfbp compression=topk", "a codec sees the whole update; take compression=none"),
+        (
+            f"{RING} overlap=wfbp compression=topk",
+            "a codec sees the whole update; take compression=none",
+        ),
+        (f"{LAYERS} compression=gtopk", "has a protocol over all workers' whole updates; take compression=topk"),
+        (f"{LAYERS} compression=power_sgd", "has a protocol over all workers' whole updates"),
+        (
+            f"{LAYERS} compression=terngrad compression.shared_scale=true",
+            "has a protocol over all workers' whole updates",
+        ),
+        (
+            f"{LAYERS} compression=fetch_sgd optimizer.momentum=0",
+            "compression=fetch_sgd merges the bodies of whole updates at once",
+        ),
+        (f"{LAYERS} compression=adacomp", "keeps a state of its own for the whole update"),
+        (
+            f"{LAYERS} compression=topk compression.clip_norm=1",
+            "whole gradient; take compression.clip_norm=null",
+        ),
+        (f"{LAYERS} compression=topk compression.critical_ratio=0.2", "take compression.critical_ratio=null"),
+        (f"{LAYERS} compression=topk aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
+        (f"{LAYERS} compression=topk overlap.ratio=[0.1]", "has 1 kept shares, and there are 2 messages"),
+        (f"{LAYERS} compression=topk overlap.ratio=[0.1,2]", "overlap.ratio"),
+        (f"{LAYERS} compression=topk overlap.ratio=adaptive compression.ratio=0.5", "overlap.max_ratio=0.1 the most"),
+        (f"{LAYERS} compression=qsgd overlap.ratio=adaptive", "this compression has none; take overlap.ratio=null"),
+        (f"{LAYERS} compression=none overlap.ratio=[0.1,0.1]", "this compression has none; take overlap.ratio=null"),
+        (f"{LAYERS} compression=topk overlap.plan=[3]", "holds 3 layer groups, and the model has 2"),
+        ("sync=bsp overlap=layerwise compression=topk", "its workers do not sum gradients on their way"),
         (f"{RING} overlap=wfbp aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
         (f"{RING} overlap=wfbp optimizer=bcd", "no gradient of one backward pass"),
         (f"{RING} overlap=merged overlap.plan=[1,7]", "holds 8 layer groups, and the model has 2"),
@@ -42,3 +70,11 @@ def test_a_plan_by_cost_needs_costs(said) -> None:
     code, sentence = said("runtime=local", "cluster=real", "cluster.num_workers=2", *RING.split(), "overlap=merged")
     assert code == 2
     assert "take overlap.plan=bytes" in sentence
+
+
+@pytest.mark.parametrize("asked", ["plan=greedy", "ratio=adaptive"])
+def test_a_plan_of_compressed_messages_needs_costs(asked, said) -> None:
+    real = ("runtime=local", "cluster=real", "cluster.num_workers=2", *LAYERS.split(), "compression=topk")
+    code, sentence = said(*real, f"overlap.{asked}")
+    assert code == 2
+    assert "take overlap.plan=none overlap.ratio=null" in sentence

@@ -16,6 +16,7 @@ from ashl.learn.trainer import Trainer
 from ashl.plan.files import read_plan
 from ashl.planning.build import assemble
 from ashl.run.ddp import messages_of
+from tests.support import planned
 
 RUN = "runtime=sim tracking=none topology=all_reduce sync=bsp cluster.compute=[1] stop.steps=6 eval.every_commits=6"
 TEXT = "model=transformer dataset=text task=language_model dataset.batch_size=2"
@@ -115,3 +116,10 @@ def test_wrong_exports(command: str, says: str, workplace, capsys) -> None:
     assert said.startswith("ashl: ")
     assert said.count("\n") == 1
     assert says in said
+
+
+def test_compressed_messages_are_no_buckets() -> None:
+    """DDP sums its buckets as they are."""
+    common = ("topology=all_reduce", "sync=bsp", "overlap=layerwise")
+    assert messages_of(planned(*common))
+    assert not messages_of(planned(*common, "compression=topk"))

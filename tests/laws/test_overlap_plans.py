@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.overlap.chain import FORWARD, LEAST, Chain, bare, joined, parts_of_tensors
+from ashl.overlap.chain import FORWARD, LEAST, Chain, Compressed, bare, joined, parts_of_tensors
+from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import by_bytes, greedy, optimal
 from ashl.overlap.wfbp import WFBP
 from tests.support import planned
@@ -96,3 +97,46 @@ def test_a_gradient_in_parts_is_the_gradient(model) -> None:
     assert loss == expected
     assert list(came) == list(range(len(messages))), "the last layers come first"
     assert torch.equal(torch.cat([came[k] for k in reversed(range(len(came)))]), gradient)
+
+
+@given(costs, layers, costs, st.integers(1, 10))
+def test_an_adaptive_message_keeps_the_most_that_is_hidden(forward, drawn, latency, most) -> None:
+    """A step takes as long as with the least share in all; one element more of any message and it would be seen."""
+    plain = chain(forward, [(backward, 40 * size) for backward, size in drawn], latency)
+    elements = [size // 4 for size in plain.nbytes]
+
+    def body(first: int, last: int, share: float) -> int:
+        return latency + round(share * sum(elements[first:last]))
+
+    own = Compressed(plain.ready_ns, plain.nbytes, plain.cost_ns, 0.1, body)
+    each = (1,) * len(drawn)
+    shares = hidden(own, each, 0.1, most / 10)
+    assert own.end_ns(each, shares) == own.end_ns(each)
+    assert shares[-1] == 0.1
+    end = 0
+    for k, share in enumerate(shares):
+        begin, size = max(end, own.ready_ns[k]), elements[k]
+        end = begin + body(k, k + 1, share)
+        assert 0.1 <= share <= most / 10
+        if k + 1 < len(shares) and share + 1 / size <= most / 10:
+            assert begin + body(k, k + 1, share + 1 / size) > own.ready_ns[k + 1]
+
+
+@given(costs, layers, costs, costs)
+def test_greedy_is_the_rule_of_omgs(forward, drawn, latency, select) -> None:
+    """Merge l into l − 1 iff b(l − 1) + t_sel(s_l + s_(l−1)) − t_sel(s_l) − t_sel(s_(l−1)) − (τ_l − done_l) is less
+    than t_c(l) + t_c(l − 1) − t_c(both), with selection in line with backward."""
+    totals = accumulate(backward + select * size for backward, size in drawn)
+    sizes = tuple(size for _, size in drawn)
+    own = Chain(tuple(forward + total for total in totals), sizes, lambda size: latency + size)
+    plan, free, held = [], 0, [0]
+    for group in range(1, len(sizes)):
+        done, size = own.ready_ns[group - 1], sum(sizes[place] for place in held)
+        start = max(free, done)
+        wait = own.ready_ns[group] - done - (start - done)
+        if wait < own.cost_ns(size) + own.cost_ns(sizes[group]) - own.cost_ns(size + sizes[group]):
+            held.append(group)
+        else:
+            plan.append(len(held))
+            free, held = start + own.cost_ns(size), [group]
+    assert greedy(own) == (*plan, len(held))

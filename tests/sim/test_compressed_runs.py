@@ -53,7 +53,7 @@ def test_what_was_looked_at() -> None:
     codec = conf_option("compression", "topk", ratio=0.1)
     link, x = wrapped(codec, layout), vector("normal", 100)
     sender, body = link.encode(None, x)
-    found = measured_loss(codec, link.residual(sender), x, body, layout, layers=True)
+    found = measured_loss([(codec, x.numel(), body)], link.residual(sender), x, layout, layers=True)
     sent = codec.decode(None, body, 100)[1]
     left = float(((x - sent) ** 2).sum() / (x**2).sum())
     assert found["lost"] == pytest.approx(left)

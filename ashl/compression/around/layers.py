@@ -64,7 +64,7 @@ class Layerwise(Codec):
 
     def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         bodies = [
-            self.codec.encode(None, x[part], turn._replace(layer=layer))[1].numpy()
+            self.codec.encode(None, x[part], turn._replace(layer=turn.layer + layer))[1].numpy()
             for layer, part in enumerate(slices(self.sizes))
         ]
         lengths = np.array([body.size for body in bodies])

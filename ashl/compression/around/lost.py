@@ -10,6 +10,7 @@ Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,25 +22,26 @@ from ashl.compression.wire.body import HEADER, Split
 
 
 def measured_loss(
-    codec: Codec, kept_back: Tensor | None, x: Tensor, body: Tensor, layout: Layout, layers: bool
+    pieces: Sequence[tuple[Codec, int, Tensor]], kept_back: Tensor | None, x: Tensor, layout: Layout, layers: bool
 ) -> dict[str, Any]:
-    """The measures of one message, as plain values. `codec` is one whose bodies are read without state, `kept_back`
-    what the sender keeps for later."""
-    _, sent = codec.decode(None, body, x.numel())
+    """The measures of what was sent of x, in one message or piece by piece, as plain values: of each the codec, one
+    whose bodies are read without state, its elements and its body. `kept_back` is what the sender keeps for later."""
+    sent = torch.cat([codec.decode(None, body, d)[1] for codec, d, body in pieces])
     kept = kept_back is not None
     rest = x - sent if kept_back is None else kept_back
-    found = sizes(body) | measures(x, sent, rest, kept)
-    found["unbiased"] = codec.flags.unbiased  # what it loses evens out, and may well be longer than what is sent
+    found = sizes([body for _, _, body in pieces]) | measures(x, sent, rest, kept)
+    found["unbiased"] = pieces[0][0].flags.unbiased  # what it loses evens out, and may well be longer than what is sent
     if layers:
         parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
         found["layers"] = {layer.name: measures(x[part], sent[part], rest[part], kept) for layer, part in parts}
     return found
 
 
-def sizes(body: Tensor) -> dict[str, Any]:
-    """What can be said of any message."""
+def sizes(bodies: Sequence[Tensor]) -> dict[str, Any]:
+    """What can be said of any messages."""
     unknown = dict.fromkeys(("lost", "residual", "cosine"))
-    return {**unknown, "split": split(body), "nbytes": body.nbytes, "unbiased": True}
+    together = Split(*map(sum, zip(*map(split, bodies), strict=True)))
+    return {**unknown, "split": together, "nbytes": sum(body.nbytes for body in bodies), "unbiased": True}
 
 
 def measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
