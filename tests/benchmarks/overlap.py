@@ -5,18 +5,24 @@ steps, over links from 10 Mbit/s to 10 Gbit/s. Nothing is trained.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from ashl.config.construct import construct
+from ashl.overlap.chain import Compressed, joined
+from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import greedy, optimal
-from ashl.planning.build import layer_groups
+from ashl.planning.build import layer_groups, layout_of, link_of
 from ashl.planning.overlapping import chain_of
 from tests.benchmarks.table import show
+from tests.conf_option import conf_option
 from tests.support import planned
 
 CLUSTERS = ("ashl_paper", "four_nodes")
 MODELS = ("lenet", "resnet8", "vgg11_bn")
 MBIT_S = (10, 100, 1_000, 10_000)
 LATENCY_S = 0.0005
+SHARE = 0.01
+SELECT_S = 2e-9  # of an element: about what exact Top-K takes on one core
 
 
 def rows(cluster: str, model: str) -> list[list[str]]:
@@ -38,12 +44,43 @@ def rows(cluster: str, model: str) -> list[list[str]]:
     return found
 
 
+def compressed_rows(cluster: str, model: str) -> list[list[str]]:
+    """The same with Top-K."""
+    overrides = (f"cluster={cluster}", f"model={model}", "dataset=synthetic", "topology=all_reduce", "sync=bsp")
+    topk = ("compression=topk", f"compression.ratio={SHARE}", "overlap=layerwise")
+    plan = planned(*overrides, *topk, "runtime.gradients=false")
+    groups, found = layer_groups(plan), []
+    link = partial(link_of, conf_option("compression", "topk", ratio=SHARE), layout_of(plan.layers))
+    for bandwidth in MBIT_S:
+        links = {"exchange_s": None, "bandwidth_mbit_s": bandwidth, "latency_s": LATENCY_S}
+        machines = replace(construct(plan.cluster, "cluster"), compress_s=SELECT_S * plan.num_params, **links)
+        chain, dense = (chain_of(plan.stages[0], machines, groups, how) for how in (link, None))
+        assert isinstance(chain, Compressed)
+        assert dense is not None
+        n, best = len(groups), optimal(chain)
+        one, each = chain.end_ns((n,)), (1,) * n
+        ends = (chain.end_ns(each), chain.end_ns(greedy(chain)), chain.end_ns(best), dense.end_ns(optimal(dense)))
+        shares = hidden(chain, best, SHARE, 0.1)
+        sizes = [part.stop - part.start for part in joined(groups, best)]
+        kept = sum(share * size for share, size in zip(shares, sizes, strict=True)) / plan.num_params
+        row = [f"{cluster}, {model}", f"{bandwidth:,}", f"{one / 1e6:,.4g}", *(f"{end / one:.3f}" for end in ends)]
+        found.append([*row, f"{len(best)} of {n}", f"{100 * kept:.2g} %"])
+    return found
+
+
 def main() -> None:
     show(
         f"A step and its sum with overlap, as a share of one without; latency {LATENCY_S * 1e3:g} ms",
         ["", "Mbit/s", "none, ms", "wfbp", "greedy", "optimal", "bound", "messages"],
         [row for cluster in CLUSTERS for model in MODELS for row in rows(cluster, model)],
         "bound: no cut can be below; messages: of the optimal plan, of so many layer groups",
+    )
+    show(
+        f"The same with Top-K of {SHARE:.0%}, message by message, as a share of Top-K in one message",
+        ["", "Mbit/s", "one, ms", "each", "greedy", "optimal", "dense", "messages", "adaptive keeps"],
+        [row for cluster in CLUSTERS for model in MODELS for row in compressed_rows(cluster, model)],
+        f"selecting takes {SELECT_S * 1e9:g} ns an element; dense: without compression, merged; adaptive: of the model "
+        "in the same messages and the same time, at most 10 %",
     )
 
 

@@ -5,17 +5,26 @@ import random
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
 from ashl.cluster.spec import Cluster
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.contract import Layer, Turn
 from ashl.errors import AshlError
+from ashl.overlap.chain import parts_of_tensors
+from ashl.overlap.layerwise import Layerwise
+from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Limits
+from ashl.planning.build import link_of
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.effects import Compute
 from ashl.runtime.node import Node
 from ashl.runtime.sim import Sim
+from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends
 from ashl.stage.program import program
 from ashl.stage.stage import Stage
 from ashl.sync.asp import ASP
@@ -25,9 +34,10 @@ from ashl.sync.local_sgd import LocalSGD
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
+from tests.conf_option import conf_option
 from tests.swarm.drawn import BATCH, Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
 
-SEEDS = 500
+SEEDS, IN_PARTS = 500, 100
 CHUNK = 50  # seeds of one test: enough tests to name the seed that fails, few enough to be quick
 
 
@@ -49,10 +59,28 @@ def drawn_stage(rng: random.Random, n: int) -> Stage:
     return bound(rng, sync, topology, n, drawn_limits(rng))
 
 
+def drawn_in_parts(rng: random.Random, n: int) -> Stage:
+    """Gradients that travel in parts, dense or each compressed by itself."""
+    stage = bound(rng, BSP(exchange="gradient"), AllReduce(), n, drawn_limits(rng))
+    d = stage.trainer.num_params
+    bounds = sorted({0, d, *(rng.randint(1, d) for _ in range(rng.randint(0, 5)))})
+    layout = tuple(Layer(str(a), (b - a,)) for a, b in pairwise(bounds))
+    parts = parts_of_tensors([layer.shape for layer in layout], [rng.random() for _ in layout])
+    shares = tuple(rng.choice([0.01, 0.3]) for _ in parts)
+    overlap = rng.choice([WFBP(), Layerwise(plan="none", ratio=shares, max_ratio=1.0)])
+    if not overlap.compresses:
+        return replace(stage, overlap=overlap, parts=parts)
+    codec = conf_option("compression", rng.choice(["topk", "random_mask", "qsgd"]))
+    links = tuple(link_of(codec, layout, part.start, part.stop) for part in parts)
+    return replace(stage, overlap=overlap, parts=parts, links=links, layout=layout, codec=wrapped(codec, layout))
+
+
 def drawn(seed: int) -> tuple[Cluster, Stage]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
-    return cluster, drawn_stage(rng, cluster.num_workers)
+    if seed < SEEDS:
+        return cluster, drawn_stage(rng, cluster.num_workers)
+    return replace(cluster, compress_s=rng.choice([0.0, 0.01])), drawn_in_parts(rng, cluster.num_workers)
 
 
 def played(seed: int) -> tuple[Sim, Seen, Stage]:
@@ -98,14 +126,30 @@ def check_bounds(seen: Seen, stage: Stage, end: dict) -> None:
         assert len(set(end["commits"])) == 1
 
 
+def messages_bytes(stage: Stage) -> list[int]:
+    """What each message of a sum moves, each way."""
+    n, link = stage.num_workers, stage.link
+    if not stage.messages:
+        return [2 * (n - 1) * 4 * link.d // n]
+    if not stage.links:
+        return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.messages]
+    turns = [Turn(ratio=share) for share in stage.overlap.shares]
+    bodies = [own.encode(Ends(), SizeOnly(0), turn) for own, turn in zip(stage.links, turns, strict=True)]
+    if not link.flags.linear:
+        return [(n - 1) * body.nbytes for body in bodies]
+    summed = [own.summand(*coded).nbytes for own, *coded in zip(stage.links, bodies, turns, strict=True)]
+    return [2 * (n - 1) * nbytes // n for nbytes in summed]
+
+
 def check_bytes(seen: Seen, stage: Stage, end: dict) -> None:
     """Every exchange moves the dense model, and what one end sends the other end gets."""
     n, dense = stage.num_workers, stage.trainer.dense_bytes
     ledgers = {record["rank"]: record for record in seen.of("ledger")}
     if not stage.topology.has_server:
-        moved = end["merges"] * (2 * (n - 1) * dense // n)
-        late = 2 * (n - 1) * dense // n if end["reason"] == "seconds" else 0  # of a sum that began in time, and is paid
-        assert {(r["bytes_up"], r["bytes_down"]) for r in ledgers.values()} <= {(moved, moved), (moved + late,) * 2}
+        each = messages_bytes(stage)
+        moved = end["merges"] * sum(each)
+        begun = set(accumulate(each, initial=0)) if end["reason"] == "seconds" else {0}  # in time, and paid
+        assert {(r["bytes_up"], r["bytes_down"]) for r in ledgers.values()} <= {(moved + late,) * 2 for late in begun}
         return
     workers = [ledgers[rank] for rank in range(n)]
     assert sum(r["bytes_up"] for r in workers) == ledgers[n]["bytes_down"]
@@ -131,7 +175,7 @@ def check(seed: int) -> None:
     assert (again.records, again.commits) == (seen.records, seen.commits)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize("first", range(0, SEEDS + IN_PARTS, CHUNK))
 def test_a_swarm(first: int) -> None:
     each(range(first, first + CHUNK), check, drawn)
 
