@@ -99,7 +99,7 @@ def test_missing_unknown_and_broken() -> None:
             {**data, "workers": [{k: v for k, v in WORKER.items() if k != "push_s"}]},
             "worker 0 of the profile lacks push_s",
         ),
-        ({**data, "workers": [{**WORKER, "pushs": 1}]}, "worker 0 of the profile has 'pushs'"),
+        ({**data, "workers": [{**data["workers"][0], "pushs": 1}]}, "worker 0 of the profile has 'pushs'"),
         ({**data, "workers": [3]}, "worker 0 of the profile is no mapping"),
         ({**data, "workers": []}, "no workers"),
         ({**data, "workers": {}}, "are no list"),

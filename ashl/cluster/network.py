@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ashl.cluster.spec import Cluster
+from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Factors
 
 KEPT = 4096  # costs of rings that are remembered
@@ -110,6 +110,7 @@ class Ports:
     def __init__(self, cluster: Cluster, dense_bytes: int) -> None:
         self.cluster = cluster
         self.factors = Factors(cluster, "link")
+        self._sums = cluster.all_reduce if isinstance(cluster, Measured) else None
         first: dict[int, int] = {}
         self._first = [first.setdefault(machine, rank) for rank, machine in enumerate(cluster.node or ())]
         self._free: dict[Port, int] = {}
@@ -181,7 +182,9 @@ class Ports:
         return self.latency_ns(src, dst, 0) + max(self.service_ns(end, nbytes, 0, inner, out) for end, out in ends)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """On a ring whose ports are free."""
+        """On a ring whose ports are free; of all workers as it was measured, where it was."""
+        if self._sums is not None and len(group) == len(self.cluster.compute):
+            return round((self._sums.latency_s + self._sums.s_per_byte * nbytes) * NS)
         return self._rounds_ns(group, nbytes, 2 * (len(group) - 1), now_ns)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:

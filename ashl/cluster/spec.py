@@ -139,6 +139,14 @@ def implied(cluster: object, dense_bytes: int) -> list[str]:
 
 
 @option
+class Sums:
+    """What a sum over all workers costs."""
+
+    latency_s: Duration
+    s_per_byte: Duration
+
+
+@option
 class Measured(Cluster):
     """A cluster as a profile has it: `compute` are each worker's seconds of a step, and links are as measured, each
     way. Where ports are not occupied, `link` are seconds of a transfer of the dense model."""
@@ -149,6 +157,7 @@ class Measured(Cluster):
     up_bytes_s: tuple[Positive | None, ...]  # null = no cost per byte
     down_bytes_s: tuple[Positive | None, ...]
     server_bytes_s: Positive | None  # of the server's own port; null = never the bottleneck
+    all_reduce: Sums | None  # of all workers, as measured; null = by their links
 
     def jitter_of(self, worker: int) -> float:
         return self.jitters[worker] if self.jitter else 0.0

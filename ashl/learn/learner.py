@@ -11,6 +11,7 @@ are never read.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -94,10 +95,12 @@ class Learner:
         step: int,
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
+        halfway: Callable[[], None] = lambda: None,
     ) -> float:
         """The same; returns the loss, and calls `hand_out(k, slice)` as soon as backward has come to all of the tensors
         in the elements [start, stop) = parts[k], from the thread of the backward pass. Parts are of whole tensors."""
         loss = self._batch_loss(params, indices, worker, step)
+        halfway()
         bounds = [0, *accumulate(p.numel() for p in self._parameters)]
         holds = [range(bounds.index(start), bounds.index(stop)) for start, stop in parts]
         part_of = {i: k for k, tensors in enumerate(holds) for i in tensors}
@@ -120,6 +123,43 @@ class Learner:
             if left[k]:  # some of them take no part in the loss
                 hand_out(k, _flatten_dense_tensors([gradients[i] for i in tensors]).cpu())
         return loss.item()
+
+    def passes_in_parts(
+        self,
+        params: Tensor,
+        indices: np.ndarray,
+        worker: int,
+        step: int,
+        parts: Sequence[tuple[int, int]],
+        hand_out: Callable[[int, Tensor], None],
+    ) -> float:
+        """The same, to be timed: of L parts it hands out nothing as k once forward has ended with the k-th, the first
+        layers first, and then the gradient of the k-th as L + k, the last layers first. What reads a batch counts for
+        the first, and what has no parameters for what comes before it."""
+        count, starts = len(parts), [start for start, _ in reversed(parts)]
+        came, nothing = 0, torch.empty(0)
+
+        def reached(group: int) -> None:
+            nonlocal came
+            if came < group and self._device != "cpu":
+                torch.cuda.synchronize()
+            for k in range(came, group):
+                hand_out(k, nothing)
+            came = max(came, group)
+
+        bounds = [0, *accumulate(p.numel() for p in self._parameters)]
+        group_of = {id(p): bisect_right(starts, bounds[i]) - 1 for i, p in enumerate(self._parameters)}
+        hooks = []
+        for module in self._module.modules():
+            if own := [group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of]:
+                first = min(own)
+                hooks.append(module.register_forward_pre_hook(lambda *_, first=first: reached(first)))
+        try:
+            args = (params, indices, worker, step, parts)
+            return self.gradient_in_parts(*args, lambda k, x: hand_out(count + k, x), lambda: reached(count))
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def work(self) -> tuple[int, ...]:
         """What a forward pass costs by parameter tensor, as torch counts operations: those of a module stand with the

@@ -80,6 +80,18 @@ class Trainer:
         indices = self.batches[worker].span(span.start, len(span))
         return self.learner.gradient_in_parts(params, indices, worker, step, parts, hand_out)
 
+    def passes_in_parts(
+        self,
+        params: Tensor,
+        worker: int,
+        step: int,
+        parts: Sequence[tuple[int, int]],
+        hand_out: Callable[[int, Tensor], None],
+    ) -> float:
+        """A gradient that is timed, see `Learner.passes_in_parts`."""
+        indices = self.batches[worker].indices(step)
+        return self.learner.passes_in_parts(params, indices, worker, step, parts, hand_out)
+
     def shard_size(self, worker: int) -> int:
         """The samples that a worker has."""
         return len(self.batches[worker].shard)
@@ -184,6 +196,18 @@ class SizeOnlyTrainer:
     ) -> float:
         for k, (start, stop) in enumerate(parts):
             hand_out(k, SizeOnly(4 * (stop - start)))
+        return 0.0
+
+    def passes_in_parts(
+        self,
+        params: SizeOnly,
+        worker: int,
+        step: int,
+        parts: Sequence[tuple[int, int]],
+        hand_out: Callable[[int, SizeOnly], None],
+    ) -> float:
+        for k in range(2 * len(parts)):
+            hand_out(k, SizeOnly(0))
         return 0.0
 
     def shard_size(self, worker: int) -> int:

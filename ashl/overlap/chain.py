@@ -83,6 +83,16 @@ def parts_of_tensors(shapes: Sequence[tuple[int, ...]], work: Sequence[float]) -
     return (*parts, last._replace(start=0, ready=1.0))
 
 
+def passed(parts: Sequence[Part]) -> tuple[float, ...]:
+    """The shares of a step after which forward has ended with each group, the first layers first, and then those after
+    which backward has: of a forward pass that is shared out as backward is."""
+    forward = min(FORWARD, parts[0].ready)
+    before = [forward, *(part.ready for part in parts[:-1])]
+    backward = [part.ready - at for part, at in zip(parts, before, strict=True)]
+    ends = accumulate(forward * share / sum(backward) for share in reversed(backward))
+    return (*(min(end, forward) for end in ends), *(part.ready for part in parts))
+
+
 def bare(parts: Sequence[Part]) -> Chain:
     """What is known of a chain without costs."""
     return Chain((0,) * len(parts), tuple(4 * (part.stop - part.start) for part in parts), lambda _: 0)

@@ -91,6 +91,7 @@ class Plan:
     num_classes: int = 0  # outputs that the data set asks for
     layers: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and shape of each parameter tensor
     work: tuple[int, ...] = ()  # what each costs in a forward pass, where messages are planned by it
+    shares: tuple[float, ...] = ()  # ... or of a step, until each layer group is ready, as measured
     choices: dict[str, str] = field(default_factory=dict)  # each group's option by name; no sync where stages name it
     model: Spec
     dataset: Spec
@@ -131,7 +132,7 @@ class Plan:
         data["stages"] = tuple(_stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages")))
         data["limits"] = _made(Limits, data["limits"], "limits")
         data["layers"] = tuple((name, tuple(shape)) for name, shape in data.get("layers", ()))
-        for key in ("allow_targets", "notes", "work", "sample_shape"):
+        for key in ("allow_targets", "notes", "work", "shares", "sample_shape"):
             data[key] = tuple(data.get(key, ()))
         for key in ("model", "dataset", "task", "cluster", "runtime", "planner", "choices"):
             _mapping(data.get(key, {}), key)

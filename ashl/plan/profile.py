@@ -10,16 +10,20 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 from ashl.cluster.spec import Cluster, Measured
 from ashl.errors import UsageError
+from ashl.plan.line import Line
 
-SCHEMA = 2
+SCHEMA = 3
 SOURCES = ("declared", "measured")
 TICK_S = 1e-9  # of the experiment's clock
 NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_noise_s"}  # of each cost
 LOADED = ("push_loaded_s", "pull_loaded_s")
+PASSES = ("forward_s", "backward_s")
+LINES = ("push_line", "pull_line")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,10 @@ class WorkerProfile:
     push_bytes_s: float | None  # bytes per second beyond the latency; None = no cost per byte
     pull_bytes_s: float | None
     compress_s: float  # encoding the dense vector
+    forward_s: tuple[float, ...] = ()  # of each layer group, the last layers first; empty = not measured
+    backward_s: tuple[float, ...] = ()
+    push_line: Line | None = None  # what messages to the server cost by their bytes; None = not measured
+    pull_line: Line | None = None
 
     def __post_init__(self) -> None:
         for name in (*NOISES, *NOISES.values(), "step_spread_s", "latency_s", "compress_s", *LOADED):
@@ -53,6 +61,11 @@ class WorkerProfile:
             rate = getattr(self, name)
             if rate is not None and not (is_number(rate) and rate > 0):
                 raise ValueError(f"{name} is {rate!r}, where bytes per second above 0, or null, are expected")
+        for name in PASSES:
+            if not all(is_number(cost) and cost >= 0 for cost in getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, where seconds of each layer group are expected")
+        for name in LINES:
+            check_line(getattr(self, name), name)
         if not is_count(self.batch):
             raise ValueError(f"batch is {self.batch!r}, where a whole number from 1 up is expected")
 
@@ -76,10 +89,11 @@ class Profile:
     server_bytes_s: float | None  # bytes per second of the server's own port; None = never the bottleneck
     ports: bool  # whether a transfer occupies the ports of both ends
     workers: tuple[WorkerProfile, ...]
+    group_bytes: tuple[int, ...] = ()  # of each layer group, the last layers first; empty = not measured
+    all_reduce: Line | None = None  # what a sum over all workers costs by its bytes; None = not measured
 
     def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"the profile's schema is {self.schema!r} where {SCHEMA} was expected; profile again")
+        check_schema(self.schema)
         if self.source not in SOURCES:
             raise ValueError(f"the profile's source is {self.source!r}; it may be {' or '.join(SOURCES)}")
         for name in ("num_params", "dense_bytes"):
@@ -93,10 +107,30 @@ class Profile:
             raise ValueError(f"the profile's ports is {self.ports!r}, where true or false is expected")
         if not self.workers:
             raise ValueError("the profile has no workers; it needs one entry for each")
+        check_line(self.all_reduce, "the profile's all_reduce")
+        groups = len(self.group_bytes)
+        if any(len(getattr(worker, name)) != groups for worker in self.workers for name in PASSES):
+            raise ValueError(f"the profile has {groups} layer groups, and workers with another number of costs of them")
+        if not all(map(is_count, self.group_bytes)) or sum(self.group_bytes) not in (0, self.dense_bytes):
+            raise ValueError(f"the profile's group_bytes do not add up to the model's {self.dense_bytes}")
 
     @property
     def num_workers(self) -> int:
         return len(self.workers)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of a step after which each layer group's gradient is there, as a mean over the workers."""
+        ready = []
+        for worker in self.workers:
+            _, *there_s = accumulate(worker.backward_s, initial=math.fsum(worker.forward_s))
+            ready.append([at_s / there_s[-1] if there_s[-1] else 1.0 for at_s in there_s])
+        return tuple(math.fsum(column) / len(ready) for column in zip(*ready, strict=True))
+
+    def without_parts(self) -> Profile:
+        """The same without costs by layer group and message, as a run measures it for itself."""
+        bare = dict.fromkeys(PASSES, ()) | dict.fromkeys(LINES)
+        return replace(self, workers=tuple(replace(w, **bare) for w in self.workers), group_bytes=(), all_reduce=None)
 
     def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
         """Raises UsageError unless this is a profile of that cluster, model and batch size."""
@@ -140,6 +174,7 @@ class Profile:
             "up_bytes_s": [_rate(worker.push_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
             "down_bytes_s": [_rate(worker.pull_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
             "server_bytes_s": self.server_bytes_s,
+            "all_reduce": None if self.all_reduce is None or self.source == "declared" else asdict(self.all_reduce),
         }
 
     def to_json(self) -> str:
@@ -152,7 +187,11 @@ class Profile:
             data: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"the profile is not JSON: {error}") from error
+        if isinstance(data, dict) and "schema" in data:
+            check_schema(data["schema"])
         require_keys(data, [field.name for field in fields(Profile)], "the profile")
+        data["all_reduce"] = _line(data["all_reduce"], "the profile's all_reduce")
+        data["group_bytes"] = _list(data["group_bytes"], "the profile's group_bytes")
         if not isinstance(data["workers"], list):
             raise ValueError("the profile's workers are no list; it needs one entry for each worker")
         data["workers"] = tuple(
@@ -164,6 +203,8 @@ class Profile:
 def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
     where = f"worker {rank} of the profile"
     require_keys(entry, [field.name for field in fields(WorkerProfile)], where)
+    entry |= {name: _list(entry[name], f"{where}: {name}") for name in PASSES}
+    entry |= {name: _line(entry[name], f"{where}: {name}") for name in LINES}
     try:
         worker = WorkerProfile(**entry)
     except ValueError as error:
@@ -172,6 +213,29 @@ def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
         if measured and not entry[name]:
             raise ValueError(f"{where}: {name} is 0, which no measurement gives; profile again, or declare the costs")
     return worker
+
+
+def _list(values: Any, what: str) -> tuple[Any, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{what} is {values!r}, where a list is expected")
+    return tuple(values)
+
+
+def _line(entry: Any, what: str) -> Line | None:
+    if entry is None:
+        return None
+    require_keys(entry, [field.name for field in fields(Line)], what)
+    return Line(**entry)
+
+
+def check_line(line: Line | None, what: str) -> None:
+    if line is not None and not all(is_number(cost) and cost >= 0 for cost in (line.latency_s, line.s_per_byte)):
+        raise ValueError(f"{what} is {asdict(line)}, where seconds from 0 up are expected")
+
+
+def check_schema(schema: Any) -> None:
+    if schema != SCHEMA:
+        raise ValueError(f"the profile's schema is {schema!r} where {SCHEMA} was expected; profile again")
 
 
 def require_keys(data: Any, names: Sequence[str], what: str) -> None:
@@ -211,7 +275,7 @@ def declared(cluster: Cluster, model: str, num_params: int, batch: int) -> Profi
     workers = []
     for rank in range(len(cluster.compute)):
         step_s = cluster.compute[rank] * cluster.step_s
-        latency_s, up, down = _line(cluster, rank, dense_bytes)
+        latency_s, up, down = _way(cluster, rank, dense_bytes)
         workers.append(
             WorkerProfile(
                 step_s=step_s,
@@ -269,7 +333,7 @@ def alike(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[
     return [sorted(ranks) for ranks in groups if len(ranks) > 1 and any(getattr(workers[r], noise) for r in ranks)]
 
 
-def _line(cluster: Cluster, rank: int, dense_bytes: int) -> tuple[float, float | None, float | None]:
+def _way(cluster: Cluster, rank: int, dense_bytes: int) -> tuple[float, float | None, float | None]:
     """(latency, bytes per second up and down) of one worker's way to the server, as the network model has it."""
     link, server = cluster.links[rank], len(cluster.compute)
     if cluster.exchange_s is not None:

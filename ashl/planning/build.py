@@ -29,6 +29,7 @@ from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined, parts_of_tensors
 from ashl.overlap.contract import Overlap
+from ashl.plan.line import Line
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
 from ashl.plan.profile import Profile, WorkerProfile, declared
@@ -131,8 +132,9 @@ def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
 
 
 def layer_groups(plan: Plan) -> tuple[Part, ...]:
-    """A model's, as messages are made of them, by what its tensors cost."""
-    return parts_of_tensors([shape for _, shape in plan.layers], plan.work)
+    """A model's, as messages are made of them, by what its tensors cost; there when they were measured to be."""
+    parts = parts_of_tensors([shape for _, shape in plan.layers], plan.work)
+    return tuple(p._replace(ready=at) for p, at in zip(parts, plan.shares, strict=True)) if plan.shares else parts
 
 
 def links_of(plan: Plan, own: StageParts) -> tuple[Link, ...]:
@@ -192,7 +194,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 codec=wrapped(own.compression, layout),
                 layout=layout,
                 overlap=own.overlap,
-                parts=() if own.overlap.serial else layer_groups(plan),
+                parts=() if own.overlap.serial and not own.sync.by_part else layer_groups(plan),
                 links=links_of(plan, own),
                 trainer=trainer,
                 limits=plan.limits,
@@ -222,6 +224,7 @@ def replanned(
     measured: tuple[WorkerProfile, ...],
     server_step_s: float,
     server_bytes_s: float | None,
+    all_reduce: Line | None,
 ) -> tuple[Profile, list[StagePlan]]:
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
     profile = Profile(
@@ -235,6 +238,8 @@ def replanned(
         server_bytes_s=server_bytes_s,
         ports=True,
         workers=measured,
+        group_bytes=bare(layer_groups(plan)).nbytes if measured[0].backward_s else (),
+        all_reduce=all_reduce,
     )
     payload = payload_of(codec, layout_of(plan.layers))
     stages = (s if s.h_preset is None else with_assignments(s, planner, profile, payload) for s in plan.stages[first:])

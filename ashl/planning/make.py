@@ -153,11 +153,11 @@ def _prepared(
         plan = given_plan(settings.plan, plan, config, overrides)
     resolved = usable(plan, options, settings.plan)
     check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
-    plan = overlapped(plan, resolved, learner)
-    resolved = parts_of(plan, options)
     clock = parts["cluster"]
     if known is not None and not isinstance(clock, Cluster):
         clock = options.of("cluster", known.cluster())
+    plan = overlapped(plan, resolved, learner, known, clock)
+    resolved = parts_of(plan, options)
     sizes = zip(plan.stages, resolved.stages, strict=True)
     plan = replace(plan, stages=tuple(sized(plan, stage, own) for stage, own in sizes))
     deal = dealer(plan, resolved, data)
@@ -265,7 +265,7 @@ def clocked(parts: Mapping[str, Any], known: Profile | None) -> Spec | None:
         raise UsageError(known.clash(f"{known.num_workers} workers and the cluster has {cluster.num_workers}"))
     if isinstance(cluster, Cluster):
         own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
-        if own is not None and replace(own, device=known.device, source=known.source) == known:
+        if own is not None and replace(own, device=known.device, source=known.source) == known.without_parts():
             return None
         if cluster.events:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""The messages of a plan's gradients, planned from what its cluster declares."""
+"""The messages of a plan's gradients, planned from what its cluster declares or what was measured of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from ashl.overlap.chain import Chain, Compressed, Part, bare
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.merged import greedy, optimal
 from ashl.plan.plan import Plan, Spec, StagePlan
+from ashl.plan.profile import Profile
 from ashl.planning.build import Parts, StageParts, layer_groups, layout_of, link_of
+from ashl.planning.by_part import as_measured
 from ashl.planning.predict import Uncontended
 from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends, Link
@@ -33,8 +35,9 @@ LinkOf = Callable[[int, int], Link]  # of the elements [start, stop)
 WARM = 1_000_000  # an epoch in which every warm-up is over
 
 
-def overlapped(plan: Plan, parts: Parts, learner: Learner) -> Plan:
-    """The plan with the messages of each stage that overlaps, and what they bring as a note. Raises UsageError."""
+def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None, clock: Any) -> Plan:
+    """The plan with the messages of each stage that overlaps, and what they bring as a note; `known` is the profile and
+    `clock` the cluster that say what they cost. Raises UsageError."""
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if isinstance(own.overlap, Delayed):
             check_delayed(stage, own, own.overlap, plan.choices)
@@ -43,9 +46,9 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner) -> Plan:
                 "its steps and its exchange, and what is exchanged lands one round late"
             )
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
-    if all(own.overlap.serial for own in parts.stages):
+    if not any(own.sync.by_part or not own.overlap.serial for own in parts.stages):
         return plan
-    plan = replace(plan, work=plan.work or learner.work())
+    plan = as_measured(replace(plan, work=plan.work or learner.work()), known)
     groups, layout = layer_groups(plan), layout_of(plan.layers)
     stages, notes = list(plan.stages), list(plan.notes)
     for index, own in enumerate(parts.stages):
@@ -55,17 +58,23 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner) -> Plan:
         link = None
         if own.overlap.compresses and not own.compression.flags.lossless:
             link = partial(link_of, own.compression, layout)
-        chain = chain_of(plan.stages[index], parts.cluster, groups, link)
+        chain = chain_of(plan.stages[index], clock, groups, link)
         if chain is None and own.overlap.timed:
             raise UsageError(
                 f"overlap={plan.choices['overlap']} as it is set weighs the cost of a message against that of a step, "
-                "and the cluster does not declare them; give cluster.step_s, cluster.bandwidth_mbit_s and "
-                f"cluster.latency_s, or take overlap.{own.overlap.untimed}"
+                "and the cluster does not declare them; take profile=FILE of `ashl profile`, declare cluster.step_s, "
+                f"cluster.bandwidth_mbit_s and cluster.latency_s, or take overlap.{own.overlap.untimed}"
+            )
+        if own.overlap.timed and known is not None and not known.group_bytes:
+            raise UsageError(
+                f"overlap={plan.choices['overlap']} as it is set needs costs by layer group, and this profile, which a "
+                f"run has measured for itself, has none; profile again with `ashl profile`, or take "
+                f"overlap.{own.overlap.untimed}"
             )
         planned = own.overlap.planned(chain or bare(groups))
         stages[index] = replace(stages[index], overlap=spec_of(stages[index].overlap, planned))
         if chain is not None:
-            notes.append(worth(chain, planned, parts.cluster))
+            notes.append(worth(chain, planned, clock))
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
 
 

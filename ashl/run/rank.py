@@ -135,7 +135,7 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
         reporter,
         lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock, store),
         peers=tuple(sorted({peer for stage in job.stages for peer in stage.topology.links(stage, place.rank)})),
-        max_bytes=max(stage.link.most_bytes for stage in job.stages),
+        max_bytes=max(stage.most_bytes for stage in job.stages),
         exact=parts.runtime.sums == "exact",
         groups=process_groups(job.stages),
     )

@@ -15,9 +15,11 @@ from rich.console import Console
 from ashl.config.construct import construct, own_faults
 from ashl.config.identity import config_hash
 from ashl.errors import AshlError, UsageError
+from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble, declared_profile
+from ashl.planning.by_part import with_parts
 from ashl.planning.device import device_of
 from ashl.planning.make import make_plan, prepared
 from ashl.run import launch
@@ -202,15 +204,16 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
     """
     config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
     if config["runtime"]["_target_"].endswith("SimRuntime"):
-        plan, parts, _ = prepared(config, None, overrides)
+        plan, parts, data = prepared(config, None, overrides)
         found = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
         assert found is not None
+        found = with_parts(found, plan, Learner(parts.model, data, parts.task, seed=plan.seed), parts.cluster)
         run_dir = folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
         recorder.document("profile.json", found.to_json())
         recorder.leave()
     else:
-        measuring = {**config, "schedule": {"_target_": "ashl.schedule.profile_only.ProfileOnly", "profile_steps": 20}}
+        measuring = through_server(config)
         run_dir = folder({**measuring, "name": "profile"}, make_plan(measuring, world_size(config)))
         measuring = {
             **measuring,
@@ -238,6 +241,18 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
             soft_wrap=True,
         )
     return 0
+
+
+def through_server(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run that measures: its links lead to a server, whatever the topology is."""
+    measuring = {
+        "schedule": {"_target_": "ashl.schedule.profile_only.ProfileOnly", "profile_steps": 20, "by_part": True},
+        "overlap": {"_target_": "ashl.overlap.none.Serial"},
+    }
+    if config["choices"]["topology"] != "parameter_server":
+        measuring["topology"] = {"_target_": "ashl.topology.parameter_server.ParameterServer", "pull_ratio": None}
+    choices = {"schedule": "profile_only", "overlap": "none", "topology": "parameter_server"}
+    return {**config, **measuring, "choices": {**config["choices"], **choices}}
 
 
 def world_size(config: dict[str, Any]) -> int | None:

@@ -46,9 +46,9 @@ class ASHL(Schedule):
         return {"evaluated_loss" if self.loss == "evaluated" else "loss": self.loss_switch}
 
 
-def profiling(choices: Choices, steps: int) -> list[StagePlan]:
+def profiling(choices: Choices, steps: int, by_part: bool = False) -> list[StagePlan]:
     """The stage that measures, where it is wanted."""
-    spec: Spec = {"_target_": "ashl.sync.profiling.Profiling", "steps": steps}
+    spec: Spec = {"_target_": "ashl.sync.profiling.Profiling", "steps": steps, "by_part": by_part}
     return (
         [choices.stage("profile", sync=spec, local_steps=1, overlap=SERIAL.copy())]
         if steps and not choices.given

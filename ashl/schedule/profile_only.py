@@ -19,6 +19,7 @@ class ProfileOnly(Schedule):
 
     names_sync: ClassVar[bool] = True
     profile_steps: Count
+    by_part: bool
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        return profiling(choices, self.profile_steps)
+        return profiling(choices, self.profile_steps, self.by_part)

@@ -48,6 +48,7 @@ class Rule(Contract, group="sync", strict=True):
     resizes: ClassVar[bool] = False  # whether batches change, so that weights have to follow the samples
     resumable: ClassVar[bool] = True  # False where workers do several things at once, which no checkpoint can hold
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
+    by_part: ClassVar[bool] = False  # whether costs are measured by layer group, and of large messages and of sums
     carries: ClassVar[frozenset[str] | None] = None  # None = what the topology carries
 
     def quorum(self, num_workers: int) -> int:
@@ -78,7 +79,7 @@ class Topology(Contract, group="topology"):
 
     def groups(self, stage: Stage) -> Sequence[Members]:
         """Groups that are known before the run, so that processes can set them up."""
-        return ()
+        return (stage.workers,) if stage.sync.by_part and stage.num_workers > 1 else ()
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What an exchange takes, uncontended."""

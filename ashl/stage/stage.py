@@ -14,6 +14,7 @@ from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
+from ashl.plan.line import LARGE, Line
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
@@ -23,6 +24,7 @@ from ashl.stage.link import Ends, Link
 from ashl.stage.rule import Rule, Topology, extra_ranks
 
 T = TypeVar("T")
+Replan = Callable[[tuple[WorkerProfile, ...], float, float | None, Line | None], tuple[Profile, list[StagePlan]]]
 SERIAL = Serial()
 GO, NEXT, STOP, LAST = 0, 1, 2, 3  # the word that every reply carries; LAST: hand in what you have, and no more
 OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
@@ -56,8 +58,8 @@ class Stage:
     seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
-    # from what was measured: of the workers, and the server's seconds of a step and bytes per second
-    replan: Callable[[tuple[WorkerProfile, ...], float, float | None], tuple[Profile, list[StagePlan]]] | None = None
+    # from what was measured: of the workers, the server's seconds of a step and bytes per second, and sums
+    replan: Replan | None = None
 
     _once: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -77,6 +79,11 @@ class Stage:
         return Link(self.codec, self.trainer.num_params)
 
     @property
+    def most_bytes(self) -> int:
+        """Bytes that no message exceeds."""
+        return max(self.link.most_bytes, LARGE[-1] if self.sync.by_part else 0)
+
+    @property
     def server(self) -> int:
         return self.num_workers
 
@@ -93,7 +100,9 @@ class Stage:
     @cached_property
     def messages(self) -> tuple[Part, ...]:
         """What each message of a gradient holds that travels in parts, in the order in which they are ready."""
-        return joined(self.parts, self.overlap.messages(bare(self.parts))) if self.parts else ()
+        if self.overlap.serial or not self.parts:
+            return ()
+        return joined(self.parts, self.overlap.messages(bare(self.parts)))
 
     @property
     def delayed(self) -> Delayed | None:

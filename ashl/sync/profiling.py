@@ -6,6 +6,10 @@ which is a figure of its own. A transfer is timed until its receipt is there, le
 cost is a median of as many repetitions as its 95 % interval takes to be narrow, up to a bound; workers whose intervals
 overlap count as equal. The server makes the profile, plans the stages that follow, and sends everyone the plan.
 
+With `by_part` they also time both passes by layer group, and then messages of several sizes: each worker alone to the
+server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency and
+seconds per byte are fitted (`ashl.plan.line`); sizes go up for as long as there is time.
+
 `stop.seconds` and an interrupt end it at once, without a profile.
 
 Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported tally).
@@ -16,14 +20,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import Turn
 from ashl.option import Natural, option
+from ashl.overlap.chain import passed
+from ashl.plan.line import LARGE, SMALL, Line, fitted
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, WorkerProfile, levelled
 from ashl.runtime.effects import Message
@@ -41,6 +49,8 @@ MOST = 20  # times as many repetitions at most
 NARROW = 0.05  # half an interval, as a share of its median
 SLOWED = 1.1  # a push among others that takes so many times as long shows the server's port
 EMPTY, UP, DOWN, RESULT = 0, 1, 2, 3  # what a worker asks of the server, or that it has done
+LINK, SUM = -1, -2  # orders beside GO: time a message of this size both ways, or in a sum of all
+LINES_S = 2.0  # for the messages of several sizes to and from all workers, and as long again for sums
 
 
 class Figure(NamedTuple):
@@ -55,6 +65,7 @@ class Profiling(BarrierRule):
     """Its loops stand in for the topology's: nothing is learned here."""
 
     steps: Natural
+    by_part: bool
 
     def loop(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker
@@ -74,15 +85,22 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     times = await time_steps(node, stage, state, max(1, stage.sync.steps))
     compress_s = await repeated(partial(time_encoding, node, stage, state), REPEATS, REPEATS)
     found: tuple[float, ...] = (*figure(times), spread(times), statistics.median(compress_s))
+    passes = await time_passes(node, stage, state, len(times)) if stage.sync.by_part else None
     try:
         while True:
-            await node.send(stage.server, stage.tag("ask"), None, (RESULT, *found))
+            await node.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
             order = await node.recv(stage.tag("order"))
             word, end_ns = (int(value) for value in order.meta)
-            if word != GO:
+            passes, found = None, ()
+            if word == SUM:
+                found = (await time_sum(node, stage, end_ns),)
+            elif word == LINK:
+                found = await time_exchange(node, stage, UP, end_ns), await time_exchange(node, stage, DOWN, end_ns)
+            elif word == GO:
+                found = (await time_exchange(node, stage, EMPTY),)
+                found += await time_exchange(node, stage, UP), await time_exchange(node, stage, DOWN)
+            else:
                 break
-            found = (await time_exchange(node, stage, EMPTY),)
-            found += await time_exchange(node, stage, UP), await time_exchange(node, stage, DOWN)
     except OverError as over:
         (order,) = over.order
         word, end_ns = (int(value) for value in order.meta)
@@ -149,10 +167,40 @@ async def time_encoding(node: Node, stage: Stage, state: WorkerState) -> float:
     return node.now - start
 
 
-async def time_exchange(node: Node, stage: Stage, what: int) -> float:
-    """Seconds until the body is there and its receipt is back. Raises OverError."""
-    body, start = stage.trainer.blank(1.0) if what == UP else None, node.now
-    await node.send(stage.server, stage.tag("ask"), body, (what,))
+async def time_passes(node: Node, stage: Stage, state: WorkerState, times: int) -> torch.Tensor:
+    """Seconds of forward of each layer group, and of backward, the last layers first: medians of so many steps."""
+    count, step = len(stage.parts), state.step
+    tags = [stage.tag("passed", k) for k in range(2 * count)]
+    ready = tuple(zip(passed(stage.parts), tags, strict=True))
+    slices = [(part.start, part.stop) for part in stage.parts]
+    rows = []
+    for k in range(times):
+        start = node.now_ns
+        passes = partial(stage.trainer.passes_in_parts, state.params, node.rank, step + k, slices)
+        await node.compute(passes, work=stage.worker(node.rank).batch, parts=ready)
+        ends = [start, *[(await node.recv(tag)).start_ns for tag in tags]]
+        rows.append([max(0, end - begin) / 1e9 for begin, end in pairwise(ends)])
+    middle = [statistics.median(column) for column in zip(*rows, strict=True)]
+    return torch.tensor([*middle[:count][::-1], *middle[count:]], dtype=torch.float64)
+
+
+async def time_sum(node: Node, stage: Stage, nbytes: int) -> float:
+    """Seconds of a sum over all workers, from when this one has come to it."""
+    body, start = blank(stage, nbytes), node.now
+    await node.all_reduce(body, stage.workers)
+    return node.now - start
+
+
+def blank(stage: Stage, nbytes: int) -> Any:
+    return stage.trainer.blank(nbytes / stage.trainer.dense_bytes)
+
+
+async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None = None) -> float:
+    """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is back. Raises
+    OverError."""
+    nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
+    body, start = blank(stage, nbytes) if what == UP else None, node.now
+    await node.send(stage.server, stage.tag("ask"), body, (what, nbytes))
     answer = await node.recv(stage.tag("answer"), stage.tag("order"))
     if answer.tag == stage.tag("order"):
         raise OverError(answer)
@@ -186,8 +234,9 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
 
 async def measured(
     node: Node, stage: Stage, state: ServerState
-) -> tuple[tuple[WorkerProfile, ...], float, float | None]:
-    """(workers, seconds of applying a push, bytes per second of the server's port). Raises OverError."""
+) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None]:
+    """(workers, seconds of applying a push, bytes per second of the server's port, what sums cost). Raises
+    OverError."""
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await answers(node, stage, members)
@@ -203,7 +252,40 @@ async def measured(
     for rank in members:
         together = [row[rank] for row in loaded]
         workers.append(worker_profile(stage, rank, steps[rank], times[rank], together))
-    return levelled(workers), await time_apply(node, stage, state), port(workers, stage.trainer.dense_bytes)
+    sums = None
+    if stage.sync.by_part:
+        workers = [await with_lines(node, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
+        if len(members) > 1:
+            (sums,) = await line(node, stage, SUM, members, LINES_S)
+    server_bytes_s = port(workers, stage.trainer.dense_bytes)
+    return levelled(workers), await time_apply(node, stage, state), server_bytes_s, sums
+
+
+async def with_lines(node: Node, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
+    """... and what messages between this worker and the server cost by their bytes."""
+    up, down = await line(node, stage, LINK, (rank,), LINES_S / stage.num_workers)
+    back_s = worker.latency_s  # of the receipt
+    up, down = (replace(way, latency_s=max(0.0, way.latency_s - back_s)) for way in (up, down))
+    return replace(worker, push_line=up, pull_line=down)
+
+
+async def line(node: Node, stage: Stage, what: int, members: Sequence[int], budget_s: float) -> list[Line]:
+    """What these workers find of messages of several sizes: those of every kind that they time, the least over the
+    workers. In rounds until all are narrow, and as time allows; two large sizes at least. Raises OverError."""
+    times: dict[int, list[tuple[float, ...]]] = {}
+    end_s, sizes = node.now + budget_s, (*SMALL, *LARGE)
+    while not times or (node.now < end_s and not all(map(enough, times.values()))):
+        for nbytes in sizes:
+            start = node.now
+            for rank in members:
+                await node.send(rank, stage.tag("order"), None, (what, nbytes))
+            found = (await answers(node, stage, members)).values()
+            times.setdefault(nbytes, []).append(tuple(map(min, zip(*found, strict=True))))
+            if nbytes >= LARGE[1] and 3 * node.now - 2 * start > end_s:  # the next size takes twice as long
+                sizes = tuple(size for size in sizes if size <= nbytes)
+                break
+    kinds = range(len(times[LARGE[0]][0]))
+    return [fitted({nbytes: [row[kind] for row in rows] for nbytes, rows in times.items()}) for kind in kinds]
 
 
 def enough(rows: Sequence[Sequence[float]]) -> bool:
@@ -226,9 +308,9 @@ async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int,
             raise OverError
         what, *values = message.meta
         if what == RESULT:
-            found[message.src] = tuple(values)
+            found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
         else:
-            body = stage.trainer.blank(1.0) if what == DOWN else None
+            body = blank(stage, int(values[0])) if what == DOWN else None
             await node.send(message.src, stage.tag("answer"), body)
     return found
 
@@ -258,7 +340,7 @@ def worker_profile(
     together: Sequence[tuple[float, ...]],
 ) -> WorkerProfile:
     """Of what was timed: steps with an encoding, and rows of an exchange of nothing, of a push and of a pull."""
-    step_s, step_noise_s, spread_s, compress_s = steps
+    (step_s, step_noise_s, spread_s, compress_s), passes = steps[:4], steps[4:]
     empty, up, down = (figure(times) for times in zip(*alone, strict=True))
     latency_s = empty.median / 2  # an exchange of nothing crosses the link twice
     push_s, pull_s = (max(way.median - latency_s, latency_s, TICK_S) for way in (up, down))
@@ -281,6 +363,8 @@ def worker_profile(
         push_bytes_s=push_bytes_s,
         pull_bytes_s=pull_bytes_s,
         compress_s=compress_s,
+        forward_s=passes[: len(passes) // 2],
+        backward_s=passes[len(passes) // 2 :],
     )
 
 

@@ -1,5 +1,8 @@
 """What is known before anything runs: what the workers cost, who does what, and what it should reach."""
 
+from collections.abc import Sequence
+from statistics import median
+
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +24,7 @@ def show_profile(console: Console, profile: Profile) -> None:
         rates = ("-" if rate is None else f"{rate / 1e6:.3g}" for rate in (worker.push_bytes_s, worker.pull_bytes_s))
         table.add_row(str(rank), *(f"{1e3 * cost:.3g}" for cost in costs), *rates, f"{1e3 * worker.compress_s:.3g}")
     console.print(table)
+    show_parts(console, profile)
     for way in ("push", "pull"):
         if loaded := [getattr(worker, f"{way}_loaded_s") or 0.0 for worker in profile.workers if worker.push_loaded_s]:
             console.print(f"all at once: a {way} takes {1e3 * min(loaded):.3g} to {1e3 * max(loaded):.3g} ms")
@@ -30,6 +34,36 @@ def show_profile(console: Console, profile: Profile) -> None:
             console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {said}")
     if profile.num_workers > MAX_ROWS:
         console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
+
+
+def show_parts(console: Console, profile: Profile) -> None:
+    """Print what both passes cost by layer group, and messages by their bytes."""
+    if groups := profile.group_bytes:
+        console.print("layer groups, the last layers first: medians over the workers")
+        table = Table("group", "kB", "forward ms", "backward ms", box=None, padding=(0, 2, 0, 0))
+        forward, backward = (
+            [f"{1e3 * median(costs):.3g}" for costs in zip(*by_worker, strict=True)]
+            for by_worker in ([w.forward_s for w in profile.workers], [w.backward_s for w in profile.workers])
+        )
+        for k, nbytes in enumerate(groups[:MAX_ROWS]):
+            table.add_row(str(k), number(nbytes / 1e3), forward[k], backward[k])
+        console.print(table)
+        if len(groups) > MAX_ROWS:
+            console.print(f"and {len(groups) - MAX_ROWS} more layer groups")
+    links = [line for worker in profile.workers for line in (worker.push_line, worker.pull_line) if line is not None]
+    sums = [] if profile.all_reduce is None else [profile.all_reduce]
+    for what, lines in (("a message to or from the server", links), ("a sum over all workers", sums)):
+        if lines:
+            latencies, rates = [1e3 * line.latency_s for line in lines], [1e9 * line.s_per_byte for line in lines]
+            console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms for each MB")
+    if links and not sums:
+        console.print("sums are not measured: there is one worker")
+
+
+def spanned(values: Sequence[float]) -> str:
+    """The least and the largest, or both at once."""
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None) -> None:

@@ -1,0 +1,53 @@
+"""Costs by layer group and by message: those of a declared cluster, and plans by those that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster
+from ashl.cluster.speed import NS
+from ashl.errors import UsageError
+from ashl.learn.learner import Learner
+from ashl.overlap.chain import bare, passed
+from ashl.plan.line import LARGE, SMALL, Line, fitted
+from ashl.plan.plan import Plan
+from ashl.plan.profile import Profile
+from ashl.planning.build import layer_groups
+
+
+def as_measured(plan: Plan, known: Profile | None) -> Plan:
+    """The plan with the moments at which layer groups are ready, where a profile has them. Raises UsageError."""
+    if known is None or known.source == "declared" or not known.group_bytes:
+        return plan
+    if known.group_bytes != bare(layer_groups(plan)).nbytes:
+        raise UsageError(known.clash("other layer groups than the model has"))
+    return replace(plan, shares=known.shares)
+
+
+def with_parts(profile: Profile, plan: Plan, learner: Learner, cluster: Cluster) -> Profile:
+    """A declared profile with costs by layer group and by message, as the cluster has them."""
+    groups = layer_groups(replace(plan, work=plan.work or learner.work()))
+    passes = [after - before for before, after in pairwise((0.0, *passed(groups)))]
+    forward, backward = passes[: len(groups)][::-1], passes[len(groups) :]
+    steady = replace(cluster, jitter=0.0, events=())
+    costs, team, server = network(steady, profile.dense_bytes), tuple(range(profile.num_workers)), profile.num_workers
+
+    def line(cost_ns: Callable[[int], int]) -> Line:
+        return fitted({nbytes: [cost_ns(nbytes) / NS] for nbytes in (*SMALL, *LARGE)})
+
+    workers = tuple(
+        replace(
+            worker,
+            forward_s=tuple(worker.step_s * share for share in forward),
+            backward_s=tuple(worker.step_s * share for share in backward),
+            push_line=line(partial(costs.transfer_ns, rank, server)),
+            pull_line=line(partial(costs.transfer_ns, server, rank)),
+        )
+        for rank, worker in enumerate(profile.workers)
+    )
+    sums = line(lambda nbytes: costs.all_reduce_ns(team, nbytes, 0)) if len(team) > 1 else None
+    return replace(profile, workers=workers, group_bytes=bare(groups).nbytes, all_reduce=sums)

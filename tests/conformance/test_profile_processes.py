@@ -1,0 +1,26 @@
+"""`ashl profile` on processes, for workers that sum: by layer group and by message, and the plan that follows."""
+
+import json
+from pathlib import Path
+
+from ashl.cli.app import main
+
+REAL = "runtime=local cluster=real cluster.num_workers=2 topology=all_reduce sync=bsp overlap=merged tracking=none"
+
+
+def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
+    assert main(["profile", *REAL.split(), "model=cnn", "run.dir=run"]) == 0
+    said = capsys.readouterr().out
+    assert "a sum over all workers" in said
+    assert "a step and its sum take" in said
+    assert max(map(len, said.partition("note:")[0].splitlines())) <= 80
+    profile, plan = (json.loads(Path(f"run/{name}.json").read_text()) for name in ("profile", "plan"))
+    assert sum(profile["group_bytes"]) == profile["dense_bytes"]
+    for worker in profile["workers"]:
+        assert len(worker["forward_s"]) == len(worker["backward_s"]) == len(profile["group_bytes"])
+        assert 0 < sum(worker["forward_s"] + worker["backward_s"]) < 10 * worker["step_s"]
+        assert worker["push_line"]["s_per_byte"] >= 0
+    assert profile["all_reduce"]["latency_s"] > 0
+    assert sum(plan["stages"][0]["overlap"]["plan"]) == len(profile["group_bytes"])
+    assert plan["shares"] == sorted(plan["shares"])
+    assert plan["shares"][-1] == 1

@@ -1,0 +1,142 @@
+"""Costs by layer group and by message: in virtual time as declared, and the plans that follow from them."""
+
+import json
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from ashl.cli.app import main
+from ashl.config.compose import compose
+from ashl.errors import UsageError
+from ashl.learn.learner import Learner
+from ashl.overlap.chain import FORWARD, bare, parts_of_tensors, passed
+from ashl.plan.line import LARGE, SMALL, Line, fitted
+from ashl.plan.profile import Profile
+from ashl.planning.build import declared_profile, layer_groups
+from ashl.planning.by_part import with_parts
+from ashl.planning.make import prepared
+from tests.benchmarks.simulator import simulation
+from tests.support import planned, simulated
+
+LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=80 cluster.latency_s=0.002 cluster.step_s=0.03"
+CLUSTER = ("cluster.compute=[1,1,2]", "cluster.link=[1,3,1]", *LINKS.split())
+MODEL = ("model.hidden=[64,32]",)
+RING = ("topology=all_reduce", "sync=bsp", *MODEL)
+TIMED = ("runtime.gradients=false", "stop.steps=30")
+
+
+def declared(*overrides: str) -> Profile:
+    """What `ashl profile` makes of a cluster in virtual time."""
+    plan, parts, data = prepared(compose(["runtime=sim", "sync=bsp", *CLUSTER, *(overrides or MODEL)]))
+    batch = plan.stages[0].workers[0].batch
+    profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
+    assert profile is not None
+    return with_parts(profile, plan, Learner(parts.model, data, parts.task, seed=0), parts.cluster)
+
+
+def test_a_line_is_fitted_to_large_messages_and_to_small_ones() -> None:
+    """A token bucket lets small ones pass ten times as fast, and now and then something else runs."""
+    true = Line(0.002, 1e-8)
+    quiet = {n: [true.seconds(n)] * 3 for n in (*SMALL, *LARGE)}
+    assert fitted(quiet).latency_s == pytest.approx(0.002)
+    shaped = {n: [0.002 + (1e-9 if n < LARGE[0] else 1e-8) * n + noise for noise in (0, 0, 0.5)] for n in quiet}
+    found = fitted(shaped)
+    assert (found.latency_s, found.s_per_byte) == (pytest.approx(0.002, rel=0.03), pytest.approx(1e-8))
+    assert fitted({n: [1.0 - 1e-9 * n] for n in quiet}).s_per_byte == 0
+
+
+def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
+    """A ring of three, the slow link last to be over: 2(g − 1) hops, and as many chunks of a third."""
+    profile, groups = declared(), layer_groups(planned(*RING, *CLUSTER, "overlap=wfbp"))
+    assert profile.group_bytes == bare(groups).nbytes
+    assert profile.shares == pytest.approx([group.ready for group in groups])
+    for worker in profile.workers:
+        assert sum(worker.forward_s) == pytest.approx(FORWARD * worker.step_s)
+        assert sum(worker.forward_s + worker.backward_s) == pytest.approx(worker.step_s)
+    lines = [(line.latency_s, line.s_per_byte) for w in profile.workers for line in (w.push_line, w.pull_line) if line]
+    assert lines == [pytest.approx(cost) for cost in [(0.002, 1e-7)] * 2 + [(0.006, 3e-7)] * 2 + [(0.002, 1e-7)] * 2]
+    assert profile.all_reduce is not None
+    assert profile.all_reduce.s_per_byte == pytest.approx(4 / 3 * 3e-7, rel=0.2)
+
+
+@pytest.mark.parametrize("overrides", [MODEL, ("runtime.gradients=false",), ("model=cnn", "dataset.batch_size=8")])
+def test_what_is_measured_is_what_is_declared(overrides) -> None:
+    ran = simulated("schedule=profile_only", "schedule.by_part=true", *CLUSTER, *overrides)
+    found, expected = json.loads(ran.of("profile")[0]["profile"]), json.loads(declared(*overrides).to_json())
+    for key in ("group_bytes", "all_reduce"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
+    for worker, said in zip(found["workers"], expected["workers"], strict=True):
+        for key in ("forward_s", "backward_s", "push_line", "pull_line"):
+            assert worker[key] == pytest.approx(said[key], rel=1e-6, abs=1e-9), key
+
+
+def test_one_worker_sums_with_nobody(workplace, capsys) -> None:
+    assert main(["profile", "runtime=sim", *RING, "cluster.compute=[1]", "run.dir=one"]) == 0
+    assert "sums are not measured: there is one worker" in capsys.readouterr().out
+    ran = simulated("schedule=profile_only", "schedule.by_part=true", "cluster.compute=[1]")
+    assert json.loads(ran.of("profile")[0]["profile"])["all_reduce"] is None
+
+
+def measured(**changes: object) -> Profile:
+    """As if it had been measured, with a step whose last group is there at once."""
+    profile = replace(declared(), source="measured", all_reduce=Line(0.005, 1e-7), **changes)
+    workers = tuple(replace(w, forward_s=(0.0, 0.0, 0.001), backward_s=(0.001, 0.002, 0.006)) for w in profile.workers)
+    profile = replace(profile, workers=workers)
+    Path("profile.json").write_text(profile.to_json())
+    return profile
+
+
+def test_a_plan_follows_from_a_profile_alike_in_virtual_time_and_on_processes(workplace) -> None:
+    profile = measured()
+    sim = planned(*RING, *TIMED, "overlap=merged", "cluster=profile", "profile=profile.json")
+    real = planned(
+        *RING, "overlap=merged", "runtime=local", "cluster=real", "cluster.num_workers=3", "profile=profile.json"
+    )
+    assert sim.shares == real.shares == pytest.approx((0.2, 0.4, 1.0))
+    assert sim.stages[0].overlap == real.stages[0].overlap
+    note = next(note for note in real.notes if "a step and its sum" in note)
+    assert note in sim.notes
+    groups, step_ns, end_ns = layer_groups(sim), 0.06e9, 0.0
+    counts = sim.stages[0].overlap["plan"]
+    for last, count in zip(accumulate(counts), counts, strict=True):
+        nbytes = sum(profile.group_bytes[last - count : last])
+        end_ns = max(end_ns, step_ns * groups[last - 1].ready) + 0.005e9 + 100 * nbytes
+    assert float(note.split()[6]) * 1e6 == pytest.approx(end_ns, rel=1e-3)
+    assert simulation(sim)().now_ns == pytest.approx(10 * end_ns, rel=1e-6)
+
+
+def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
+    whole = measured()
+    given = (*RING, "runtime=local", "cluster=real", "cluster.num_workers=3", "profile=profile.json")
+    Path("profile.json").write_text(whole.without_parts().to_json())
+    with pytest.raises(UsageError, match="profile again with `ashl profile`, or take"):
+        planned(*given, "overlap=merged")
+    assert planned(*given, "overlap=merged", "overlap.plan=bytes").shares == ()
+    sizes = (whole.group_bytes[0] - 4, whole.group_bytes[1] + 4, whole.group_bytes[2])
+    Path("profile.json").write_text(replace(whole, group_bytes=sizes).to_json())
+    with pytest.raises(UsageError, match="the profile is of other layer groups than the model has; profile again"):
+        planned(*given, "overlap=merged")
+    with pytest.raises(ValueError, match="schema is 2 where 3 was expected; profile again"):
+        Profile.from_json(json.dumps({**json.loads(whole.to_json()), "schema": 2}))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"group_bytes": [4]}, "has 1 layer groups, and workers with another number"),
+        ({"group_bytes": None}, "group_bytes is None, where a list is expected"),
+        ({"all_reduce": {"latency_s": -1, "s_per_byte": 0}}, "all_reduce is .*, where seconds from 0 up"),
+        ({"all_reduce": {"latency_s": 1}}, "all_reduce lacks s_per_byte"),
+    ],
+)
+def test_a_broken_profile(change, says) -> None:
+    data = json.loads(declared().to_json())
+    with pytest.raises(ValueError, match=says):
+        Profile.from_json(json.dumps({**data, **change}))
+
+
+def test_shares_of_both_passes() -> None:
+    parts = parts_of_tensors([(2,), (2,), (4,)], [1, 1, 2])
+    assert passed(parts) == pytest.approx([1 / 12, 1 / 6, 1 / 3, 2 / 3, 5 / 6, 1])
