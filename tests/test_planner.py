@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import NS, assignments, costs_of, sent
 from ashl.planner.balanced import Load, anchor_of, balance
+from ashl.planner.hidden import Hidden
+from ashl.planner.online import Averages
 from tests.plans import (
     BALANCED,
+    ONLINE,
     PAPER,
+    REFERENCE,
     TICK_S,
     cluster,
     cycles,
@@ -239,3 +244,26 @@ def test_a_thousand_workers() -> None:
 
 def test_times_are_those_of_the_clock() -> None:
     assert [c.step for c in costs_of(reference(1.5), encoded=False)] == [round(0.02 * c * NS) for c in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("planner", [PAPER, BALANCED, ONLINE], ids=["paper", "balanced", "online"])
+def test_where_exchanges_are_hidden_h_alone_makes_the_cycles_equal(planner: Any) -> None:
+    """Links of 4, 6 and 8 play no part, and nobody sends more than is preset."""
+    profile = cluster(*REFERENCE)
+    rows = Hidden(planner, planner.follows).assign(profile, 6, 0.1, pairs)
+    assert [row.local_steps for row in rows] == [12, 8, 6]
+    assert [row.compression_ratio for row in rows] == [0.1] * 3
+    assert [row.predicted_cycle_s for row in rows] == pytest.approx([24.0] * 3)
+    assert [row.compression_ratio for row in Hidden(planner, False).assign(profile, 6, None, pairs)] == [1.0] * 3
+
+
+def test_a_hidden_exchange_that_turns_slower_moves_no_plan_and_a_slower_step_does() -> None:
+    planner, state = Hidden(ONLINE, True), Averages(cluster(*REFERENCE))
+    rows = planner.assign(state.profile, 6, 0.1, pairs)
+    for step_s, replanned in ((2.0, False), (4.0, True)):
+        for _ in range(200):
+            state = planner.observe(state, 0, step_s, 100.0, 100.0, 0.2)
+        state, fresh = planner.replan(state, rows, 6, 0.1, pairs)
+        assert (fresh is not None) == replanned
+    assert [row.local_steps for row in fresh] == [6, 8, 6]
+    assert [row.compression_ratio for row in fresh] == [0.1] * 3

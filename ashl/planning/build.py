@@ -28,12 +28,13 @@ from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined, parts_of_tensors
-from ashl.overlap.contract import Overlap
+from ashl.overlap.contract import Delayed, Overlap
 from ashl.plan.line import Line
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
 from ashl.plan.profile import Profile, WorkerProfile, declared
 from ashl.planner.assignment import Planner
+from ashl.planner.hidden import Hidden
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.schedule.choices import with_assignments
 from ashl.stage.link import Link
@@ -201,7 +202,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 epoch_samples=trainer.epoch_samples,
                 following=index + 1 < len(plan.stages),
                 new_outer=index > 0 and stage.outer != plan.stages[index - 1].outer,
-                planner=parts.planner,
+                planner=planner_for(own.overlap, parts.planner),
                 profile=known,
                 health_every=plan.health_every,
                 health_layers=plan.health_layers,
@@ -209,7 +210,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 seed=plan.seed,
                 nodes=parts.cluster.node,
                 payload=payload_of(own.compression, layout),
-                replan=partial(replanned, plan, index + 1, parts.planner, own.compression, deal),
+                replan=partial(replanned, plan, index + 1, parts, own.compression, deal),
             )
         )
     return tuple(stages)
@@ -218,7 +219,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
 def replanned(
     plan: Plan,
     first: int,
-    planner: Planner,
+    parts: Parts,
     codec: Codec,
     deal: Deal,
     measured: tuple[WorkerProfile, ...],
@@ -242,8 +243,17 @@ def replanned(
         all_reduce=all_reduce,
     )
     payload = payload_of(codec, layout_of(plan.layers))
-    stages = (s if s.h_preset is None else with_assignments(s, planner, profile, payload) for s in plan.stages[first:])
-    return profile, [with_shards(stage, deal) for stage in stages]
+    stages = []
+    for stage, own in zip(plan.stages[first:], parts.stages[first:], strict=True):
+        if stage.h_preset is not None:
+            stage = with_assignments(stage, planner_for(own.overlap, parts.planner), profile, payload)
+        stages.append(with_shards(stage, deal))
+    return profile, stages
+
+
+def planner_for(overlap: Overlap, planner: Planner) -> Planner:
+    """The planner as it plans stages with this overlap."""
+    return Hidden(planner, planner.follows) if isinstance(overlap, Delayed) else planner
 
 
 def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyTrainer:

@@ -179,7 +179,7 @@ def entering(index, codec, **handover):
         resets=resets,
         resets_outer=resets,
         worker=lambda rank: worker,
-        rest=lambda steps, samples: None,
+        rest=lambda steps, samples, ahead: None,
         at_most=lambda steps, rank, rest: steps,
     )
     stage.entered = partial(Stage.entered, stage)

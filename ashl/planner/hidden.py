@@ -1,0 +1,53 @@
+"""What any planner says where exchanges go on beside the steps: H alone makes the cycles equal.
+
+Rule: the planner is asked about workers whose transfers take no time, and all send the preset ratio: to send more
+would gain no time, and what is longer than the steps would be longer still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ashl.plan.profile import Profile
+from ashl.planner.assignment import Assigned, Assignment, Planner
+
+
+@dataclass(frozen=True)
+class Hidden(Planner):
+    """Another planner, for stages whose exchanges are hidden."""
+
+    planner: Planner
+    follows: bool
+
+    def assign(
+        self, profile: Profile, h_preset: int, r_preset: float | None, payload: Callable[[float], float]
+    ) -> tuple[Assignment, ...]:
+        return preset(self.planner.assign(without_transfers(profile), h_preset, r_preset, payload), r_preset)
+
+    def observe(
+        self, state: Any, worker: int, step_s: float, push_s: float, pull_s: float, payload: float = 1.0
+    ) -> Any:
+        return self.planner.observe(state, worker, step_s, 0.0, 0.0, payload)
+
+    def replan(
+        self,
+        state: Any,
+        current: Sequence[Assigned],
+        h_preset: int,
+        r_preset: float | None,
+        payload: Callable[[float], float],
+    ) -> tuple[Any, tuple[Assignment, ...] | None]:
+        state = replace(state, profile=without_transfers(state.profile))
+        state, rows = self.planner.replan(state, current, h_preset, r_preset, payload)
+        return state, rows and preset(rows, r_preset)
+
+
+def without_transfers(profile: Profile) -> Profile:
+    workers = (replace(worker, push_s=0.0, pull_s=0.0, latency_s=0.0) for worker in profile.workers)
+    return replace(profile, workers=tuple(workers))
+
+
+def preset(rows: Sequence[Assignment], ratio: float | None) -> tuple[Assignment, ...]:
+    return tuple(replace(row, compression_ratio=1.0 if ratio is None else ratio) for row in rows)
