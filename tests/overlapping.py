@@ -24,9 +24,11 @@ async def two_computes(node: Node) -> list[float]:
     return [await node.join(first), await node.join(second), last]
 
 
-async def summed(node: Node, value: float, key: int = 0, team: tuple[int, ...] = (0, 1), size: int = 1000) -> Any:
+async def summed(
+    node: Node, value: float, key: int = 0, team: tuple[int, ...] = (0, 1), size: int = 1000, credit: int = 0
+) -> Any:
     """(a number of the sum, when it came)."""
-    total = await node.all_reduce(torch.full((size,), value), team, key=key)
+    total = await node.all_reduce(torch.full((size,), value), team, key=key, credit=credit)
     return float(total[0]), node.now
 
 
@@ -178,3 +180,58 @@ async def through_one_port(node: Node) -> list[float]:
         await node.recv(TAG)
     came = node.now
     return [came, (await summed(node, 1.0, team=(node.rank % 2, node.rank % 2 + 2)))[1]]
+
+
+async def with_credit(node: Node, credit: int) -> list[str]:
+    """The order of a sum, three that come while it is under way, and two of a lower key that come during the next."""
+    order: list[str] = []
+
+    async def one(name: str, key: int) -> None:
+        await summed(node, 1.0, key, credit=credit)
+        order.append(name)
+
+    tasks = [node.spawn(one("first", 2))]
+    await node.sleep(0.03)
+    tasks += [node.spawn(one(name, 2)) for name in ("late a", "late b", "late c")]
+    await node.sleep(0.1)
+    tasks += [node.spawn(one(name, 1)) for name in ("early a", "early b")]
+    for task in tasks:
+        await node.join(task)
+    return order
+
+
+async def one_ahead(node: Node) -> list[str]:
+    return await with_credit(node, 4000)
+
+
+async def two_ahead(node: Node) -> list[str]:
+    return await with_credit(node, 8000)
+
+
+async def standing_still(node: Node) -> Any:
+    """A computation of 2 that has one of its needs at once, the other after 0.15 s, and hands out one part."""
+    first, second, part = ("first", 0, 0), ("second", 0, 0), ("part", 0, 0)
+
+    async def later() -> None:
+        await node.sleep(0.15)
+        await node.send(node.rank, second, torch.full((3,), 2.0))
+
+    def work(hand_out: Callable, take: Callable) -> float:
+        found = float(take(0).sum() + take(1).sum())
+        hand_out(0, torch.ones(2))
+        return found
+
+    task = node.spawn(later())
+    await node.send(node.rank, first, torch.ones(1))
+    found = await node.compute(work, 2, parts=((0.75, part),), needs=((0.0, first), (0.5, second)))
+    await node.join(task)
+    return found, node.now, (await node.recv(part)).body.numel()
+
+
+async def in_halves(node: Node) -> Any:
+    """A sum of five numbers in two halves among three ranks, and when each was there."""
+    x = torch.arange(5.0) * 10**node.rank
+    chunk = await node.all_reduce(x, (0, 1, 2), "scatter")
+    scattered = node.now
+    rows = await node.all_reduce(torch.cat([chunk, chunk.new_tensor([node.rank])]), (0, 1, 2), "gather", riders=1)
+    return chunk.tolist(), rows.view(3, 3).tolist(), scattered, node.now

@@ -31,6 +31,7 @@ from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
 from ashl.errors import UsageError
 from ashl.learn.allocator import keep_pages
+from ashl.learn.pieces import Arriving, Pieces
 from ashl.model.plain import PlainModel
 from ashl.task.contract import ACCURACY, Task
 
@@ -66,6 +67,7 @@ class Learner:
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
         self.epoch_samples = len(data.train)
         self.num_params = sum(p.numel() for p in self._parameters)
+        self._hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
         self._resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
         if self.num_params <= SHORT:
             resident = torch.empty(self.num_params, device=device)
@@ -89,7 +91,7 @@ class Learner:
 
     def gradient_in_parts(
         self,
-        params: Tensor,
+        params: Tensor | Pieces,
         indices: np.ndarray,
         worker: int,
         step: int,
@@ -98,7 +100,8 @@ class Learner:
         halfway: Callable[[], None] = lambda: None,
     ) -> float:
         """The same; returns the loss, and calls `hand_out(k, slice)` as soon as backward has come to all of the tensors
-        in the elements [start, stop) = parts[k], from the thread of the backward pass. Parts are of whole tensors."""
+        in the elements [start, stop) = parts[k], from the thread of the backward pass. Parts are of whole tensors.
+        Parameters in pieces are waited for as the forward pass comes to them."""
         loss = self._batch_loss(params, indices, worker, step)
         halfway()
         bounds = [0, *accumulate(p.numel() for p in self._parameters)]
@@ -177,18 +180,20 @@ class Learner:
                 work[places[id(max(own, key=Tensor.numel))]] += counted.get(name, 0) - inside
         return tuple(work)
 
-    def _batch_loss(self, params: Tensor, indices: np.ndarray, worker: int, step: int) -> Tensor:
+    def _batch_loss(self, params: Tensor | Pieces, indices: np.ndarray, worker: int, step: int) -> Tensor:
         """The mean loss over the samples at `params`, ready to be differentiated."""
         inputs, targets = self._batch(self._data.train, indices, worker, step)
         if self._data.augment == "crop_flip":
             inputs = crop_flip(inputs, stream(self._seed, Purpose.AUGMENT, worker, step))
-        self._point_at(params)
+        if isinstance(params, Tensor):
+            self._point_at(params)
         if not self._module.training:
             self._module.train()
         drawn = torch_seed(self._seed, Purpose.MODEL, worker, step) if self._draws else None
         with nullcontext() if drawn is None else _seeded(drawn, self._device):
             try:
-                return self._task.loss(self._forward(inputs), targets)
+                forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, drawn)
+                return self._task.loss(forward(inputs), targets)
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     raise
@@ -286,6 +291,25 @@ class Learner:
         if self._channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return self._module(inputs)
+
+    def _forward_on(self, pieces: Pieces, drawn: int | None, inputs: Tensor) -> Tensor:
+        """The same, on parameters that come while it goes on; `drawn` seeds what the module draws."""
+        arriving = Arriving(pieces, self._parameters, self._bring)
+        arriving.await_all(self._hidden)
+        with arriving:
+            outputs = self._forward(inputs)
+        arriving.await_all(map(id, self._parameters))
+        if arriving.unseen <= self._hidden:
+            return outputs
+        self._hidden |= arriving.unseen
+        with nullcontext() if drawn is None else _seeded(drawn, self._device):
+            return self._forward(inputs)
+
+    def _bring(self, parameter: nn.Parameter, values: Tensor) -> None:
+        if self._resident is not None:
+            parameter.data.copy_(values)
+        else:
+            parameter.data = values.to(self._device)
 
     def _calibrate(self) -> None:
         """Estimates BatchNorm's statistics at these parameters, as plain averages over equal batches."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ashl.data.batches import Batches
 from ashl.learn.learner import Learner
+from ashl.learn.pieces import Pieces
 from ashl.optimizer.contract import Optimizer
 from ashl.size_only import SizeOnly
 
@@ -68,7 +69,7 @@ class Trainer:
 
     def gradient_in_parts(
         self,
-        params: Tensor,
+        params: Tensor | Pieces,
         worker: int,
         step: int,
         span: range,
@@ -144,6 +145,20 @@ class Trainer:
         """The optimizer's step on an averaged gradient."""
         return self.optimizer.step(moments, params, grad, lr)
 
+    def apply_slice(
+        self, params: Tensor, moments: Moments, start: int, stop: int, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
+        """The same of the elements [start, stop) alone, of an optimizer that goes element by element."""
+        own = tuple(moment[start:stop] if moment.dim() else moment for moment in moments)
+        return self.optimizer.step(own, params[start:stop], grad, lr)
+
+    def joined(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
+        """The moments and the model of their slices, in order."""
+        moments = (
+            torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*(m for m, _ in slices), strict=True)
+        )
+        return tuple(moments), torch.cat([params for _, params in slices])
+
     @property
     def warmup_samples(self) -> int:
         """The samples after which the rate has warmed up."""
@@ -187,13 +202,16 @@ class SizeOnlyTrainer:
 
     def gradient_in_parts(
         self,
-        params: SizeOnly,
+        params: SizeOnly | Pieces,
         worker: int,
         step: int,
         span: range,
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, SizeOnly], None],
     ) -> float:
+        if isinstance(params, Pieces):
+            for k in range(len(params.slices)):
+                params.take(k)
         for k, (start, stop) in enumerate(parts):
             hand_out(k, SizeOnly(4 * (stop - start)))
         return 0.0
@@ -233,6 +251,14 @@ class SizeOnlyTrainer:
 
     def apply(self, params: SizeOnly, moments: Moments, grad: SizeOnly, lr: float) -> tuple[Moments, SizeOnly]:
         return (), params
+
+    def apply_slice(
+        self, params: SizeOnly, moments: Moments, start: int, stop: int, grad: SizeOnly, lr: float
+    ) -> tuple[Moments, SizeOnly]:
+        return (), grad
+
+    def joined(self, slices: Sequence[tuple[Moments, SizeOnly]]) -> tuple[Moments, SizeOnly]:
+        return (), self._size_only
 
     def rate(self, samples: int) -> float:
         return 0.0

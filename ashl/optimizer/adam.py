@@ -1,6 +1,7 @@
 """Adam, and AdamW."""
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class Adam(Scheduled):
     m ← β1 m + (1 - β1) g;  v ← β2 v + (1 - β2) g²;  w ← w - η m̂ / (√v̂ + ε), with the bias of both means taken out.
     """
 
+    elementwise: ClassVar[bool] = True
     beta1: Decay
     beta2: Decay
     eps: Positive

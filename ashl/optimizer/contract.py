@@ -16,6 +16,7 @@ Layers = Sequence[tuple[str, tuple[int, ...]]]  # name and shape
 class Optimizer(Contract, group="optimizer"):
     """Makes steps of gradients; or, where it has `statistics`, of something else that workers sum."""
 
+    elementwise: ClassVar[bool] = False  # whether an element's step depends on that element alone
     schedule: ClassVar[str] = "constant"  # of the learning rate
     horizon_epochs: ClassVar[float | None] = None
     warmup_epochs: ClassVar[float] = 0.0

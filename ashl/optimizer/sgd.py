@@ -1,5 +1,7 @@
 """Stochastic gradient descent."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ class SGD(Scheduled):
     Polyak, 1964; Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
     """
 
+    elementwise: ClassVar[bool] = True
     momentum: Decay
     nesterov: bool
 

@@ -1,4 +1,5 @@
-"""When a gradient travels: in one piece once backward is over, or in parts while backward goes on.
+"""When a gradient travels: in one piece once backward is over, in parts while backward goes on, or also under the next
+forward pass.
 
     messages(chain) -> how many layer groups each message holds, in the order in which backward comes to them
 

@@ -3,7 +3,8 @@
 Model: time counts from the start of a step. Forward takes F, backward then comes to the groups one after the other, the
 last layer first: group k is ready at R_k. Messages of one or more neighbouring groups go through one channel, in that
 order: each begins when it is ready and the one before has ended, and takes c(bytes). So a step ends at
-max(R, max_k (R_k + Σ of the messages from k on)).
+max(R, max_k (R_k + Σ of the messages from k on)). Where the next forward pass goes on meanwhile, it comes to group k at
+N_k and stands still until the sum of k is in, at D_k: in the long run a step takes max_k (D_k − N_k).
 
 Groups are runs of whole tensors, in the order in which the model lists its parameters, which is taken for the order of
 its forward pass. Forward is taken for a third of a step, and the rest is shared out by multiply-adds; tensors below a
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Part(NamedTuple):
     start: int
     stop: int
     ready: float
+    needed: float = 0.0  # the share after which forward comes to it
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Chain:
     ready_ns: tuple[int, ...]  # on the slowest worker
     nbytes: tuple[int, ...]
     cost_ns: Callable[[int], int]  # of a message of so many bytes, alone
+    half_ns: Callable[[int], int] = lambda nbytes: 0  # ... of half a sum, scattered or gathered
+    needed_ns: tuple[int, ...] = ()  # when forward comes to each, on the slowest worker
 
     def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
         """When the last of these messages has ended, of which such shares are kept; None = as planned."""
@@ -49,6 +53,10 @@ class Chain:
             first += count
         return end
 
+    def period_ns(self, done_ns: Sequence[int], messages: Sequence[int]) -> int:
+        """How long a step takes in the long run whose sums are in then, while the next one's forward goes on."""
+        return max(done - self.needed_ns[end - 1] for done, end in zip(done_ns, accumulate(messages), strict=True))
+
     def cost(self, first: int, last: int, share: float | None = None) -> int:
         """Of the groups [first, last) in one message."""
         return self.cost_ns(sum(self.nbytes[first:last]))
@@ -58,8 +66,8 @@ class Chain:
 class Compressed(Chain):
     """The same where messages are compressed: ready once they are encoded."""
 
-    ratio: float | None  # the kept share as planned, where there is one
-    body_ns: Callable[[int, int, float | None], int]  # of the groups [first, last) at a kept share
+    ratio: float | None = field(kw_only=True)  # the kept share as planned, where there is one
+    body_ns: Callable[[int, int, float | None], int] = field(kw_only=True)  # of [first, last) at a kept share
 
     def cost(self, first: int, last: int, share: float | None = None) -> int:
         return self.body_ns(first, last, share or self.ratio)
@@ -77,10 +85,10 @@ def parts_of_tensors(shapes: Sequence[tuple[int, ...]], work: Sequence[float]) -
         share += shares[i]
         if share >= LEAST:
             done += share
-            parts.append(Part(bounds[i], stop, FORWARD + (1 - FORWARD) * done))
+            parts.append(Part(bounds[i], stop, FORWARD + (1 - FORWARD) * done, FORWARD * (1 - done)))
             stop, share = bounds[i], 0.0
     last = parts.pop()  # with what is left of the first layers
-    return (*parts, last._replace(start=0, ready=1.0))
+    return (*parts, last._replace(start=0, ready=1.0, needed=0.0))
 
 
 def passed(parts: Sequence[Part]) -> tuple[float, ...]:
@@ -102,6 +110,5 @@ def joined(parts: Sequence[Part], messages: Sequence[int]) -> tuple[Part, ...]:
     """What each message holds."""
     ends = list(accumulate(messages))
     return tuple(
-        Part(parts[end - 1].start, parts[end - count].stop, parts[end - 1].ready)
-        for end, count in zip(ends, messages, strict=True)
+        parts[end - 1]._replace(stop=parts[end - count].stop) for end, count in zip(ends, messages, strict=True)
     )

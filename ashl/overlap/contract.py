@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ashl.option import Contract
-from ashl.overlap.chain import Chain
+from ashl.overlap.chain import Chain, Part
 
 
 class Overlap(Contract, group="overlap", strict=True):
@@ -14,6 +14,8 @@ class Overlap(Contract, group="overlap", strict=True):
     serial: ClassVar[bool] = False  # whether the gradient goes in one piece, once backward is over
     compresses: ClassVar[bool] = False  # whether a codec works in each message by itself, instead of not at all
     ratio: ClassVar[tuple[float, ...] | str | None] = None  # the kept share of each message; None = compression.ratio
+    crosses: ClassVar[bool] = False  # whether the next forward pass begins before all sums are in
+    halves: ClassVar[bool] = False  # ... and sums are scattered during backward, and gathered during that
     untimed: ClassVar[str] = "plan=bytes"  # what to take where its plan would follow from costs, and none are known
 
     @property
@@ -29,6 +31,19 @@ class Overlap(Contract, group="overlap", strict=True):
     def messages(self, chain: Chain) -> tuple[int, ...]:
         """How many layer groups each message holds, in the order in which backward comes to them. Raises UsageError."""
         raise NotImplementedError
+
+    def cuts(self, message: Part) -> list[tuple[int, int]]:
+        """Which elements of a message travel together, as (start, stop) within it."""
+        return [(0, message.stop - message.start)]
+
+    @property
+    def credit_bytes(self) -> int:
+        """How many bytes may be committed, none of which is overtaken."""
+        return 0
+
+    def step_ns(self, chain: Chain) -> int:
+        """How long a step and its exchange take in the long run."""
+        return chain.end_ns(self.messages(chain), self.shares)
 
     def planned(self, chain: Chain) -> Overlap:
         """The same with its plan made, as it stands in plan.json: alike on all ranks."""

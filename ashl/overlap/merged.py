@@ -55,7 +55,7 @@ def as_given(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
     if sum(plan) != groups:
         raise UsageError(
             f"overlap.plan={list(plan)} holds {sum(plan)} layer groups, and the model has {groups}; give numbers that "
-            "add up to that, or overlap.plan=optimal"
+            "add up to that, or drop it"
         )
     return plan
 
@@ -88,12 +88,12 @@ def optimal(chain: Chain) -> tuple[int, ...]:
     return tuple(reversed(messages))
 
 
-def by_bytes(chain: Chain) -> tuple[int, ...]:
+def by_bytes(chain: Chain, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:
     """A message is full once it has reached its cap."""
     messages, count, held = [], 0, 0
     for nbytes in chain.nbytes:
         count, held = count + 1, held + nbytes
-        if held >= CAPS[min(len(messages), 1)]:
+        if held >= caps[min(len(messages), 1)]:
             messages.append(count)
             count = held = 0
     return (*messages, count) if count else tuple(messages)

@@ -92,6 +92,7 @@ class Plan:
     layers: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and shape of each parameter tensor
     work: tuple[int, ...] = ()  # what each costs in a forward pass, where messages are planned by it
     shares: tuple[float, ...] = ()  # ... or of a step, until each layer group is ready, as measured
+    needed: tuple[float, ...] = ()  # ... and until forward comes to each
     choices: dict[str, str] = field(default_factory=dict)  # each group's option by name; no sync where stages name it
     model: Spec
     dataset: Spec
@@ -132,7 +133,7 @@ class Plan:
         data["stages"] = tuple(_stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages")))
         data["limits"] = _made(Limits, data["limits"], "limits")
         data["layers"] = tuple((name, tuple(shape)) for name, shape in data.get("layers", ()))
-        for key in ("allow_targets", "notes", "work", "shares", "sample_shape"):
+        for key in ("allow_targets", "notes", "work", "shares", "needed", "sample_shape"):
             data[key] = tuple(data.get(key, ()))
         for key in ("model", "dataset", "task", "cluster", "runtime", "planner", "choices"):
             _mapping(data.get(key, {}), key)

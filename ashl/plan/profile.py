@@ -127,6 +127,15 @@ class Profile:
             ready.append([at_s / there_s[-1] if there_s[-1] else 1.0 for at_s in there_s])
         return tuple(math.fsum(column) / len(ready) for column in zip(*ready, strict=True))
 
+    @property
+    def needed(self) -> tuple[float, ...]:
+        """The share of a step after which forward comes to each layer group, in the same way."""
+        there = []
+        for worker in self.workers:
+            step_s = math.fsum((*worker.forward_s, *worker.backward_s)) or 1.0
+            there.append([math.fsum(worker.forward_s[k + 1 :]) / step_s for k in range(len(self.group_bytes))])
+        return tuple(math.fsum(column) / len(there) for column in zip(*there, strict=True))
+
     def without_parts(self) -> Profile:
         """The same without costs by layer group and message, as a run measures it for itself."""
         bare = dict.fromkeys(PASSES, ()) | dict.fromkeys(LINES)

@@ -135,7 +135,10 @@ def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
 def layer_groups(plan: Plan) -> tuple[Part, ...]:
     """A model's, as messages are made of them, by what its tensors cost; there when they were measured to be."""
     parts = parts_of_tensors([shape for _, shape in plan.layers], plan.work)
-    return tuple(p._replace(ready=at) for p, at in zip(parts, plan.shares, strict=True)) if plan.shares else parts
+    if not plan.shares:
+        return parts
+    measured = zip(parts, plan.shares, plan.needed or (0.0,) * len(parts), strict=True)
+    return tuple(part._replace(ready=at, needed=needed) for part, at, needed in measured)
 
 
 def links_of(plan: Plan, own: StageParts) -> tuple[Link, ...]:
@@ -144,7 +147,7 @@ def links_of(plan: Plan, own: StageParts) -> tuple[Link, ...]:
         return ()
     groups = layer_groups(plan)
     link = partial(link_of, own.compression, layout_of(plan.layers))
-    return tuple(link(start, stop) for start, stop, _ in joined(groups, own.overlap.messages(bare(groups))))
+    return tuple(link(start, stop) for start, stop, *_ in joined(groups, own.overlap.messages(bare(groups))))
 
 
 def link_of(option: Codec, layout: Layout, start: int, stop: int) -> Link:

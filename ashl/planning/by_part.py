@@ -25,7 +25,7 @@ def as_measured(plan: Plan, known: Profile | None) -> Plan:
         return plan
     if known.group_bytes != bare(layer_groups(plan)).nbytes:
         raise UsageError(known.clash("other layer groups than the model has"))
-    return replace(plan, shares=known.shares)
+    return replace(plan, shares=known.shares, needed=known.needed)
 
 
 def with_parts(profile: Profile, plan: Plan, learner: Learner, cluster: Cluster) -> Profile:

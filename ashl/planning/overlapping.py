@@ -18,9 +18,13 @@ from ashl.compression.contract import Codec, Collective, Layout, Turn
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.optimizer.contract import Optimizer
-from ashl.overlap.chain import Chain, Compressed, Part, bare
+from ashl.overlap.chain import Chain, Compressed, Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
-from ashl.overlap.merged import greedy, optimal
+from ashl.overlap.dear import DeAR
+from ashl.overlap.merged import Merged
+from ashl.overlap.none import Serial
+from ashl.overlap.priority import Priority
+from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
 from ashl.planning.build import Parts, StageParts, layer_groups, layout_of, link_of
@@ -74,7 +78,7 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
         planned = own.overlap.planned(chain or bare(groups))
         stages[index] = replace(stages[index], overlap=spec_of(stages[index].overlap, planned))
         if chain is not None:
-            notes.append(worth(chain, planned, clock))
+            notes.append(worth(chain, planned, groups, clock))
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
 
 
@@ -119,6 +123,8 @@ def chain_of(stage: StagePlan, cluster: Any, groups: Sequence[Part], link: LinkO
         ready_ns=tuple(map(ready_ns, groups)),
         nbytes=bare(groups).nbytes,
         cost_ns=lambda nbytes: costs.all_reduce_ns(team, nbytes, 0),
+        half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
+        needed_ns=tuple(round(max(step_ns) * group.needed) for group in groups),
     )
     return chain if link is None else compressed(chain, stage, costs, groups, link)
 
@@ -139,17 +145,23 @@ def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Seque
 
     latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
     ratio = None if whole.codec.ratio is None else min(shares) if linear else max(shares)  # as `topology.exchange` does
-    return Compressed(chain.ready_ns, chain.nbytes, lambda _: latency_ns, ratio, body_ns)
+    return Compressed(chain.ready_ns, chain.nbytes, lambda _: latency_ns, ratio=ratio, body_ns=body_ns)
 
 
-def worth(chain: Chain, chosen: Overlap, cluster: Cluster) -> str:
+def worth(chain: Chain, chosen: Overlap, groups: Sequence[Part], cluster: Cluster) -> str:
     """How long a step and its exchange take, in words."""
-    n = len(chain.ready_ns)
-    plans = {"none": (n,), "wfbp": (1,) * n, "merged greedy": greedy(chain), "merged optimal": optimal(chain)}
-    times = ", ".join(f"{name} {chain.end_ns(plan) / 1e6:.4g}" for name, plan in plans.items())
-    own = chosen.messages(chain)
-    end_ns = chain.end_ns(own, chosen.shares)
-    said = f"a step and its sum take {end_ns / 1e6:.4g} ms in {len(own)} messages (ms: {times})"
+    options: dict[str, Overlap] = {
+        "none": Serial(),
+        "wfbp": WFBP(),
+        "merged greedy": Merged(plan="greedy"),
+        "merged optimal": Merged(plan="optimal"),
+    }
+    if chain.needed_ns:
+        options["priority"] = Priority(slice="auto", credit="auto").planned(chain)
+        options["dear"] = DeAR(plan="tuned")
+    times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
+    count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
+    said = f"a step and its sum take {chosen.step_ns(chain) / 1e6:.4g} ms in {count} messages (ms: {times})"
     if cluster.exchange_s is not None:
         said += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
     return said
@@ -189,6 +201,8 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
+    elif own.overlap.crosses and not own.optimizer.elementwise:
+        why, instead = "the optimizer steps on one layer group at a time, and this one needs all", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
         why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"
     else:

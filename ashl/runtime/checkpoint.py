@@ -155,7 +155,9 @@ class Saving:
         if isinstance(target, Task):
             return target.node.rank
         name = target.__name__
-        return -1 if name in ("_arrive", "_serve") else value[0] if name == "_deliver" else value[0].node.rank
+        return (
+            -1 if name in ("_arrive", "_serve", "_settle") else value[0] if name == "_deliver" else value[0].node.rank
+        )
 
     def received(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
         """What came from outside with this event; all else a rank does again by itself."""

@@ -39,15 +39,24 @@ def _gathered_sum(tensor: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
 
 
 def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None) -> Tensor:
+    return gathered(scattered(tensor, g, pg), g, pg)[: tensor.numel()]
+
+
+def scattered(tensor: Tensor, g: int, pg: dist.ProcessGroup | None) -> Tensor:
+    """The first half of it: this member's chunk of the sum, see `ashl.runtime.sums.chunk`."""
     d = tensor.numel()
     chunk = -(-d // g)
     padded = tensor if d == chunk * g else torch.nn.functional.pad(tensor, (0, chunk * g - d))
     parts = torch.empty_like(padded)
     dist.all_to_all_single(raw(parts), raw(padded), group=pg)
-    mine = sum_in_rank_order(parts.view(g, chunk).unbind())
-    total = torch.empty_like(padded)
+    return sum_in_rank_order(parts.view(g, chunk).unbind())
+
+
+def gathered(mine: Tensor, g: int, pg: dist.ProcessGroup | None) -> Tensor:
+    """The second half: all members' vectors of one length, in rank order."""
+    total = mine.new_empty(g * mine.numel())
     dist.all_gather_into_tensor(raw(total), raw(mine), group=pg)
-    return total[:d]
+    return total
 
 
 def raw(tensor: Tensor) -> Tensor:

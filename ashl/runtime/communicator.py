@@ -3,8 +3,7 @@
 A collective is carried out inline, in the thread that asks, while nothing else of the rank could go on meanwhile; else
 on a thread of its team's own. The rule of `ashl.runtime.channel` holds either way, so members need not agree on which:
 each knows what the others have posted before, and where a key above 0 leaves a choice, or a paced run has to know when
-the last member has come, they tell each other how many they have posted and when
-their ports are free, in one hop.
+the last member has come, they tell each other how many they have posted and when their ports are free, in one hop.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError
 from ashl.runtime import collectives, subset_sum
-from ashl.runtime.channel import Collective
+from ashl.runtime.channel import Collective, committed
 from ashl.runtime.effects import AllReduce
 from ashl.runtime.kernel import waiting_for
 from ashl.runtime.pace import Pace
+from ashl.runtime.sums import HALVES_OF_A_SUM
 
 BATCHED = 64  # unpaced collectives whose waiting is found out together
 LINGER_S = 30.0  # how long a rank that has ended waits for collectives that it has posted
@@ -66,6 +66,7 @@ class End:
         self.team, self._carry_out = team, carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
+        self.committed: list[Pending] = []  # ... and those of them that are next, alike on all members
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._inline = self._closing = False
@@ -89,17 +90,18 @@ class End:
             self._thread = threading.Thread(target=self._loop, daemon=True, name=f"collectives-{self.team}")
             self._thread.start()
 
-    def ready(self, common: int) -> Pending:
-        """What goes next where all members have posted `common` of them."""
-        return min(
-            (pending for pending in self.pending if pending.number < common),
-            key=lambda pending: (pending.effect.key, pending.number),
-        )
+    def commit(self, common: int) -> None:
+        """Commit what may be, where all members have posted `common` of them."""
+        numbers = {pending.number for pending in self.committed}
+        ready = [p for p in self.pending if p.number < common and p.number not in numbers]
+        self.committed += committed(ready, sum(max(1, p.effect.tensor.nbytes) for p in self.committed))
 
     def drop(self, pending: Pending) -> None:
         """This one is done."""
         with self._changed:
             self.pending.remove(pending)
+        if self.committed:
+            self.committed.pop(0)
 
     def close(self, until_s: float) -> str | None:
         """Nothing more will be posted. Waits until what is pending has ended, up to this moment of the host's monotonic
@@ -174,9 +176,11 @@ class Communicator:
         """Whatever is next in a team's channel."""
         pending, g, free_ns = end.pending[0], len(end.team), 0
         paced = g > 1 and self._pace.network is not None
-        if g > 1 and (paced or pending.effect.key):
+        if g > 1 and (paced or (pending.effect.key and not end.committed)):
             common, free_ns = self._agree(end.team, end.posted, self._pace.free_ns(end.team))
-            pending = end.ready(common)
+            end.commit(common)
+        if end.committed:
+            pending = end.committed[0]
         asked_ns = max(self._clock(), free_ns)
         value, moved, begin, cost = self._transfer(pending.effect, pending.number, asked_ns)
         end_ns = self._clock()
@@ -207,6 +211,12 @@ class Communicator:
         pg, loose = self._groups.get(group), self._loose(group)
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.riders * tensor.element_size()
+            if effect.op in HALVES_OF_A_SUM:
+                assert not loose, "half a sum is of all ranks, or of a group that the plan lists"
+                gathers = effect.op == "gather"
+                value = (collectives.gathered if gathers else collectives.scattered)(tensor, g, pg)
+                total = g * nbytes if gathers else g * value.nbytes
+                return value, total * (g - 1) // g, *self._pace.all_gathered(group, number, total, asked_ns)
             begin, cost = self._pace.all_reduced(group, number, nbytes, asked_ns)
             if loose and g > 1:
                 assert effect.op == "sum"

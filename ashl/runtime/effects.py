@@ -39,6 +39,9 @@ class Compute(NamedTuple):
     With `parts` it is `fn(hand_out)`, which calls `hand_out(k, tensor)` once for each part. When the part's share of
     the cost has passed, the tensor is there as a message of this rank to itself, with the part's tag, at no cost; with
     `encoding` what was made of it, as much later as that took.
+
+    With `needs` it is `fn(hand_out, take)`, and stands still before the share of a need until a message of this rank to
+    itself with the need's tag has come; `take(k)` is the body of the k-th. All of them come before the first part.
     """
 
     fn: Callable[..., Any]
@@ -46,13 +49,18 @@ class Compute(NamedTuple):
     kind: str = "compute"
     parts: tuple[tuple[float, Tag], ...] = ()  # the share of the cost until it is there, and its tag
     encoding: Encoding | None = None
+    needs: tuple[tuple[float, Tag], ...] = ()  # the share of the cost up to which it can do without, and its tag
 
-    def __await__(self) -> Generator[Compute, Any, Any]:
-        return (yield self)
+    def __await__(self) -> Generator[Any, Any, Any]:
+        answer = yield self
+        if self.needs and isinstance(answer, Generator):  # the kernel does it in steps
+            return (yield from answer)
+        return answer
 
 
 class Send(NamedTuple):
-    """Post `body` (a flat tensor that nobody changes any more, or None) and a few numbers; returns at once."""
+    """Post `body` (a flat tensor that nobody changes any more, or None) and a few numbers; returns at once. To itself a
+    rank sends at no cost."""
 
     dst: int
     tag: Tag
@@ -85,11 +93,13 @@ class Drop(NamedTuple):
 
 class AllReduce(NamedTuple):
     """Sum or maximum over `group` (sorted ranks), in rank order. The last `riders` elements are scalars that ride along
-    and count for neither bytes nor time.
+    and count for neither bytes nor time. `op` may be half a sum, for half the cost: "scatter" gives each member its
+    chunk of the sum, of equal length and filled up with zeros, and "gather" all members' tensors in rank order.
 
     Several collectives of a group may be under way at once, from tasks of their own. All members post them in the same
-    order, kind and `key` alike; of those that all have posted the lowest key goes first (`ashl.runtime.channel`). Key 0
-    is the next one. What has been posted is carried out, also when its task is cancelled.
+    order, kind, `key` and `credit` alike; of those that all have posted the lowest key goes first, up to `credit` bytes
+    ahead (`ashl.runtime.channel`). Key 0 is the next one. What has been posted is carried out, also when its task is
+    cancelled.
     """
 
     tensor: Any
@@ -97,6 +107,7 @@ class AllReduce(NamedTuple):
     op: str = "sum"
     riders: int = 0
     key: int = 0
+    credit: int = 0
 
     def __await__(self) -> Generator[AllReduce, Any, Any]:
         return (yield self)
@@ -110,6 +121,7 @@ class AllGather(NamedTuple):
     group: tuple[int, ...]
     riders: int = 0
     key: int = 0
+    credit: int = 0
 
     def __await__(self) -> Generator[AllGather, Any, list]:
         return (yield self)

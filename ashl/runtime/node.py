@@ -89,6 +89,8 @@ class Kernel(Protocol):
 
     def mark(self, node: Node, stage: int, state: Any) -> None: ...
 
+    def wants_mark(self, node: Node) -> bool: ...
+
 
 class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
@@ -112,8 +114,9 @@ class Node:
         kind: str = "compute",
         parts: tuple[tuple[float, Tag], ...] = (),
         encoding: Encoding | None = None,
+        needs: tuple[tuple[float, Tag], ...] = (),
     ) -> Compute:
-        return Compute(fn, work, kind, parts, encoding)
+        return Compute(fn, work, kind, parts, encoding, needs)
 
     def send(self, dst: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) -> Send:
         return Send(dst, tag, body, meta)
@@ -125,10 +128,10 @@ class Node:
         return Drop(tags)
 
     def all_reduce(
-        self, tensor: Any, group: tuple[int, ...], op: str = "sum", riders: int = 0, key: int = 0
+        self, tensor: Any, group: tuple[int, ...], op: str = "sum", riders: int = 0, key: int = 0, credit: int = 0
     ) -> AllReduce:
         assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, riders, key)
+        return AllReduce(tensor, group, op, riders, key, credit)
 
     def all_gather(self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0) -> AllGather:
         assert key >= 0, "keys of collectives count from 0"
@@ -159,6 +162,11 @@ class Node:
         """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage. None = what
         follows hangs on when the run ends, and it may go on with another end: no checkpoint holds it."""
         self.kernel.mark(self, stage, state)
+
+    @property
+    def wants_mark(self) -> bool:
+        """Whether a checkpoint waits for this rank to be at the top of a loop, with nothing going on beside it."""
+        return self.kernel.wants_mark(self)
 
     @property
     def now_ns(self) -> int:

@@ -16,7 +16,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Collective
 from ashl.runtime.communicator import Communicator, End, Outcome
+from ashl.runtime.compute_unit import IDLE, ComputeUnit, Ran
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
@@ -64,9 +64,7 @@ class TorchKernel:
         self._live = 0
         self._push_end = 0
         self._main: Task | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._computing = 0  # how many computes the thread has not finished
-        self._unit_free = 0  # when the last one on it counts as ended
+        self._unit = ComputeUnit(rank, self.pace, self._inbox, self._mail)
         self._moved = time.monotonic_ns()  # when a task last went on
 
     @property
@@ -79,6 +77,9 @@ class TorchKernel:
 
     def mark(self, node: Node, stage: int, state: Any) -> None:
         """Checkpoints of real processes are not built yet."""
+
+    def wants_mark(self, node: Node) -> bool:
+        return False
 
     def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         """Each process computes it for itself."""
@@ -96,14 +97,15 @@ class TorchKernel:
         self._zero = common_zero()  # before anything is listened to: what a faster peer sends is timed by this clock
         self._links = Links(self._peers, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes)
         self._main = self.spawn(self.node, main(self.node), main=True)
-        while not self._main.done:
-            if self._ready:
-                self._resume(*self._ready.popleft())
-            else:
-                self._next()
+        try:
+            while not self._main.done:
+                if self._ready:
+                    self._resume(*self._ready.popleft())
+                else:
+                    self._next()
+        finally:
+            self._unit.close()
         self._rebook(self._communicator.close())
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
         self.node.account()
         return self._main.result
 
@@ -115,7 +117,7 @@ class TorchKernel:
     def beat(self) -> Beat:
         """How this rank stands: what its main task is blocked in (None while it computes), and since when nothing has
         moved. May be asked from another thread."""
-        effect = self._main.waiting if self._main else None
+        effect = self._unit.standing or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
         idle_s = (time.monotonic_ns() - self._moved) / 1e9
         return self.node.beat()._replace(waiting=waiting_for(effect) if blocked else None, idle_s=idle_s)
@@ -133,9 +135,10 @@ class TorchKernel:
 
     def _take_in(self, item: Any) -> None:
         if isinstance(item, fx.Message):
-            if item.src == self.node.rank:
+            if item.src == self.node.rank:  # a part
                 self.node.ledger.part(item.start_ns)
-            elif item.body is not None:
+                return self._take_own(item)
+            if item.body is not None:
                 self.node.ledger.traffic(item.start_ns, 0, item.body.nbytes)
             task = self._mail.put(item)
             if task is not None:
@@ -148,6 +151,13 @@ class TorchKernel:
             self._ready.extend((task, item) for task in self._mail.lose(item))
         else:
             item()  # the end of a compute or a collective on a thread
+
+    def _take_own(self, message: fx.Message) -> None:
+        """A message of this rank to itself: for a compute that needs it, or for a task."""
+        if not self._unit.deliver(message) and (task := self._mail.put(message)):
+            if task.main:
+                self.node.ledger.idle(self.now_ns)
+            self._ready.append((task, message))
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:
@@ -165,7 +175,7 @@ class TorchKernel:
                 return
             task.waiting = effect
             if isinstance(effect, fx.Compute):
-                if self._live > 1 or self._computing:
+                if self._live > 1 or self._unit.busy or effect.needs:
                     return self._compute_aside(task, effect)
                 value = self._compute(effect, task.main)
             elif isinstance(effect, fx.Send):
@@ -204,65 +214,34 @@ class TorchKernel:
         heapq.heappush(self._timers, (due_ns, next(self._seq), callback))
 
     def _compute(self, effect: fx.Compute, main: bool) -> Any:
-        ledger = self.node.ledger
-        start = ledger.cursor if main else self.now_ns
-        value, spans = self._run(effect, start)
+        start = self.node.ledger.cursor if main else self.now_ns
+        ran = self._unit.run(effect, start)
         if main:
-            for kind, end in spans:
-                ledger.mark(kind, end)
-        return value
-
-    def _run(self, effect: fx.Compute, start: int) -> tuple[Any, list[tuple[str, int]]]:
-        """(result, kinds in turn and when each counts as ended) of a computation that began then, on this thread."""
-        cost, kind = self.pace.cost_ns(effect.kind, effect.work, start), ledger_kind(effect)
-        if not effect.parts:
-            return effect.fn(), [(kind, self.pace.computed(effect.kind, cost, start))]
-        spans, encoding, encoded_ns = [], effect.encoding, 0
-
-        def hand_out(k: int, tensor: Any) -> None:
-            nonlocal encoded_ns
-            share, tag = effect.parts[k]
-            now = self.pace.until(start + encoded_ns + round(share * (cost or 0)))
-            if encoding is not None:
-                spans.append((kind, now))
-                tensor = encoding.fn(k, tensor)
-                work = encoding.work[k] - (encoding.work[k - 1] if k else 0)
-                end = self.pace.computed("compress", self.pace.cost_ns("compress", work, now), now)
-                spans.append(("compress", end))
-                now, encoded_ns = end, encoded_ns + end - now
-            self._inbox.put(fx.Message(self.node.rank, tag, tensor, (), now))
-
-        value = effect.fn(hand_out)
-        return value, [*spans, (kind, self.pace.computed(effect.kind, cost, start + encoded_ns))]
+            self._book(ran, start)
+        return ran.value
 
     def _compute_aside(self, task: Task, effect: fx.Compute) -> None:
-        """On the compute thread, so that the node's other tasks go on. It does one thing after the other."""
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._computing += 1
-        asked = self.node.ledger.cursor if task.main else self.now_ns
+        """On the compute thread, so that the node's other tasks go on."""
 
-        def work() -> None:
-            start = max(asked, self._unit_free)
-            value, error, spans = None, None, []
-            try:
-                value, spans = self._run(effect, start)
-                self._unit_free = spans[-1][1]
-            except Exception as raised:  # what is raised here would end in the thread, and nobody would hear of it
-                error = raised
-            self._inbox.put(lambda: done(value, error, start, spans))
-
-        def done(value: Any, error: Exception | None, start: int, spans: list[tuple[str, int]]) -> None:
-            self._computing -= 1
-            if error is not None:
-                raise error
+        def done(ran: Ran | Exception, start: int) -> None:
+            if isinstance(ran, Exception):
+                raise ran
             if task.main:
-                self.node.ledger.mark("wait", start)
-                for kind, end in spans:
-                    self.node.ledger.mark(kind, end)
+                self._book(ran, start)
             if not task.done:
-                self._ready.append((task, value))
+                self._ready.append((task, ran.value))
 
-        self._thread.submit(work)
+        self._unit.post(effect, self.node.ledger.cursor if task.main else self.now_ns, done)
+
+    def _book(self, ran: Ran, start: int) -> None:
+        """Enter a computation of the main task into the books."""
+        ledger = self.node.ledger
+        ledger.mark("wait", start)
+        for kind, end in ran.spans:
+            if kind == IDLE:
+                ledger.idle(end)
+            else:
+                ledger.mark(kind, end)
 
     def _collect_aside(self, end: End, task: Task, effect: Collective) -> None:
         """On the team's thread."""
@@ -293,6 +272,8 @@ class TorchKernel:
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.body is None else effect.body.nbytes
         now = self._paced_now()
+        if effect.dst == self.node.rank:
+            return self._take_own(fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now))
         header_ns, body_ns, busy_ns = self.pace.departure(effect.dst, nbytes, now)
         if nbytes:
             self.node.ledger.traffic(now, nbytes, 0)
@@ -337,10 +318,6 @@ class TorchKernel:
         self._live -= 1
         if task.joiner is not None:
             self._wake(task.joiner, None)
-
-
-def ledger_kind(effect: fx.Compute) -> str:
-    return "compress" if effect.kind == "compress" else "compute"
 
 
 def common_zero() -> int:

@@ -9,7 +9,7 @@ the same parameters and the same trace, bit for bit, in any process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Generator, Hashable
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
@@ -23,10 +23,11 @@ from ashl.runtime.checkpoint import Saving, resume
 from ashl.runtime.effects import Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
 from ashl.runtime.node import Node, Observer
-from ashl.runtime.sums import sum_in_rank_order
+from ashl.runtime.sums import HALVES_OF_A_SUM, chunk, sum_in_rank_order, together
 from ashl.size_only import SizeOnly
 
 T = TypeVar("T")
+LAST = 2**62  # what the end of an instant adds to a place in the order of events
 
 
 class Sim:
@@ -63,6 +64,9 @@ class Sim:
     def mark(self, node: Node, stage: int, state: Any) -> None:
         if self.saving is not None:
             self.saving.mark(node, stage, state)
+
+    def wants_mark(self, node: Node) -> bool:
+        return self.saving is not None and node.rank not in self.saving.marks
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their
@@ -124,6 +128,11 @@ class Sim:
         self._seq = place = self._seq + 1
         heappush(self._heap, (time_ns, place, target, value))
 
+    def _at_last(self, time_ns: int, target: Any, value: Any) -> None:
+        """Once all else has happened that happens at that instant."""
+        self._seq = place = self._seq + 1
+        heappush(self._heap, (time_ns, LAST + place, target, value))
+
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
         node = task.node
@@ -132,6 +141,9 @@ class Sim:
             effect = step(task, value)
             kind = effect.__class__
             if kind is Compute:
+                if effect.needs:
+                    value = self._in_steps(task, effect)
+                    continue
                 if effect.parts:
                     value, end = self._in_parts(task, effect)
                 else:
@@ -155,14 +167,17 @@ class Sim:
 
     def _in_parts(self, task: Task, effect: Compute) -> tuple[Any, int]:
         """(result, when it ends); what it hands out is there on the way to its end."""
-        rank, bodies, encoding = task.node.rank, {}, effect.encoding
+        bodies = dict[int, Any]()
         value = effect.fn(bodies.__setitem__)
-        start, encoded = max(self.now_ns, self._unit_free[rank]), [0] * len(effect.parts)
+        start, cost = self._started(task, effect)
+        return value, self._post_parts(task, effect, bodies, start, cost)
+
+    def _post_parts(self, task: Task, effect: Compute, bodies: dict[int, Any], start: int, cost: int) -> int:
+        """When a computation ends that began then; what it hands out is posted."""
+        rank, encoding, encoded, before, spans = task.node.rank, effect.encoding, [0] * len(effect.parts), 0, []
         if encoding is not None:
             bodies = {k: encoding.fn(k, bodies[k]) for k in range(len(effect.parts))}
             encoded = [self._cost_ns(rank, "compress", work, start) for work in encoding.work]
-        cost, before = self._cost_ns(rank, effect.kind, effect.work, start), 0
-        spans = [("wait", start)]
         for k, (share, tag) in enumerate(effect.parts):
             computed = start + round(cost * share)
             due = computed + encoded[k]
@@ -174,7 +189,26 @@ class Sim:
         if task.main:
             for kind, until in (*spans, ("compute", end)):
                 task.node.ledger.mark(kind, until)
-        return value, end
+        return end
+
+    def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
+        """The effects of a computation that needs messages on its way: from one need to the next. Once all have come
+        the function is run. Nothing else is to be asked of the node's compute unit meanwhile."""
+        start, cost = self._started(task, effect)
+        needed, bodies = [], dict[int, Any]()
+        for share, tag in effect.needs:
+            reached = start + round(cost * share)
+            if reached > self.now_ns:
+                if task.main:
+                    task.node.ledger.mark("compute", reached)
+                yield fx.Sleep((reached - self.now_ns) / 1e9)
+            needed.append((yield Recv((tag,), task.node.rank)).body)
+            start += max(0, self.now_ns - reached)  # it has stood still
+        value = effect.fn(bodies.__setitem__, needed.__getitem__)
+        end = self._post_parts(task, effect, bodies, start, cost)
+        if end > self.now_ns:
+            yield fx.Sleep((end - self.now_ns) / 1e9)
+        return value
 
     def _hand_out(self, item: tuple[Task, Message]) -> None:
         """A part of what a task computes is there, for its own node."""
@@ -184,21 +218,22 @@ class Sim:
 
     def _computed(self, task: Task, effect: Compute) -> int:
         """When the node's compute unit has done this too: it does one thing after the other."""
+        start, cost = self._started(task, effect)
+        end = self._unit_free[task.node.rank] = start + cost
+        if cost and task.main:
+            task.node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
+        return end
+
+    def _started(self, task: Task, effect: Compute) -> tuple[int, int]:
+        """(when the node's compute unit begins this, what it costs)."""
         node, now = task.node, self.now_ns
         rank = node.rank
         start = self._unit_free[rank]
         if start < now:
             start = now
-        cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
-        if cost is None:
-            raise undeclared(effect.kind, rank)
-        end = self._unit_free[rank] = start + cost
-        if task.main:
-            if start > now:
-                node.ledger.mark("wait", start)
-            if cost:
-                node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
-        return end
+        if start > now and task.main:
+            node.ledger.mark("wait", start)
+        return start, self._cost_ns(rank, effect.kind, effect.work, start)
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
@@ -210,6 +245,8 @@ class Sim:
         dst, tag, body, meta = send
         nbytes = 0 if body is None else body.nbytes
         src, now = node.rank, self.now_ns
+        if dst == src:
+            return self._at(now, self._deliver, (dst, Message(src, tag, body, meta, now)))
         if self._exchange is not None:
             end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes else now
             self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
@@ -236,7 +273,9 @@ class Sim:
         dst, message = item
         task = self._mail[dst].put(message)
         if task is not None:
-            if task.main:
+            if task.main and message.src == dst:
+                task.node.ledger.idle(self.now_ns)
+            elif task.main:
                 task.node.ledger.blocked(self.now_ns, self._push_end[dst], message.start_ns)
             self._resume(task, message)
 
@@ -308,6 +347,14 @@ class Sim:
         channel.post(task, effect)
         if channel.ready and not channel.waking:
             self._serve(channel)
+        if channel.ready and effect.credit and not channel.settling:
+            channel.settling = True
+            self._at_last(self.now_ns, self._settle, channel)
+
+    def _settle(self, channel: Channel) -> None:
+        """All that is posted at this instant has been: commit what may be."""
+        channel.settling = False
+        channel.commit(self.now_ns)
 
     def _serve(self, channel: Channel) -> None:
         """Let the channel go on: now, or when what is under way has ended."""
@@ -315,26 +362,33 @@ class Sim:
             self._begin(channel)
         channel.waking = channel.ready > 0
         if channel.waking:
-            self._at(channel.free_ns, self._serve, channel)
+            keyed = any(posted.effect.key for posted in channel.pending.values())
+            (self._at_last if keyed else self._at)(channel.free_ns, self._serve, channel)
 
     def _begin(self, channel: Channel) -> None:
         """Carry out the collective that is next."""
-        posted = channel.take()
+        posted = channel.take(self.now_ns)
         effect, group = posted.effect, channel.team
         result, cost, moved = self._collected(effect, [posted.arrived[rank][1] for rank in group])
         start = self.network.hold(group, cost, self.now_ns)
         channel.free_ns = end = start + cost
-        for rank in group:
+        scattered = isinstance(effect, fx.AllReduce) and effect.op == "scatter"
+        for place, rank in enumerate(group):
             member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
             ledger.traffic(start, moved, moved)
             ledger.collective(start, end, member.main)
-            self._at(end, member, result)
+            self._at(end, member, chunk(result, len(group), place) if scattered else result)
 
     def _collected(self, effect: Collective, tensors: list[Any]) -> tuple[Any, int, int]:
         """(result, cost in ns, bytes that each member of the ring sends and receives)."""
         g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
         if isinstance(effect, fx.AllReduce):
             nbytes = tensors[0].nbytes - (0 if size_only else effect.riders * tensors[0].element_size())
+            if effect.op in HALVES_OF_A_SUM:
+                gathers = effect.op == "gather"
+                total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
+                cost, moved = self.network.all_gather_ns(group, total, self.now_ns), total * (g - 1) // g
+                return together(tensors) if gathers else sum_in_rank_order(tensors), cost, moved
             cost = self.network.all_reduce_ns(group, nbytes, self.now_ns)
             return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g
         longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.riders)  # as which all of them travel

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ashl.size_only import SizeOnly
 
 HALVES = (torch.float16, torch.bfloat16)
+HALVES_OF_A_SUM = ("scatter", "gather")
 
 
 def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
@@ -30,3 +32,24 @@ def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
         else:
             total += tensor
     return total
+
+
+def chunk(total: Any, members: int, place: int) -> Any:
+    """The part of a vector that is one member's, of equal length for all and filled up with zeros."""
+    if isinstance(total, SizeOnly):
+        return SizeOnly(-(-total.nbytes // (4 * members)) * 4)
+    length = -(-total.numel() // members)
+    mine = total[place * length : (place + 1) * length]
+    return functional.pad(mine, (0, length - mine.numel()))
+
+
+def piece(x: Any, start: int, stop: int) -> Any:
+    """The elements [start, stop) of a vector."""
+    return SizeOnly(4 * (stop - start)) if isinstance(x, SizeOnly) else x[start:stop]
+
+
+def together(parts: Sequence[Any]) -> Any:
+    """One vector of several."""
+    if isinstance(parts[0], SizeOnly):
+        return SizeOnly(sum(part.nbytes for part in parts), sum(part.word for part in parts))
+    return torch.cat(list(parts))

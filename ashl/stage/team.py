@@ -61,19 +61,33 @@ class Team:
     def lost(self) -> bool:
         return math.isnan(self.loss)
 
-    async def all_reduce(self, x: Any, weight: float = 1.0) -> Any:
+    async def all_reduce(self, x: Any, weight: float = 1.0, key: int = 0, credit: int = 0) -> Any:
         if self.carried:
-            return await self.node.all_reduce(x if weight == 1 else x * weight, self.ranks)
+            return await self.node.all_reduce(x if weight == 1 else x * weight, self.ranks, key=key, credit=credit)
         if isinstance(x, SizeOnly):
-            total = await self.node.all_reduce(SizeOnly(x.nbytes, int(self.word)), self.ranks, riders=NUMBERS)
+            word = SizeOnly(x.nbytes, int(self.word))
+            total = await self.node.all_reduce(word, self.ranks, riders=NUMBERS, key=key, credit=credit)
             self._carry(0.0, total.word)
             return SizeOnly(total.nbytes)
         packed = torch.empty(x.numel() + NUMBERS, dtype=x.dtype)
         torch.mul(x, weight, out=packed[:-NUMBERS])
         packed[-2], packed[-1] = self.loss, self.word
-        total = await self.node.all_reduce(packed, self.ranks, riders=NUMBERS)
+        total = await self.node.all_reduce(packed, self.ranks, riders=NUMBERS, key=key, credit=credit)
         self._carry(*total[-NUMBERS:].tolist())
         return total[:-NUMBERS]
+
+    async def gather(self, chunk: Any) -> Any:
+        """All members' chunks of a sum (`ashl.runtime.sums.chunk`), as one vector."""
+        if self.carried:
+            return await self.node.all_reduce(chunk, self.ranks, "gather")
+        if isinstance(chunk, SizeOnly):
+            total = await self.node.all_reduce(SizeOnly(chunk.nbytes, int(self.word)), self.ranks, "gather")
+            self._carry(0.0, total.word)
+            return SizeOnly(total.nbytes)
+        packed = torch.cat([chunk, chunk.new_tensor([self.loss, self.word])])
+        rows = (await self.node.all_reduce(packed, self.ranks, "gather", riders=NUMBERS)).view(self.size, -1)
+        self._carry(*sum_in_rank_order(list(rows[:, -NUMBERS:])).tolist())
+        return rows[:, :-NUMBERS].flatten()
 
     async def all_gather(self, x: Any) -> list[Any]:
         if self.carried:

@@ -20,6 +20,7 @@ from ashl.stage.rule import CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, L
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.stage.team import Team
+from ashl.topology import pipelined
 from ashl.topology.delayed import at_border, worked
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.exchange import exchanged
@@ -57,7 +58,9 @@ class AllReduce(Topology):
         return PeerState(*stage.trainer.init(), tally=node.alike(stage.workers, "tally", lambda: Tally(n)))
 
     def role(self, stage: Stage, rank: int) -> Loop:
-        return worker if stage.delayed is None else delayed
+        if stage.delayed is not None:
+            return delayed
+        return pipelined.worker if stage.overlap.crosses else worker
 
 
 def longest_body(stage: Stage) -> int:

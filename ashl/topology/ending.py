@@ -42,11 +42,13 @@ class Budgeted(Protocol):
     in_time: InTime | None
 
 
-def keep_in_time(node: Node, stage: Stage, state: Budgeted, params: Any) -> bool:
-    """Ridden, before a merge is counted: whether it comes too late. `params` is the model before it."""
+def keep_in_time(node: Node, stage: Stage, state: Budgeted, params: Any, tally: Any = None) -> bool:
+    """Ridden: whether a merge comes too late. `params` and `tally` are the model and the counts before it, the latter
+    the state's where the merge has not been counted."""
     if state.in_time is None and node.now_ns > stage.judge.deadline_ns:
-        counts = node.rank == stage.home or not isinstance(state.tally, Tally)  # the others only look at it
-        state.in_time = InTime(params, state.tally.copy() if counts else state.tally)
+        tally = tally or state.tally
+        counts = node.rank == stage.home or not isinstance(tally, Tally)  # the others only look at it
+        state.in_time = InTime(params, tally.copy() if counts else tally)
     return state.in_time is not None
 
 

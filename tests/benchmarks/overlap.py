@@ -9,8 +9,10 @@ from functools import partial
 
 from ashl.config.construct import construct
 from ashl.overlap.chain import Compressed, joined
+from ashl.overlap.dear import DeAR
 from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import greedy, optimal
+from ashl.overlap.priority import Priority
 from ashl.planning.build import layer_groups, layout_of, link_of
 from ashl.planning.overlapping import chain_of
 from tests.benchmarks.table import show
@@ -36,9 +38,10 @@ def rows(cluster: str, model: str) -> list[list[str]]:
         n, best = len(groups), optimal(chain)
         serial = chain.end_ns((n,))
         least = max(chain.ready_ns[-1] + chain.cost(n - 1, n), chain.ready_ns[0] + chain.cost(0, n))
-        shares = [
-            end / serial for end in (chain.end_ns((1,) * n), chain.end_ns(greedy(chain)), chain.end_ns(best), least)
-        ]
+        slices, halves = Priority(slice="auto", credit="auto").planned(chain), DeAR(plan="tuned")
+        across = (slices.step_ns(chain), halves.step_ns(chain))
+        backward = (chain.end_ns((1,) * n), chain.end_ns(greedy(chain)), chain.end_ns(best), least)
+        shares = [end / serial for end in (*backward, *across)]
         row = [f"{cluster}, {model}", f"{bandwidth:,}", f"{serial / 1e6:,.4g}"]
         found.append([*row, *(f"{share:.3f}" for share in shares), f"{len(best)} of {n}"])
     return found
@@ -71,9 +74,9 @@ def compressed_rows(cluster: str, model: str) -> list[list[str]]:
 def main() -> None:
     show(
         f"A step and its sum with overlap, as a share of one without; latency {LATENCY_S * 1e3:g} ms",
-        ["", "Mbit/s", "none, ms", "wfbp", "greedy", "optimal", "bound", "messages"],
+        ["", "Mbit/s", "none, ms", "wfbp", "greedy", "optimal", "bound", "priority", "dear", "messages"],
         [row for cluster in CLUSTERS for model in MODELS for row in rows(cluster, model)],
-        "bound: no cut can be below; messages: of the optimal plan, of so many layer groups",
+        "bound: no cut can be below that stops at the barrier; messages: of the optimal plan, of so many layer groups",
     )
     show(
         f"The same with Top-K of {SHARE:.0%}, message by message, as a share of Top-K in one message",

@@ -58,6 +58,15 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (f"{RING} overlap=late overlap.own=1.5", "overlap.own"),
         ("sync=local_sgd overlap=overlap_local_sgd overlap.alpha=1", "overlap.alpha"),
+        ("schedule=ashl overlap=dear", "makes no sense in stage ahl"),
+        ("sync=bsp overlap=priority", "its workers do not sum gradients on their way; take topology=all_reduce"),
+        (f"{RING} overlap=priority overlap.slice=9 overlap.credit=8", "slice=9 is larger than overlap.credit=8"),
+        (f"{RING} overlap=priority overlap.slice=0", "overlap.slice"),
+        (f"{RING} overlap=priority compression=topk", "a codec sees the whole update; take compression=none"),
+        (f"{RING} overlap=dear aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
+        ("topology=all_reduce sync=local_sgd overlap=dear", "local steps make one update"),
+        (f"{RING} overlap=dear overlap.plan=[1,7]", "holds 8 layer groups, and the model has 2"),
+        (f"{RING} overlap=dear optimizer=bcd", "no gradient of one backward pass"),
     ],
 )
 def test_a_wrong_overlap(overrides, says, said) -> None:
@@ -67,9 +76,15 @@ def test_a_wrong_overlap(overrides, says, said) -> None:
 
 
 def test_a_plan_by_cost_needs_costs(said) -> None:
-    code, sentence = said("runtime=local", "cluster=real", "cluster.num_workers=2", *RING.split(), "overlap=merged")
-    assert code == 2
-    assert "take overlap.plan=bytes" in sentence
+    real = ("runtime=local", "cluster=real", "cluster.num_workers=2", *RING.split())
+    for overlap, instead in (
+        ("overlap=merged", "overlap.plan=bytes"),
+        ("overlap=dear", "overlap.plan=bytes"),
+        ("overlap=priority overlap.slice=auto", "overlap.slice=40000 overlap.credit=40000"),
+    ):
+        code, sentence = said(*real, *overlap.split())
+        assert code == 2
+        assert f"take {instead}" in sentence
 
 
 @pytest.mark.parametrize("asked", ["plan=greedy", "ratio=adaptive"])

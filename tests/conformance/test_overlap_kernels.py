@@ -1,10 +1,12 @@
 """What the tasks of one node share, alike on both kernels: one compute unit, ports, and one channel for each team."""
 
 import pytest
+import torch
 
 from ashl.cluster.spec import RealCluster
 from ashl.errors import AshlError
 from ashl.runtime import communicator
+from ashl.runtime.effects import AllReduce
 from tests import overlapping as play
 from tests.kernels import in_virtual_time, on_processes
 from tests.laws.machines import cluster
@@ -47,6 +49,56 @@ def test_several_sums_at_once_go_by_their_keys():
     assert [[value for value, _ in rank[1:]] for rank in results(on_processes(play.two_at_once, REAL, 2))] == [
         [3.0, 30.0, 300.0, 3000.0]
     ] * 2
+
+
+@pytest.mark.parametrize("machines", [DECLARED, REAL], ids=["paced", "real"])
+def test_what_is_committed_is_not_overtaken(machines):
+    """One is under way when lower keys come; a credit of two sums has committed the next one, too."""
+    one = ["first", "late a", "early a", "early b", "late b", "late c"]
+    two = ["first", "late a", "late b", "early a", "early b", "late c"]
+    assert results(in_virtual_time(play.one_ahead, DECLARED)) == [one] * 2
+    assert results(in_virtual_time(play.two_ahead, DECLARED)) == [two] * 2
+    orders = results(on_processes(play.two_ahead, machines, 2))  # who is late by the clock may find another order
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(two)
+
+
+def test_members_commit_alike_of_what_all_have_posted():
+    """Of four that this member has posted the others have posted three: by key, as long as credit is left."""
+    end = communicator.End((0, 1), lambda end: None)
+    for key in (3, 2, 4, 1):
+        effect = AllReduce(torch.zeros(1000), (0, 1), key=key, credit=8000)
+        end.pending.append(communicator.Pending(end.posted, effect, False, lambda outcome: None))
+        end.posted += 1
+    end.commit(3)
+    assert [pending.effect.key for pending in end.committed] == [2, 3]
+    end.drop(end.committed[0])
+    end.commit(4)
+    assert [pending.effect.key for pending in end.committed] == [3, 1]
+
+
+def test_a_computation_stands_still_until_what_it_needs_is_there():
+    """Half of 0.2 s, then until 0.15 s, then the other half; to stand still is to wait."""
+    virtual = in_virtual_time(play.standing_still, DECLARED, 1)
+    assert results(virtual) == [(7.0, pytest.approx(0.25), 2)]
+    assert virtual[0].spent == {**dict.fromkeys(virtual[0].spent, 0.0), "wait": 0.05, "compute": 0.2}
+    real = on_processes(play.standing_still, DECLARED, 1)
+    assert results(real)[0][::2] == (7.0, 2)
+    assert 0.25 <= real[0].result[1] < 0.35
+    assert real[0].spent["compute"] == pytest.approx(0.2, abs=0.02)
+    assert real[0].spent["wait"] >= 0.04
+    assert results(on_processes(play.standing_still, REAL, 1))[0][::2] == (7.0, 2)
+
+
+def test_a_sum_in_two_halves():
+    """Chunks of equal length, filled up with zeros; each half costs half a sum of six numbers."""
+    wide = cluster(3, exchange_s=4000.0 * 3 / 6)
+    chunks = [[0.0, 111.0], [222.0, 333.0], [444.0, 0.0]]
+    gathered = [[*chunk, float(rank)] for rank, chunk in enumerate(chunks)]
+    expected = [(chunk, gathered, pytest.approx(4.0), pytest.approx(8.0)) for chunk in chunks]
+    assert results(in_virtual_time(play.in_halves, wide)) == expected
+    quick = cluster(3, exchange_s=0.01)
+    assert [rank[:2] for rank in results(on_processes(play.in_halves, quick, 3))] == [rank[:2] for rank in expected]
 
 
 def test_layers_sent_as_soon_as_they_are_ready_on_processes():

@@ -102,6 +102,11 @@ def by_sums() -> dict[str, Row]:
         "ring-local-sgd-planned": Row(f"{RING} sync=local_sgd sync.local_steps=plan schedule.h_preset=[2] {NODES}"),
         "ring-wfbp": Row(f"{RING} sync=bsp overlap=wfbp {LINKS}", processes="quick"),
         "ring-merged": Row(f"{RING} sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),
+        "ring-priority": Row(
+            f"{RING} sync=bsp overlap=priority overlap.slice=300 overlap.credit=600 cluster.compute=[1,1,2] {LINKS}",
+            processes="quick",
+        ),
+        "ring-dear": Row(f"{RING} sync=bsp overlap=dear cluster.compute=[1,1,2] {LINKS}", processes="quick"),
         "ring-bcd": Row(f"{RING} sync=bsp optimizer=bcd"),
     }
 

@@ -78,7 +78,8 @@ def test_layer_groups_cover_the_model_and_none_is_tiny(drawn) -> None:
     assert min(shares) >= (1 - FORWARD) * LEAST - 1e-12
     assert parts[-1].ready == 1
     whole = joined(parts, (len(parts),))
-    assert whole == ((0, parts[0].stop, 1.0),)
+    assert whole == ((0, parts[0].stop, 1.0, 0.0),)
+    assert all(0 <= part.needed <= FORWARD for part in parts)
     assert sum(bare(parts).nbytes) == 4 * parts[0].stop
 
 
@@ -108,7 +109,7 @@ def test_an_adaptive_message_keeps_the_most_that_is_hidden(forward, drawn, laten
     def body(first: int, last: int, share: float) -> int:
         return latency + round(share * sum(elements[first:last]))
 
-    own = Compressed(plain.ready_ns, plain.nbytes, plain.cost_ns, 0.1, body)
+    own = Compressed(plain.ready_ns, plain.nbytes, plain.cost_ns, ratio=0.1, body_ns=body)
     each = (1,) * len(drawn)
     shares = hidden(own, each, 0.1, most / 10)
     assert own.end_ns(each, shares) == own.end_ns(each)

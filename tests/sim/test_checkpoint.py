@@ -129,6 +129,24 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
         assert [record for record, _ in again.snapshots] == [record for record, _ in whole.snapshots]
 
 
+@pytest.mark.parametrize("overlap", ["priority", "dear"])
+def test_sums_under_the_next_forward_pass_are_let_in_for_a_checkpoint(overlap: str) -> None:
+    """That takes a moment of the run's time, and changes nothing of what it learns."""
+    overrides = (*SHORT, *CASES["overlap"], f"overlap={overlap}")
+    whole = simulated(*overrides)
+    ran = Ran(whole.plan, learner=whole.learner)
+    kept = run(overrides, ran, save_at_ns=300_000_000)
+    assert len(kept) > 1
+    assert ran.sha256 == whole.sha256
+    assert whole.time_ns <= ran.time_ns <= 1.1 * whole.time_ns
+    for file, records, snapshots, _ in kept[:: max(1, len(kept) // 2)]:
+        saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
+        again = Ran(ran.plan, records=ran.records[:records], snapshots=ran.snapshots[:snapshots], learner=whole.learner)
+        run(overrides, again, saved)
+        assert again.sha256 == whole.sha256
+        assert {sum(totals.values()) for totals in again.ledgers} == {again.time_ns}
+
+
 def test_what_is_measured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     close = Node.round
 

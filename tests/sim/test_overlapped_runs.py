@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from ashl.config.construct import construct
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble
+from ashl.planning.build import assemble, layer_groups
+from ashl.planning.overlapping import chain_of
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, simulated
 
@@ -53,6 +55,32 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, seconds, h
             assert ledger.totals["compute"] == 150 * 10**9
             assert 1 - exposed / ledger.collective_ns == pytest.approx(hidden)
             assert ledger.totals["wait"] == 0
+
+
+@pytest.mark.parametrize(
+    ("overlap", "spec", "latency_s", "seconds", "last"),
+    [
+        ("priority.Priority", {"slice": 250, "credit": 250}, 0, 20, 22),
+        ("priority.Priority", {"slice": 250, "credit": 1000}, 0, 22, 22),  # a large credit gives priority away
+        ("priority.Priority", {"slice": 1500, "credit": 1500}, 0, 20, 22),
+        ("priority.Priority", {"slice": 250, "credit": 250}, 0.1, 21.6, 24.6),  # twice on its way round the ring
+        ("priority.Priority", {"slice": 750, "credit": 750}, 0.1, 23.2, 23.2),
+        ("dear.DeAR", {"plan": "layers"}, 0, 21, 24),
+        ("dear.DeAR", {"plan": [4]}, 0, 28, 28),
+    ],
+)
+def test_the_chain_of_the_literature_across_the_barrier(overlap, spec, latency_s, seconds, last) -> None:
+    """Each step takes that long but the last, which takes until all is in."""
+    plan = four_layers(overlap, **spec)
+    plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
+    chain = chain_of(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan))
+    assert construct(plan.stages[0].overlap, "overlap").step_ns(chain) == round(seconds * 10**9)
+    sim = simulation(plan)()
+    assert sim.now_ns == round((9 * seconds + last) * 10**9)
+    for ledger in (node.ledger for node in sim.nodes):
+        assert ledger.totals["compute"] == 150 * 10**9
+        assert ledger.totals["wait"] == 0
+        assert sum(ledger.totals.values()) == sim.now_ns
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""The compute unit of a real process: it does one thing after the other, paced, in the main thread while nothing else
+could go on meanwhile, and otherwise on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ashl.runtime.effects import Compute, Message, Recv, Tag
+from ashl.runtime.kernel import Mailbox
+from ashl.runtime.pace import Pace
+
+IDLE = "idle"
+
+
+class Ran(NamedTuple):
+    """A result, and what was done in turn: (kind, when it counts as ended), `IDLE` where it stood still."""
+
+    value: Any
+    spans: list[tuple[str, int]]
+
+    @property
+    def end_ns(self) -> int:
+        return self.spans[-1][1]
+
+
+class ComputeUnit:
+    """That of one rank. What a computation hands out goes to the inbox, as messages of the rank to itself."""
+
+    def __init__(self, rank: int, pace: Pace, inbox: queue.SimpleQueue, mail: Mailbox) -> None:
+        self._rank, self._pace, self._inbox, self._mail = rank, pace, inbox, mail
+        self.busy = 0  # how many computations the thread has not finished
+        self.standing: Recv | None = None  # what the thread waits for now
+        self._needed: dict[Tag, Future] = {}  # messages to itself that the thread waits for, or will
+        self._free_ns = 0  # when the last one on it counts as ended
+        self._thread: ThreadPoolExecutor | None = None
+
+    def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
+        """A computation that began then, on this thread; `needed` will be the bodies that it takes on its way."""
+        cost, kind, encoding = self._pace.cost_ns(effect.kind, effect.work, start), ledger_kind(effect), effect.encoding
+        if not effect.parts and not effect.needs:
+            return Ran(effect.fn(), [(kind, self._pace.computed(effect.kind, cost, start))])
+        spans: list[tuple[str, int]] = []
+        began = start  # had nothing come between
+
+        def reached(share: float) -> int:
+            return self._pace.until(began + round(share * (cost or 0)))
+
+        def hand_out(k: int, tensor: Any) -> None:
+            nonlocal began
+            share, tag = effect.parts[k]
+            now = reached(share)
+            if encoding is not None:
+                spans.append((kind, now))
+                tensor = encoding.fn(k, tensor)
+                work = encoding.work[k] - (encoding.work[k - 1] if k else 0)
+                end = self._pace.computed("compress", self._pace.cost_ns("compress", work, now), now)
+                spans.append(("compress", end))
+                now, began = end, began + end - now
+            self._inbox.put(Message(self._rank, tag, tensor, (), now))
+
+        def take(k: int) -> Any:
+            nonlocal began
+            share, tag = effect.needs[k]
+            since = reached(share)
+            if not needed[k].done():
+                self.standing = Recv((tag,), self._rank)
+                needed[k].exception()  # waits
+                self.standing, now = None, max(since, self._pace.clock())
+                spans.extend([(kind, since), (IDLE, now)])
+                began += now - since
+            return needed[k].result()
+
+        value = effect.fn(*([hand_out] if effect.parts else []), *([take] if effect.needs else []))
+        return Ran(value, [*spans, (kind, self._pace.computed(effect.kind, cost, began))])
+
+    def post(self, effect: Compute, asked_ns: int, done: Callable[[Ran | Exception, int], None]) -> None:
+        """Leave a computation to the thread; `done` is called from the main thread, with when it began."""
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self.busy += 1
+        needed = [self._body(tag) for _, tag in effect.needs]
+
+        def work() -> None:
+            start = max(asked_ns, self._free_ns)
+            try:
+                ran: Ran | Exception = self.run(effect, start, needed)
+                self._free_ns = ran.end_ns
+            except Exception as raised:  # what is raised here would end in the thread, and nobody would hear of it
+                ran = raised
+            self._inbox.put(lambda: finished(ran, start))
+
+        def finished(ran: Ran | Exception, start: int) -> None:
+            self.busy -= 1
+            done(ran, start)
+
+        self._thread.submit(work)
+
+    def deliver(self, message: Message) -> bool:
+        """A message of this rank to itself: whether a computation needs it."""
+        future = self._needed.pop(message.tag, None)
+        if future is not None:
+            future.set_result(message.body)
+        return future is not None
+
+    def close(self) -> None:
+        """Nothing more will be asked, nor come."""
+        for future in self._needed.values():
+            future.cancel()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _body(self, tag: Tag) -> Future:
+        """That of a message to itself, once it has come."""
+        future: Future = Future()
+        message = self._mail.take(Recv((tag,), self._rank))
+        if isinstance(message, Message):
+            future.set_result(message.body)
+        else:
+            self._needed[tag] = future
+        return future
+
+
+def ledger_kind(effect: Compute) -> str:
+    return "compress" if effect.kind == "compress" else "compute"

@@ -1,0 +1,110 @@
+"""Plans of sums that go on under the next forward pass: laws on random chains, and what a tuner chooses."""
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.overlap.chain import Chain
+from ashl.overlap.dear import DeAR, took_ns
+from ashl.overlap.priority import Priority, done_ns
+
+cost = st.integers(0, 20)
+layers = st.lists(st.tuples(cost, st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=7)
+
+
+def chain(drawn: list[tuple[int, int, int]], latency: int = 0, scale: int = 1) -> Chain:
+    """Of (forward, backward, size) by group, the last one first; sizes are in slices of two bytes of time each."""
+    forwards = [scale * forward for forward, _, _ in drawn]
+    ready = accumulate((scale * backward for _, backward, _ in drawn), initial=sum(forwards))
+    needed = [sum(forwards[k + 1 :]) for k in range(len(drawn))]
+    sizes = tuple(size for _, _, size in drawn)
+    return Chain(
+        tuple(ready)[1:],
+        sizes,
+        lambda size: scale * 2 * (latency + size),
+        lambda size: scale * (latency + size),
+        tuple(needed),
+    )
+
+
+def priority(of: Chain, slices: int = 1, credit: int = 1) -> int:
+    return of.period_ns(done_ns(of, slices, credit), (1,) * len(of.nbytes))
+
+
+def dear(of: Chain) -> int:
+    return took_ns(of, (1,) * len(of.nbytes))
+
+
+def tails(of: Chain) -> list[tuple[int, int, int]]:
+    """(q_k, R_k, S_k) of each group, in time the forward time in R and out of q."""
+    spent = list(accumulate(of.cost_ns(size) for size in reversed(of.nbytes)))[::-1]
+    return [(-needed, ready, sent) for needed, ready, sent in zip(of.needed_ns, of.ready_ns, spent, strict=True)]
+
+
+@given(layers)
+def test_small_slices_come_within_one_slice_of_what_no_order_can_beat(drawn) -> None:
+    """max (q + R + S): one machine with release dates and tails, which may not interrupt a slice."""
+    any_chain = chain(drawn)
+    ideal = max(map(sum, tails(any_chain)))
+    assert ideal <= priority(any_chain) <= ideal + 2
+    assert ideal <= any_chain.end_ns((1,) * len(drawn))
+
+
+@given(layers)
+def test_dear_takes_its_closed_form_and_no_more_than_twice_half_hidden(drawn) -> None:
+    any_chain = chain(drawn)
+    halves = [(q, r, s // 2) for q, r, s in tails(any_chain)]
+    assert dear(any_chain) == max(r + s for _, r, s in halves) + max(q + s for q, _, s in halves)
+    assert max(map(sum, tails(any_chain))) <= dear(any_chain)
+
+
+@given(layers, cost)
+def test_bounds(drawn, latency) -> None:
+    any_chain, n = chain(drawn, latency), len(drawn)
+    each = any_chain.end_ns((1,) * n)
+    forward, whole = sum(f for f, _, _ in drawn), any_chain.ready_ns[-1]
+    unsliced = priority(any_chain, 100, 1)
+    first = any_chain.cost_ns(any_chain.nbytes[-1])
+    assert max(each - forward, whole + first) <= unsliced
+    assert unsliced <= each + max(map(any_chain.cost_ns, any_chain.nbytes)), "late by one that cannot be interrupted"
+
+
+@given(layers, cost)
+def test_without_a_forward_pass_nothing_crosses_the_barrier(drawn, latency) -> None:
+    still = chain([(0, backward, size) for _, backward, size in drawn], latency)
+    assert priority(still, 100, 1) == still.end_ns((1,) * len(drawn))
+
+
+@given(st.tuples(cost, cost, st.integers(1, 20)), cost)
+def test_one_group_cannot_be_hidden(layer, latency) -> None:
+    single = chain([layer], latency)
+    assert priority(single, 100, 1) == dear(single) == single.end_ns((1,))
+
+
+@given(layers, cost, st.integers(2, 9))
+def test_costs_times_a_number_take_that_many_times_as_long(drawn, latency, scale) -> None:
+    small, large = chain(drawn, latency), chain(drawn, latency, scale)
+    for took in (priority, dear):
+        assert took(large) == scale * took(small)
+
+
+@given(layers, cost)
+def test_what_is_tuned_is_no_slower_than_what_it_is_tuned_from(drawn, latency) -> None:
+    any_chain = chain([(f, b, 4000 * size) for f, b, size in drawn], 4000 * latency)
+    each = (1,) * len(drawn)
+    tuned = DeAR(plan="tuned").planned(any_chain)
+    assert sum(tuned.plan) == len(drawn)
+    assert tuned.step_ns(any_chain) <= min(took_ns(any_chain, each), took_ns(any_chain, (len(drawn),)))
+    auto = Priority(slice="auto", credit="auto").planned(any_chain)
+    assert auto.slice <= auto.credit
+    largest = max(any_chain.nbytes)
+    assert auto.step_ns(any_chain) <= 1.01 * priority(any_chain, largest, largest)
+
+
+@pytest.mark.parametrize(("slices", "credit", "latency", "seconds"), [(1, 1, 0, 20), (1, 4, 0, 22), (1, 1, 0.2, 21.6)])
+def test_the_chain_of_the_literature(slices, credit, latency, seconds) -> None:
+    four = Chain((9, 11, 12, 15), (6, 1, 1, 5), lambda size: latency + size, lambda size: size / 2, (3, 2, 1.5, 0))
+    assert priority(four, slices, credit) == pytest.approx(seconds)
+    assert dear(four) == 21

@@ -1,0 +1,87 @@
+"""Sums that go on under the next forward pass: the same model as without overlap, however the run ends."""
+
+import pytest
+
+from tests.benchmarks.simulator import simulation
+from tests.conformance.test_kernels import adds_up, trained
+from tests.sim.test_overlapped_runs import RING, UNEQUAL
+from tests.support import planned, simulated
+
+SLICES = ("overlap=priority", "overlap.slice=500", "overlap.credit=1000")
+HALVES = ("overlap=dear", "overlap.plan=layers")
+NETS = ("dataset=digits", "model=mlp", "model.hidden=[24,16]", "cluster.bandwidth_mbit_s=2", "cluster.latency_s=0.0002")
+
+
+def runs(*overrides: str):
+    """Without overlap, and with either."""
+    return [simulated(*RING, *NETS, *overrides, *overlap) for overlap in ((), SLICES, HALVES)]
+
+
+@pytest.mark.parametrize(("workers", "optimizer"), [(2, "adam"), (3, "sgd"), (4, "adamw")])
+def test_the_same_model_and_counts(workers, optimizer) -> None:
+    """With moments and weight decay, on unequal workers, and a count of steps that ends within a round."""
+    machines = f"cluster.compute={[1, 1, 3, 2][:workers]}"
+    serial, slices, halves = runs(machines, f"optimizer={optimizer}", "optimizer.weight_decay=0.01", "stop.steps=29")
+    assert serial.sha256 == slices.sha256 == halves.sha256
+    for run in (slices, halves):
+        assert run.end["steps_by"] == serial.end["steps_by"]
+        assert run.end["reason"] == "steps"
+        assert {sum(totals.values()) for totals in run.ledgers} == {run.time_ns}
+        assert run.time_ns < serial.time_ns
+    merges = serial.end["merges"]
+    up = [run.of("ledger")[0]["bytes_up"] for run in (serial, slices, halves)]
+    assert up[0] == pytest.approx(up[1], abs=20 * merges), "each division by the ring rounds"
+    assert up[0] <= up[2] <= up[0] + 24 * merges, "chunks of equal length are filled up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [("model=resnet8", "dataset=synthetic", "dataset.batch_size=8"), ("model=transformer", "dataset=text")],
+    ids=["normalised", "text"],
+)
+def test_the_same_model_of_other_networks(model) -> None:
+    chosen = (*RING, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9")
+    serial, slices, halves = (simulated(*chosen, *overlap) for overlap in ((), SLICES, HALVES))
+    assert serial.sha256 == slices.sha256 == halves.sha256
+
+
+@pytest.mark.parametrize("overlap", [SLICES, HALVES], ids=["priority", "dear"])
+@pytest.mark.parametrize("end", ["stop.epochs=1.3", "stop.seconds=1.1", "optimizer.lr=1e30"])
+def test_however_it_ends(end, overlap) -> None:
+    """A budget cuts off what was not in by then, and a run that is lost ends at once."""
+    small = (*RING, *NETS, "cluster.compute=[1,2]")
+    run = simulated(*small, "stop.steps=600", end, *overlap)
+    assert run.end["reason"] == {"stop.epochs": "epochs", "stop.seconds": "seconds"}.get(end.split("=")[0], "diverged")
+    assert {sum(totals.values()) for totals in run.ledgers} == {run.time_ns}
+    if run.end["reason"] == "seconds":
+        assert run.time_ns == 1_100_000_000
+        assert sum(run.end["dropped_by"]) > 0
+    counted = simulated(*small, f"stop.steps={max(2, run.end['steps'])}", *([end] if "lr" in end else []))
+    assert run.sha256 == counted.sha256, "of the steps that counted"
+
+
+@pytest.mark.parametrize("overlap", [SLICES, HALVES], ids=["priority", "dear"])
+def test_a_target_ends_the_run_a_step_later_at_most(overlap, tmp_path) -> None:
+    small = (*RING, *NETS, "cluster.compute=[1,2]", "stop.target_accuracy=0.2", "eval.every_commits=2", "runtime=sim")
+    serial, other = (trained(tmp_path / name, *small, *o) for name, o in (("serial", ()), ("other", overlap)))
+    assert serial["stages"][0]["exit_reason"] == other["stages"][0]["exit_reason"] == "target_accuracy"
+    assert serial["steps"] <= other["steps"] <= serial["steps"] + 2
+    assert adds_up(other)
+
+
+def test_evaluated_models_are_those_without_overlap() -> None:
+    serial, slices, halves = runs("cluster.compute=[1,2]", "stop.steps=40", "eval.every_commits=6")
+    for run in (slices, halves):
+        assert [record["merges"] for record, _ in run.snapshots] == [record["merges"] for record, _ in serial.snapshots]
+        assert all((a == b).all() for (_, a), (_, b) in zip(run.snapshots, serial.snapshots, strict=True))
+
+
+def test_a_run_takes_its_closed_form() -> None:
+    """By the slowest worker: each step as predicted but the last, which takes until all is in."""
+    for overlap in (("overlap=priority", "overlap.slice=auto", "overlap.credit=auto"), ("overlap=dear",)):
+        plan = planned(*RING, *UNEQUAL, "model=lenet", "runtime.gradients=false", "stop.steps=30", *overlap)
+        note = next(note for note in plan.notes if "a step and its sum" in note)
+        step_ms = float(note.split()[6])
+        assert simulation(plan)().now_ns / 1e6 == pytest.approx(10 * step_ms, rel=0.02)
+        assert plan.stages[0].predicted_steps_per_s == pytest.approx(3e3 / step_ms, rel=1e-3)

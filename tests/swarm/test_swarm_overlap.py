@@ -1,0 +1,71 @@
+"""Gradients in parts, on small clusters drawn at random: whatever is drawn, the run ends with the counts that it has
+without overlap, loses no message, and its books balance."""
+
+import random
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+
+from ashl.cluster.spec import Cluster
+from ashl.overlap.chain import FORWARD, Part
+from ashl.overlap.dear import DeAR
+from ashl.overlap.none import Serial
+from ashl.overlap.priority import Priority
+from ashl.overlap.wfbp import WFBP
+from ashl.stage.stage import Stage
+from ashl.sync.bsp import BSP
+from ashl.topology.all_reduce import AllReduce
+from tests.swarm.drawn import bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
+from tests.swarm.test_swarm import check_bounds, check_counts
+
+SEEDS = 120
+CHUNK = 40
+
+
+def drawn_parts(rng: random.Random, size: int) -> tuple[Part, ...]:
+    """Layer groups of any sizes and costs, the last one first."""
+    cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(rng.randint(0, 6)))})
+    shares = [rng.choice([0.0, rng.random()]) for _ in cuts[1:]]
+    total = sum(shares) or 1.0
+    done = [FORWARD + (1 - FORWARD) * part / total for part in accumulate(reversed(shares))]
+    done[-1] = 1.0
+    pieces = zip(reversed(list(pairwise(cuts))), done, strict=True)
+    return tuple(Part(start, stop, ready, (1 - ready) * FORWARD / (1 - FORWARD)) for (start, stop), ready in pieces)
+
+
+def drawn(seed: int) -> tuple[Cluster, Stage]:
+    rng = random.Random(seed)
+    cluster = drawn_cluster(rng)
+    stage = bound(rng, BSP(exchange="gradient"), AllReduce(), cluster.num_workers, drawn_limits(rng))
+    size = stage.trainer.num_params
+    slices = rng.randint(max(1, size // 20), size)
+    overlap = rng.choice(
+        [WFBP(), DeAR(plan=rng.choice(["layers", "bytes"])), Priority(slice=slices, credit=rng.randint(1, 5) * slices)]
+    )
+    return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
+
+
+def check(seed: int) -> None:
+    cluster, stage = drawn(seed)
+    sim, seen = run(cluster, (stage,), seed)
+    (end,) = seen.of("stage")
+    check_mail(sim)
+    assert end["end_ns"] <= sim.now_ns
+    check_time(seen, stage.num_workers, end["end_ns"])
+    check_counts(seen, stage, end)
+    check_bounds(seen, stage, end)
+    _, again = run(cluster, (stage,), seed)
+    assert (again.records, again.commits) == (seen.records, seen.commits)
+    if stage.limits.seconds is None:
+        (serial,) = run(cluster, (replace(stage, overlap=Serial(), parts=()),), seed)[1].of("stage")
+        assert [end[name] for name in ("steps_by", "commits", "reason")] == [
+            serial[name] for name in ("steps_by", "commits", "reason")
+        ]
+    elif end["reason"] == "seconds":
+        assert end["end_ns"] == round(stage.limits.seconds * 1e9)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_a_swarm(first: int) -> None:
+    each(range(first, first + CHUNK), check, drawn)
