@@ -1,5 +1,8 @@
 """`ashl sweep`: a grid of settings, run, compared, and taken up again where it was left."""
 
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +13,8 @@ from ashl.config.override import key_of
 from ashl.errors import UsageError
 
 from .train import ConfigDir, Debug, Overrides, as_yaml, starting
+
+TERMINATED = 128 + signal.SIGTERM  # the exit code of what SIGTERM has ended
 
 
 def sweep(
@@ -80,8 +85,30 @@ def sweep(
         slots = plugins.at_a_time(launcher, jobs, study.slots_for(grid))
         launch = partial(plugins.bring, launcher=launcher, overrides=[*slots, *theirs])
     how = {"rerun_failed": rerun_failed, "race": race, "quiet": quiet}
-    summaries = study.sweep(grid, typed, folder, slots=jobs, launch=launch, baseline=baseline, **how)
+    with interruptible(quiet):
+        summaries = study.sweep(grid, typed, folder, slots=jobs, launch=launch, baseline=baseline, **how)
     return int(any(summary["status"] == "failed" for summary in summaries))
+
+
+@contextmanager
+def interruptible(quiet: bool) -> Generator[None]:
+    """Ctrl-C and SIGTERM end a sweep in order, which then says how to go on."""
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # said once is enough: the runs are leaving
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if not quiet:
+            typer.echo("interrupted: what has ended is kept; the same command runs what is missing")
+        if interrupt.args:
+            raise typer.Exit(TERMINATED) from interrupt
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def refuse(given: dict[str, object]) -> None:
@@ -128,15 +155,16 @@ def search(
         sweeper=sweeper,
         overrides=[*own, *theirs, *(axis.asked(number) for number, axis in enumerate(asked.axes))],
     )
-    summaries = study.search(
-        asked,
-        corners,
-        explore,
-        ["--sweeper", sweeper, *typed, *theirs],
-        folder=study.folder_of([sweeper, *typed], corners.settings[0].config),
-        slots=1 if launcher else jobs or default,
-        trials=hydra.sweeper.get("n_trials") or 0,
-        rerun_failed=rerun_failed,
-        quiet=quiet,
-    )
+    with interruptible(quiet):
+        summaries = study.search(
+            asked,
+            corners,
+            explore,
+            ["--sweeper", sweeper, *typed, *theirs],
+            folder=study.folder_of([sweeper, *typed], corners.settings[0].config),
+            slots=1 if launcher else jobs or default,
+            trials=hydra.sweeper.get("n_trials") or 0,
+            rerun_failed=rerun_failed,
+            quiet=quiet,
+        )
     return int(any(summary["status"] == "failed" for summary in summaries))

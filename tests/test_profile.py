@@ -118,7 +118,10 @@ def test_missing_unknown_and_broken() -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ({"num_workers": 3}, "2 workers and the cluster has 3"),
+        (
+            {"num_workers": 3},
+            "2 workers and the cluster has 3; say cluster.num_workers=2, or in virtual time cluster=profile",
+        ),
         ({"model": "LeNet"}, "the model MLP and this one is LeNet"),
         ({"num_params": 9}, "10000 parameters and the model has 9"),
         ({"batch": 64}, "batches of 32 and dataset.batch_size is 64"),

@@ -144,8 +144,9 @@ class Profile:
     def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
         """Raises UsageError unless this is a profile of that cluster, model and batch size."""
         of = {worker.batch for worker in self.workers}
+        if self.num_workers != num_workers:
+            raise UsageError(self.crowd(num_workers))
         clashes = (
-            (self.num_workers != num_workers, f"{self.num_workers} workers and the cluster has {num_workers}"),
             (self.model != model, f"the model {self.model} and this one is {model}"),
             (self.num_params != num_params, f"{self.num_params} parameters and the model has {num_params}"),
             (of != {batch}, f"batches of {', '.join(map(str, sorted(of)))} and dataset.batch_size is {batch}"),
@@ -155,8 +156,13 @@ class Profile:
                 raise UsageError(self.clash(what))
 
     @staticmethod
-    def clash(what: str) -> str:
-        return f"the profile is of {what}; profile again with `ashl profile`, or drop profile="
+    def clash(what: str, fix: str = "") -> str:
+        return f"the profile is of {what}; {fix}profile again with `ashl profile`, or drop profile="
+
+    def crowd(self, num_workers: int) -> str:
+        """Why this is no profile of so many workers."""
+        fix = f"say cluster.num_workers={self.num_workers}, or in virtual time cluster=profile; else "
+        return self.clash(f"{self.num_workers} workers and the cluster has {num_workers}", fix)
 
     def cluster(self) -> dict[str, Any]:
         """The spec of a cluster that costs what this profile says, for virtual time."""

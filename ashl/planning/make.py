@@ -263,7 +263,7 @@ def clocked(parts: Mapping[str, Any], known: Profile | None) -> Spec | None:
     if not virtual or known is None:
         return None
     if cluster.num_workers not in (None, known.num_workers):
-        raise UsageError(known.clash(f"{known.num_workers} workers and the cluster has {cluster.num_workers}"))
+        raise UsageError(known.crowd(cluster.num_workers))
     if isinstance(cluster, Cluster):
         own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
         if own is not None and replace(own, device=known.device, source=known.source) == known.without_parts():

@@ -88,11 +88,6 @@ def sweep(
             order = [s for s in contest.order if s in missing and s.hash not in contest.gone] if contest else missing
             try:
                 run_on(folder, run_jobs, progress, tell, order, contest)
-            except KeyboardInterrupt:
-                if not quiet:
-                    progress.close()
-                    console.print("interrupted: what has ended is kept; the same command runs what is missing")
-                raise
             finally:
                 progress.close()
                 jsonl.write_json(folder / SWEEP, record)

@@ -22,12 +22,12 @@ def show_profile(console: Console, profile: Profile) -> None:
     for rank, worker in enumerate(profile.workers[:MAX_ROWS]):
         costs = (worker.step_s, worker.step_spread_s, worker.push_s, worker.pull_s, worker.latency_s)
         rates = ("-" if rate is None else f"{rate / 1e6:.3g}" for rate in (worker.push_bytes_s, worker.pull_bytes_s))
-        table.add_row(str(rank), *(f"{1e3 * cost:.3g}" for cost in costs), *rates, f"{1e3 * worker.compress_s:.3g}")
+        table.add_row(str(rank), *map(milliseconds, costs), *rates, milliseconds(worker.compress_s))
     console.print(table)
     show_parts(console, profile)
     for way in ("push", "pull"):
         if loaded := [getattr(worker, f"{way}_loaded_s") or 0.0 for worker in profile.workers if worker.push_loaded_s]:
-            console.print(f"all at once: a {way} takes {1e3 * min(loaded):.3g} to {1e3 * max(loaded):.3g} ms")
+            console.print(f"all at once: a {way} takes {spanned(loaded)} ms")
     for cost, noise in NOISES.items():
         for ranks in alike(profile.workers, cost, noise):
             said = ", ".join(map(str, ranks[:MAX_ROWS])) + (", …" if len(ranks) > MAX_ROWS else "")
@@ -42,7 +42,7 @@ def show_parts(console: Console, profile: Profile) -> None:
         console.print("layer groups, the last layers first: medians over the workers")
         table = Table("group", "kB", "forward ms", "backward ms", box=None, padding=(0, 2, 0, 0))
         forward, backward = (
-            [f"{1e3 * median(costs):.3g}" for costs in zip(*by_worker, strict=True)]
+            [milliseconds(median(costs)) for costs in zip(*by_worker, strict=True)]
             for by_worker in ([w.forward_s for w in profile.workers], [w.backward_s for w in profile.workers])
         )
         for k, nbytes in enumerate(groups[:MAX_ROWS]):
@@ -54,16 +54,21 @@ def show_parts(console: Console, profile: Profile) -> None:
     sums = [] if profile.all_reduce is None else [profile.all_reduce]
     for what, lines in (("a message to or from the server", links), ("a sum over all workers", sums)):
         if lines:
-            latencies, rates = [1e3 * line.latency_s for line in lines], [1e9 * line.s_per_byte for line in lines]
+            latencies, rates = [line.latency_s for line in lines], [1e6 * line.s_per_byte for line in lines]
             console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms for each MB")
     if links and not sums:
         console.print("sums are not measured: there is one worker")
 
 
-def spanned(values: Sequence[float]) -> str:
-    """The least and the largest, or both at once."""
-    low, high = number(min(values)), number(max(values))
+def spanned(costs: Sequence[float]) -> str:
+    """The least and the largest of these seconds in ms, or both at once."""
+    low, high = milliseconds(min(costs)), milliseconds(max(costs))
     return low if low == high else f"{low} to {high}"
+
+
+def milliseconds(cost: float) -> str:
+    """Seconds in ms; what no clock resolves is not written out."""
+    return "<0.001" if 0 < cost < 1e-6 else number(1e3 * cost)
 
 
 def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None) -> None:

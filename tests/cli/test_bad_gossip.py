@@ -2,10 +2,10 @@
 apart says why."""
 
 import shlex
+from functools import partial
 
 import pytest
 
-from ashl.cli.app import main
 from ashl.config.compose import compose
 from ashl.errors import UsageError
 from ashl.planning.make import make_plan
@@ -18,18 +18,11 @@ FILES = {
 
 
 @pytest.fixture
-def said(workplace, capsys):
-    """Train with these overrides; returns the exit code and the one sentence on standard error."""
+def gossips(workplace, said):
+    """`said`, of gossip, beside some files with graphs."""
     for name, text in FILES.items():
         (workplace / f"{name}.edges").write_text(text)
-
-    def train(*overrides: str) -> tuple[int, str]:
-        code = main(["train", "-q", "runtime=sim", "tracking=none", "topology=gossip", *overrides])
-        _, err = capsys.readouterr()
-        assert err.count("\n") == 1, err
-        return code, err.removeprefix("ashl: ").strip()
-
-    return train
+    return partial(said, "topology=gossip")
 
 
 @pytest.mark.parametrize(
@@ -56,14 +49,16 @@ def said(workplace, capsys):
         ("sync=d_psgd topology=all_reduce", "take topology=gossip"),
     ],
 )
-def test_a_wrong_configuration(overrides: str, says: str, said) -> None:
-    code, sentence = said(*shlex.split(overrides))
+def test_a_wrong_configuration(overrides: str, says: str, gossips) -> None:
+    code, sentence = gossips(*shlex.split(overrides))
     assert says in sentence
     assert code == 2
 
 
-def test_choco_with_too_large_a_step_diverges_and_says_why(said) -> None:
-    code, sentence = said("sync=choco", "compression=topk", "compression.ratio=0.01", "sync.gamma=3", "stop.steps=2000")
+def test_choco_with_too_large_a_step_diverges_and_says_why(gossips) -> None:
+    code, sentence = gossips(
+        "sync=choco", "compression=topk", "compression.ratio=0.01", "sync.gamma=3", "stop.steps=2000"
+    )
     assert code == 1
     assert "the run diverged: the loss of worker" in sentence
     assert "sync.gamma=3 is too large for this compression" in sentence

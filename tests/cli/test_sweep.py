@@ -53,12 +53,16 @@ def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.Capt
     assert summaries(workplace / "study") == whole
 
 
-def test_ctrl_c_says_how_to_go_on(workplace: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_says_how_to_go_on(
+    number: int, code: int, workplace: Path, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
+        time.sleep(10)
 
     monkeypatch.setattr("ashl.study.sweep.run_on", interrupted)
-    assert main(["sweep", *GRID]) == 130
+    assert main(["sweep", *GRID]) == code
     out, err = capsys.readouterr()
     assert "interrupted: what has ended is kept; the same command runs what is missing" in out
     assert not err
