@@ -63,11 +63,9 @@ def sweep(
         from ashl.study import sweep as study
         from ashl.study.grid import grid_lines, make_grid
 
-    lines = grid_lines(typed, config_dir)
-
     with Console(stderr=True).status("composing") as status:  # seen on a terminal only
         grid = make_grid(
-            lines,
+            grid_lines(typed, config_dir),
             lambda point: compose(point, config_dir),
             strict=strict,
             progress=lambda done, size: status.update(f"composing {done} of {size} settings"),
@@ -76,16 +74,16 @@ def sweep(
         for setting in grid.settings:
             typer.echo(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", nl=False)
         return 0
-    folder = study.folder_of(grid, grid.settings[0].config["run"]["dir"], grid.settings[0].config["name"])
+    first = grid.settings[0].config
+    folder, launch = study.folder_of(grid, first["run"]["dir"], first["name"]), None
     if dry_run:
         study.show(grid, folder)
         return 0
-    launch = None
     if launcher:
         slots = plugins.at_a_time(launcher, jobs, study.slots_for(grid))
         launch = partial(plugins.bring, launcher=launcher, overrides=[*slots, *theirs])
-    how = {"rerun_failed": rerun_failed, "race": race, "quiet": quiet}
     with interruptible(quiet):
+        how = {"rerun_failed": rerun_failed, "race": race, "quiet": quiet}
         summaries = study.sweep(grid, typed, folder, slots=jobs, launch=launch, baseline=baseline, **how)
     return int(any(summary["status"] == "failed" for summary in summaries))
 

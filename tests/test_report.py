@@ -11,11 +11,12 @@ from rich.console import Console
 
 from ashl.errors import UsageError
 from ashl.report import terminal
+from ashl.report.compare import compare
 from ashl.report.leaderboard import Leaderboard, ordering, rank
 from ashl.report.phrases import answer
 from ashl.report.records import read
 from ashl.report.stats import effect, seeds_needed, spread
-from ashl.report.terminal import show
+from ashl.report.terminal import columns_of, show
 from tests.run_folders import lines, write_run, write_sweep
 
 KEYS = [(seed, 0) for seed in range(10)]
@@ -195,6 +196,22 @@ def test_without_accuracies_they_are_judged_at_an_equal_time(tmp_path) -> None:
     assert [row.spread.middle for row in board.rows] == pytest.approx([-math.log(1 - 0.1**f) for f in (0.5, 0.25)])
     ratio = math.log(1 - 0.1**0.25) / math.log(1 - 0.1**0.5)
     assert f"{ratio:.2f} times lower than the baseline ssp" in answer(ranked(slow, quick, baseline="ssp")).headline
+
+
+@pytest.mark.parametrize(("higher", "first"), [(False, "asp"), (True, "bsp")])
+def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(tmp_path, higher: bool, first: str) -> None:
+    for sync, values in {"bsp": (0.4, 0.3), "asp": (0.3, 0.2)}.items():
+        told = {"metric": "mae", "higher_is_better": higher, "best": {}}
+        told["final"] = {"train_loss": 0.3, "test_loss": 0.1, "test_metric": values[-1]}
+        folder = write_run(tmp_path / sync, target=None, choices={"sync": sync}, **told)
+        rows = [
+            {"time_s": t, "step": t, "train/loss": 1.0, "test/mae": mae} for t, mae in zip((1, 2), values, strict=True)
+        ]
+        lines(folder / "metrics.jsonl", rows)
+    found = compare([tmp_path / "bsp", tmp_path / "asp"], out=tmp_path / "r.html")
+    assert (found.board.rows[0].label, found.board.measure.title) == (first, "mae after 2 s")
+    assert dict(columns_of(found.board))["mae"](found.board.rows[0]) == {"bsp": "0.3", "asp": "0.2"}[first]
+    assert "mae on the test set" in found.report.read_text()
 
 
 def test_rank_and_sentence_go_by_the_same_number(tmp_path) -> None:

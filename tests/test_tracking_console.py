@@ -9,11 +9,12 @@ from rich.console import Console
 
 from ashl.tracking import console as screen
 from ashl.tracking.console import Frame, Progress, WorkerFrame, outcome
+from ashl.tracking.sweep_progress import ending
 
 LINK = "http://127.0.0.1:5000/#/experiments/1/runs?" + "x" * 100
 
 
-def frame(host_s: float, num_workers: int = 2) -> Frame:
+def frame(host_s: float, num_workers: int = 2, metric: tuple[str, float] | None = None) -> Frame:
     return Frame(
         time_s=75.0,
         host_s=host_s,
@@ -21,7 +22,8 @@ def frame(host_s: float, num_workers: int = 2) -> Frame:
         steps=12345,
         commits=12345,
         loss=0.1234,
-        accuracy=0.931,
+        accuracy=None if metric else 0.931,
+        metric=metric,
         samples_per_s=7890.1,
         wait_share=0.125,
         progress=0.5,
@@ -101,10 +103,19 @@ def test_quiet_says_nothing():
 
 def test_a_frame_may_know_little():
     console = pipe()
-    unknown = Frame(0.0, 0.0, "", 0, 1, None, None, None, None, None, None, [])
+    unknown = Frame(0.0, 0.0, "", 0, 1, None, None, None, None, None, None, None, [])
     with Progress(console, name="demo") as progress:
         progress.update(unknown)
     assert text(console) == "time 0 s  steps 0  loss -  samples/s -  waiting -\n"
+
+
+def test_a_task_without_accuracy_is_told_by_its_own_metric():
+    console = pipe()
+    with Progress(console, name="demo") as progress:
+        progress.update(frame(0.0, metric=("perplexity", 21.37)))
+    assert "perplexity 21.4  loss 0.123" in text(console)
+    told = ending(summary(final={"test_metric": 0.141, "train_loss": 0.2}, metric="mae", time_to_target_s=None))
+    assert told == "finished after 10 s, mae 0.141"
 
 
 def test_no_color_is_respected(monkeypatch):

@@ -87,23 +87,25 @@ def _at(points: Sequence[tuple[float, float]], at: float) -> float:
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
-def scored(runs: Sequence[Run]) -> str | None:
-    """What the runs' evaluations can be drawn by."""
-    for key in NAMES:
+def scored(runs: Sequence[Run]) -> dict[str, str]:
+    """What the evaluations can be drawn by, the first of it that any run has, and what it is called."""
+    own = {run.metric[0] for run in runs if run.metric}
+    names = {"test/acc": NAMES["test/acc"]} | {f"test/{name}": f"{name} on the test set" for name in own} | NAMES
+    for key, name in names.items():
         for run in runs:
             try:
                 if any(row.get(key) is not None for row in run.metrics):
-                    return key
+                    return {key: name}
             except BrokenRecordError:
                 continue
-    return None
+    return {}
 
 
 def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
     """One figure of the given rows; `x` is `time_s` or `bytes`. Empty where there is nothing to draw."""
-    y = scored([run for row in rows for run in row.runs])
+    y, name = next(iter(scored([run for row in rows for run in row.runs]).items()), ("", ""))
     curves = {row: found for row in rows if y and (found := curve(row.runs, x, y))}
-    if not curves or y is None:
+    if not curves:
         return ""
     target = board.target[0] if board.target and y == "test/acc" else None
     reached = {
@@ -124,7 +126,7 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
     percentages = 100.0 if y == "test/acc" else 1.0
     parts = [
         x_axis(across, HEIGHT - 50, XS[x] + (", logarithmic" if log else ""), top=TOP),
-        y_axis(up, LEFT, NAMES[y], right=WIDTH - LEGEND, factor=percentages),
+        y_axis(up, LEFT, name, right=WIDTH - LEGEND, factor=percentages),
     ]
     if target:
         parts.append(line(LEFT, up(target), WIDTH - LEGEND, up(target), stroke=INK, stroke_dasharray="3 3"))
@@ -145,7 +147,7 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
         parts.append(marker("ring", *there, COLORS[styles[row]], 4.5))
     parts += _numbers({row: (across(f.xs[-1]), up(f.mean[-1])) for row, f in curves.items()}, board)
     parts += [legend(board, row, index, styles[row]) for index, row in enumerate(curves)]
-    return drawing(WIDTH, HEIGHT, f"{NAMES[y]} against {XS[x]}", *parts)
+    return drawing(WIDTH, HEIGHT, f"{name} against {XS[x]}", *parts)
 
 
 def cut(found: Curve, end: float) -> Curve:

@@ -52,6 +52,7 @@ class Row:
     against: Effect | None
     accuracy: tuple[float, float] | None  # final: mean and standard deviation
     best: float | None
+    metric: tuple[str, float, float] | None  # the task's own, where it has no accuracy: name, final mean and deviation
     loss: float | None
     steps_per_s: float | None
     wait_share: float | None
@@ -292,6 +293,7 @@ def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool
         against=against,
         accuracy=(fmean(final), stdev(final) if len(final) > 1 else 0.0) if final else None,
         best=mean("test_accuracy", "best"),
+        metric=_metric(runs),
         loss=mean("train_loss", "final"),
         steps_per_s=mean("steps_per_s"),
         wait_share=mean("wait_share"),
@@ -302,6 +304,14 @@ def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool
         late=late(head["setting"]),
         measures=_measures(runs),
     )
+
+
+def _metric(runs: Iterable[Run]) -> tuple[str, float, float] | None:
+    names = {run.metric[0] if run.metric else "" for run in runs}
+    found = _known((run.summary.get("final") or {}).get("test_metric") for run in runs)
+    if len(names) > 1 or names == {""} or not found:
+        return None
+    return names.pop(), fmean(found), stdev(found) if len(found) > 1 else 0.0
 
 
 def _measures(runs: Iterable[Run]) -> dict[str, float]:

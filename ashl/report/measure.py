@@ -149,31 +149,28 @@ def time_to(target: Target, recomputed: bool) -> Measure:
 
 
 def at_equal_time(runs: Sequence[Run]) -> Measure:
-    """Accuracy, else test loss, else training loss, at the end of the run that ended first; without any, the speed."""
+    """Accuracy, else the task's own metric, else test loss, else training loss, at the end of the run that ended first;
+    without any, the speed."""
     timed = [run for run in runs if run.metrics]
     if not timed:
         speed = lambda run: run.summary.get("samples_per_s") or 0.0  # noqa: E731
         return Measure("speed", "samples/s", False, True, speed, number, "none", "times as fast")
     sound = [run for run in timed if run.summary["status"] != "diverged" and not run.dropped]
     time_s = min(run.metrics[-1]["time_s"] for run in sound or timed)
-    key = next(
-        (
-            key
-            for key in ("test/acc", "test/loss", "train/loss")
-            if any(r.get(key) is not None for r in timed[0].metrics)
-        ),
-        "test/loss",
-    )
-    accuracy = key == "test/acc"
-    worst = -math.inf if accuracy else math.inf
+    own = timed[0].metric if len({run.metric for run in timed}) == 1 else None
+    titles = {"test/acc": "accuracy", "test/loss": "test loss", "train/loss": "training loss"}
+    if own is not None:
+        titles = {"test/acc": "accuracy", f"test/{own[0]}": own[0], **titles}
+    key = next((key for key in titles if any(r.get(key) is not None for r in timed[0].metrics)), "test/loss")
+    accuracy, lower = key == "test/acc", key != "test/acc" and not (own and own[1] and titles[key] == own[0])
+    worst = math.inf if lower else -math.inf
 
     def value(run: Run) -> float:
         found = None if run.summary["status"] == "diverged" else value_at(run, key, time_s)
         return worst if found is None else found
 
-    title = {"test/acc": "accuracy", "test/loss": "test loss", "train/loss": "training loss"}[key]
-    show, better = (percent, "points better") if accuracy else (number, "times lower")
-    return Measure(f"{title} after {seconds(time_s)}", "", not accuracy, not accuracy, value, show, "none", better)
+    show, better = (percent, "points better") if accuracy else (number, "times lower" if lower else "times higher")
+    return Measure(f"{titles[key]} after {seconds(time_s)}", "", lower, not accuracy, value, show, "none", better)
 
 
 def measurable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:

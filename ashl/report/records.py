@@ -71,6 +71,12 @@ class Run:
         reached = self.summary.get("time_to_target_s") is not None
         return self.summary["status"] in ("finished", "diverged") or reached or self.dropped
 
+    @property
+    def metric(self) -> tuple[str, bool] | None:
+        """The task's own metric and whether higher is better, where it is no accuracy."""
+        name, higher = self.summary.get("metric"), self.summary.get("higher_is_better")
+        return (name, higher) if isinstance(name, str) and name != "accuracy" and isinstance(higher, bool) else None
+
     @cached_property
     def metrics(self) -> tuple[Mapping[str, Any], ...]:
         """Its evaluations, in order of time. Raises BrokenRecordError."""

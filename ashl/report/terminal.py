@@ -111,6 +111,7 @@ def columns_of(board: Leaderboard) -> list[Column]:
         ("against", against),
         ("pace lost", lambda row: "" if row.late is None else percent(row.late, 0)),
         ("accuracy", accuracy),
+        *own_metrics(board),
         ("best", lambda row: percent(row.best)),
         ("loss", lambda row: number(row.loss) if row.accuracy is None else "-"),
         ("steps/s", lambda row: number(row.steps_per_s)),
@@ -127,6 +128,19 @@ def measured(board: Leaderboard) -> list[Column]:
     """What the runs measured by themselves (`node.measure`)."""
     names = dict.fromkeys(name for row in board.rows for name in row.measures)
     return [(f"measure {name}", lambda row, name=name: number(row.measures.get(name))) for name in names]
+
+
+def own_metrics(board: Leaderboard) -> list[Column]:
+    """What tasks without an accuracy are told by: final mean and standard deviation over the seeds."""
+
+    def told(row: Row, name: str) -> str:
+        if row.metric is None or row.metric[0] != name:
+            return "-"
+        _, mean, deviation = row.metric
+        return number(mean) + (f" ± {number(deviation)}" if len(row.values) > 1 else "")
+
+    names = dict.fromkeys(row.metric[0] for row in board.rows if row.metric)
+    return [(name, lambda row, name=name: told(row, name)) for name in names]
 
 
 def accuracy(row: Row) -> str:

@@ -211,9 +211,14 @@ class Monitor:
         extra = self.books.health.metrics() | values_of(self.measures())
         if (hidden := self.hidden_share()) is not None:
             extra["perf/comm_hidden_share"] = hidden
-        if (metric := self.job.parts.task.metric) not in ("", ACCURACY) and found.test_metric is not None:
-            extra = {f"test/{metric}": found.test_metric, **extra}
+        if own := self.own_metric(found):
+            extra = {f"test/{own[0]}": own[1], **extra}
         return metrics_line(counts, found, time_s, self.host_s, workers, extra)
+
+    def own_metric(self, found: Evaluation) -> tuple[str, float] | None:
+        """The task's metric and its value, where it is another one than the accuracy."""
+        name, value = self.job.parts.task.metric, found.test_metric
+        return None if name in ("", ACCURACY) or value is None else (name, value)
 
     def hidden_share(self) -> float | None:
         """The share of the collectives' time in which their workers did something else; None where nothing overlaps."""
@@ -243,10 +248,10 @@ class Monitor:
     def tick(self) -> None:
         """Draw the progress where it is due."""
         if self.progress.due(host_s := self.host_s):
-            workers, last = self.workers(), self.books.evaluations[-1:]
+            workers, found = self.workers(), next(reversed(self.books.evaluations), None)
             epoch = len(self.job.data.train)
             args = (self.plan, len(self.books.stages), self.counts(), workers, epoch)
-            self.progress.update(view(*args, last[0].test_accuracy if last else None, host_s))
+            self.progress.update(view(*args, found, found and self.own_metric(found), host_s))
 
 
 def judged(counts: Counts, found: Evaluation) -> Counts:

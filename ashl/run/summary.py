@@ -69,6 +69,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "final": scores_of(last[0] if last else None, *SCORES, "consensus_distance"),
         "best": scores_of(best, *SCORES, "time_s") if best else None,
         "metric": monitor.job.parts.task.metric or None,
+        "higher_is_better": monitor.job.parts.task.higher_is_better,
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,
         "time_to_target_s": books.target.reached_s,

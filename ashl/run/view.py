@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ashl.plan.plan import Limits, Plan
+from ashl.run.evaluation import Evaluation
 from ashl.runtime.records import Beat, Counts
 from ashl.tracking.console import Frame, WorkerFrame
 
@@ -16,10 +17,11 @@ def view(
     counts: Counts | None,
     beats: Sequence[Beat],
     epoch_samples: int,
-    accuracy: float | None,
+    found: Evaluation | None,
+    metric: tuple[str, float] | None,
     host_s: float,
 ) -> Frame:
-    """How the run stands, after so many stages that have ended."""
+    """How the run stands, after so many stages that have ended; `found` and `metric`: by the last evaluation."""
     time_s = max((beat.time_ns for beat in beats), default=0) / 1e9
     done = share_done(plan.limits, counts, time_s, epoch_samples)
     waits = [waited(beat, time_s) for beat in beats]
@@ -31,7 +33,8 @@ def view(
         steps=counts.steps if counts else 0,
         commits=sum(counts.commits) if counts else 0,
         loss=counts.loss if counts else None,
-        accuracy=accuracy,
+        accuracy=found.test_accuracy if found else None,
+        metric=metric,
         samples_per_s=counts.samples / time_s if counts and time_s else None,
         wait_share=fmean(waits) if waits else None,
         progress=done,

@@ -45,6 +45,7 @@ class Frame(NamedTuple):
     commits: int
     loss: float | None
     accuracy: float | None
+    metric: tuple[str, float] | None  # the task's own, by its name, where it has no accuracy
     samples_per_s: float | None
     wait_share: float | None
     progress: float | None  # 0 to 1
@@ -104,6 +105,8 @@ class Progress:
     def _quality(self, frame: Frame) -> Iterator[tuple[str, str]]:
         if frame.accuracy is not None:
             yield "accuracy", percent(frame.accuracy) + (f" of {percent(self._target)}" if self._target else "")
+        if frame.metric is not None:
+            yield frame.metric[0], number(frame.metric[1])
         yield "loss", number(frame.loss)
         yield "samples/s", number(frame.samples_per_s)
         yield "waiting", percent(frame.wait_share)

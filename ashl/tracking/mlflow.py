@@ -233,7 +233,9 @@ class Copy:
         for key in ("status", "exit_reason"):
             self.client.set_tag(run_id, f"ashl.{key}", str(summary.get(key))[:MAX_TEXT])
         with suppress(Exception):  # the view is that of the last run
-            self.client.set_experiment_tag(str(self.experiment), view.TAG, view.tag(summary["num_workers"]))
+            self.client.set_experiment_tag(
+                str(self.experiment), view.TAG, view.tag(summary["num_workers"], metric=summary.get("metric"))
+            )
         warning = None
         try:
             for path in filter(Path.exists, (self.run_dir / name for name in ARTIFACTS)):

@@ -47,6 +47,7 @@ class Study:
     def __init__(self, folder: Path, job: dict):
         self.run_dir, self.job = folder, job
         self.own = mlflow.Copy(folder, job)  # the sweep's run in MLflow, above the others
+        self.judged: dict = {}  # how the runs' task does it
         self.warning: str | None = None  # what a run was not copied with
         self.waiting: list[dict] = []
         self.known: dict[str, tuple[str, str]] = {}  # (run id, outcome) by name, of runs and settings
@@ -84,7 +85,10 @@ class Study:
     def copy(self, line: dict) -> None:
         """One run that has ended, with its metrics, outcome and files; what is there of it already is replaced."""
         run_dir, name = Path(line["run_dir"]), line["run_name"]
-        outcome = hashlib.sha256((run_dir / SUMMARY).read_bytes()).hexdigest()[:16]
+        summary = (run_dir / SUMMARY).read_bytes()
+        told = json.loads(summary)
+        self.judged = {"metric": told.get("metric"), "lower": told.get("higher_is_better") is False}
+        outcome = hashlib.sha256(summary).hexdigest()[:16]
         known, copied = self.known.get(name, ("", ""))
         if copied == outcome:
             return
@@ -149,7 +153,9 @@ class Study:
             log(parent, str(path), *([path.name] if path.is_dir() else []))
         with suppress(Exception):  # a plainer page is no reason to record nothing
             axes = json.loads(self.job["tags"]["ashl.axes"])
-            self.client.set_experiment_tag(self.experiment, view.TAG, view.tag(axes=axes, settings=bool(self.settings)))
+            self.client.set_experiment_tag(
+                self.experiment, view.TAG, view.tag(axes=axes, settings=bool(self.settings), **self.judged)
+            )
         self.client.set_terminated(parent)
         return mlflow.page_of(self.job["uri"], self.experiment), self.warning
 

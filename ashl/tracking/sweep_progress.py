@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ashl.tracking.console import percent, seconds
+from ashl.tracking.console import number, percent, seconds
 
 MAX_LINES = 12
 
@@ -72,6 +72,8 @@ def ending(summary: dict[str, Any]) -> str:
     words = [f"{summary['status']} after {seconds(summary['time_s'])}"]
     if final.get("test_accuracy") is not None:
         words.append(percent(final["test_accuracy"]))
+    elif final.get("test_metric") is not None:
+        words.append(f"{summary['metric']} {number(final['test_metric'])}")
     elif final.get("train_loss") is not None:
         words.append(f"loss {final['train_loss']:.4g}")
     if reached is not None:

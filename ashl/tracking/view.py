@@ -32,14 +32,24 @@ COLUMNS = (
 REST = ("test", "comm", "wait", "final", "time")  # sections that MLflow makes of the other metrics: folded, below ours
 
 
-def tag(num_workers: int = MAX_WORKERS, axes: Sequence[str] = (), settings: bool = False) -> str:
+def tag(
+    num_workers: int = MAX_WORKERS,
+    axes: Sequence[str] = (),
+    *,
+    settings: bool = False,
+    metric: str | None = None,
+    lower: bool = False,
+) -> str:
     """Value of the experiment tag `TAG`: the view for runs of so many workers, or for a sweep over these keys, with
-    `settings` of the medians over seeds."""
+    `settings` of the medians over seeds. `metric` is the task's, `lower` says that less of it is
+    better."""
+    curve, final = ("acc", "accuracy") if metric in (None, "accuracy") else (metric, "metric")
     swept = [f"params.`{key}`" for key in axes]
-    columns = (*swept, *(column for column in COLUMNS if column not in swept))
+    usual = [column.replace("test_accuracy", f"test_{final}") for column in COLUMNS]
+    columns = (*swept, *(column for column in usual if column not in swept))
     sections = {
         "Over time": [
-            _line("test/acc"),
+            _line(f"test/{curve}"),
             _line(*(f"wait/w{rank}" for rank in range(min(num_workers, MAX_WORKERS)))),
             _line("train/loss"),
             _line("perf/samples_per_s"),
@@ -47,7 +57,7 @@ def tag(num_workers: int = MAX_WORKERS, axes: Sequence[str] = (), settings: bool
             _line("staleness/mean"),
         ],
         "Outcome": [
-            _chart("BAR", metricKey="final/test_accuracy"),
+            _chart("BAR", metricKey=f"final/test_{final}"),
             _chart("BAR", metricKey="final/time_to_target_s"),
             _chart("BAR", metricKey="final/wait_share"),
             _chart("BAR", metricKey="final/samples_per_s"),
@@ -58,8 +68,8 @@ def tag(num_workers: int = MAX_WORKERS, axes: Sequence[str] = (), settings: bool
     }
     state = {
         # by a metric, MLflow shows a sweep's runs beside each other; else it folds them away under the sweep
-        "orderByKey": "metrics.`final/test_accuracy`" if swept else "attributes.start_time",
-        "orderByAsc": False,
+        "orderByKey": f"metrics.`final/test_{final}`" if swept else "attributes.start_time",
+        "orderByAsc": bool(swept) and lower,
         "searchFilter": "tags.`ashl.kind` = 'setting'" if settings else "",
         "selectedColumns": columns,
         "columnOrder": columns,
