@@ -29,6 +29,7 @@ def profile(
         from ashl.run import train as run
 
     if dry_run:
-        run.dry_run(config, overrides or [])
+        measured = not run.is_virtual(config)
+        run.dry_run(run.through_server(config) if measured else config, [] if measured else overrides or [])
         return 0
     return run.profile(config, overrides or [], quiet=quiet)

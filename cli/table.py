@@ -5,10 +5,14 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+FULL = 110  # characters of a docstring's line that goes on below
+COLUMN = re.compile(r" +\S+( \S+)* {2,}(?=\S)")  # of a list within one: what comes before the second column
 
 
 def console() -> "Console":
@@ -20,31 +24,25 @@ def console() -> "Console":
 
 
 def folded(text: str) -> str:
-    """The text with no line wider than the screen; what goes on is set in as its line is. A paragraph that is wider is
-    filled anew; what is set in, and what begins with a word and a colon, keeps its own line."""
+    """The text with no line wider than the screen; what goes on is set in as it was."""
     width = console().width
-    paragraphs = ["\n".join(_filled(part)) if _wider(part, width) else part for part in text.split("\n\n")]
-    lines = []
-    for line in "\n\n".join(paragraphs).split("\n"):
-        inset = " " * (len(line) - len(line.lstrip()))
-        whole = len(line) <= width
-        lines += [line] if whole else textwrap.wrap(line, width, subsequent_indent=inset, break_on_hyphens=False)
-    return "\n".join(lines)
-
-
-def _wider(text: str, width: int) -> bool:
-    return any(len(line) > width for line in text.split("\n"))
-
-
-def _filled(paragraph: str) -> list[str]:
-    """Its lines, with those joined that were only broken where the source ends."""
+    whole = text.split("\n")
+    if max(map(len, whole)) <= width:
+        return text
     lines: list[str] = []
-    for line in paragraph.split("\n"):
-        if lines and not re.match(r"\s|[A-Z]\w*( \w+)?: |- ", line) and not lines[-1].startswith(" "):
-            lines[-1] += f" {line}"
+    insets: list[int] = []  # where each goes on: below its beginning, or below its second column
+    for before, line in zip(["", *whole], whole, strict=False):
+        words, inset = line.split(), len(line) - len(line.lstrip())
+        went_on = words and not words[0].endswith(":") and len(before) + len(words[0]) >= FULL
+        if went_on and inset == insets[-1]:
+            lines[-1] += " " + line.strip()
         else:
+            column = COLUMN.match(line)
             lines.append(line)
-    return lines
+            insets.append(column.end() if column else inset)
+    fill = partial(textwrap.wrap, width=width, break_on_hyphens=False)
+    found = zip(lines, insets, strict=True)
+    return "\n".join(part for line, inset in found for part in fill(line, subsequent_indent=" " * inset) or [""])
 
 
 def show(title: str, rows: Iterable[Sequence[str]]) -> None:

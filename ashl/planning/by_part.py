@@ -28,9 +28,12 @@ def as_measured(plan: Plan, known: Profile | None) -> Plan:
     return replace(plan, shares=known.shares, needed=known.needed)
 
 
-def with_parts(profile: Profile, plan: Plan, learner: Learner, cluster: Cluster) -> Profile:
-    """A declared profile with costs by layer group and by message, as the cluster has them."""
-    groups = layer_groups(replace(plan, work=plan.work or learner.work()))
+def with_parts(
+    profile: Profile, plan: Plan, learner: Learner, cluster: Cluster, known: Profile | None = None
+) -> Profile:
+    """A declared profile with costs by layer group and by message, as the cluster has them; layer groups are ready when
+    the profile says that the cluster is made of, where it is."""
+    groups = layer_groups(as_measured(replace(plan, work=plan.work or learner.work()), known))
     passes = [after - before for before, after in pairwise((0.0, *passed(groups)))]
     forward, backward = passes[: len(groups)][::-1], passes[len(groups) :]
     steady = replace(cluster, jitter=0.0, events=())

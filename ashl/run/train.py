@@ -203,11 +203,13 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
     Writes `profile.json` and the `plan.json` that follows from it into the run folder.
     """
     config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
-    if config["runtime"]["_target_"].endswith("SimRuntime"):
+    if is_virtual(config):
         plan, parts, data = prepared(config, None, overrides)
         found = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
         assert found is not None
-        found = with_parts(found, plan, Learner(parts.model, data, parts.task, seed=plan.seed), parts.cluster)
+        known = read_profile(config["profile"]) if config["profile"] else None
+        learner = Learner(parts.model, data, parts.task, seed=plan.seed)
+        found = with_parts(found, plan, learner, parts.cluster, known)
         run_dir = folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
         recorder.document("profile.json", found.to_json())
@@ -243,13 +245,24 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
     return 0
 
 
+def is_virtual(config: Mapping[str, Any]) -> bool:
+    return config["runtime"]["_target_"].endswith("SimRuntime")
+
+
 def through_server(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run that measures: its links lead to a server, whatever the topology is."""
+    """The configuration of a run that measures: its links lead to a server, whatever the topology is. Raises UsageError
+    where others have started the processes, and none for a server."""
+    topology = config["choices"]["topology"]
+    if topology != "parameter_server" and joined(config)[1]:
+        raise UsageError(
+            f"`ashl profile` measures links to a server, for which a job with topology={topology} has no process; "
+            "profile with topology=parameter_server and one process more, and train with profile=FILE"
+        )
     measuring = {
         "schedule": {"_target_": "ashl.schedule.profile_only.ProfileOnly", "profile_steps": 20, "by_part": True},
         "overlap": {"_target_": "ashl.overlap.none.Serial"},
     }
-    if config["choices"]["topology"] != "parameter_server":
+    if topology != "parameter_server":
         measuring["topology"] = {"_target_": "ashl.topology.parameter_server.ParameterServer", "pull_ratio": None}
     choices = {"schedule": "profile_only", "overlap": "none", "topology": "parameter_server"}
     return {**config, **measuring, "choices": {**config["choices"], **choices}}

@@ -14,6 +14,7 @@ import ashl
 import ashl.run
 from ashl.cli import complete
 from ashl.cli.app import COMMANDS, main
+from ashl.cli.table import folded
 from ashl.cli.train import starting
 from ashl.config import catalog
 from ashl.errors import AshlError, DataMissingError, UsageError
@@ -297,3 +298,19 @@ def test_a_narrow_screen_folds_what_a_card_says(capsys, monkeypatch) -> None:
     prose = narrow[: narrow.index("Parameters")]
     assert max(map(len, prose.splitlines())) <= 60
     assert prose.split() == wide[: wide.index("Parameters")].split(), "no word is cut or lost"
+
+
+def test_a_paragraph_of_a_card_is_filled_anew_and_a_list_keeps_its_columns(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    many = " ".join(["word"] * 22)
+    found = folded(f"{many}\nword ends.\nSource: a book.\n    name    {many}\n            ends.").split("\n")
+    assert found[:4] == [
+        *["word word word word word word word word"] * 2,
+        "word word word word word word word ends.",
+        "Source: a book.",
+    ]
+    assert found[4:] == [
+        "    name    word word word word word",
+        *["            word word word word word"] * 3,
+        "            word word ends.",
+    ]

@@ -24,3 +24,15 @@ def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
     assert sum(plan["stages"][0]["overlap"]["plan"]) == len(profile["group_bytes"])
     assert plan["shares"] == sorted(plan["shares"])
     assert plan["shares"][-1] == 1
+
+
+def test_a_dry_run_of_a_profile_needs_no_costs(workplace, capsys) -> None:
+    assert main(["profile", *REAL.split(), "--dry-run"]) == 0
+    assert "stage profile: measures steps and exchanges, and learns nothing" in capsys.readouterr().out
+
+
+def test_a_job_without_a_server_is_not_profiled(workplace, capsys, monkeypatch) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29977"}.items():
+        monkeypatch.setenv(key, value)
+    assert main(["profile", *REAL.split()]) == 2
+    assert "profile with topology=parameter_server and one process more" in capsys.readouterr().err

@@ -197,6 +197,28 @@ async def summed(node: Node, value: torch.Tensor, team: tuple[int, ...], key: in
     return await node.all_reduce(value, team, key=key)
 
 
+@pytest.mark.parametrize(
+    ("port_mbit_s", "came_ms"),
+    [(None, [(0, 22), (1, 22), (0, 42), (1, 42), (0, 62), (1, 62)]), (1.0, [(k % 2, 22 + 20 * k) for k in range(6)])],
+)
+def test_slices_to_a_server_queue_at_the_ports_that_they_share(port_mbit_s: float | None, came_ms: list) -> None:
+    """2,500 bytes at 1 Mbit/s take 20 ms: a worker's slices come one after the other through its port, after 2 ms of
+    latency, and those of both through a port of the server's that is no faster."""
+    machines, came = cluster(2, latency_s=0.002, server_bandwidth_mbit_s=port_mbit_s), []
+
+    async def main(node: Node) -> None:
+        if node.rank < 2:
+            for k in range(3):
+                await node.send(2, ("slice", 0, k), SizeOnly(2500))
+            return
+        for _ in range(6):
+            message = await node.recv(*[("slice", 0, k) for k in range(3)])
+            came.append((message.src, node.now_ns // MS))
+
+    Sim(3, Speed(machines, 1, 0), network(machines, 7500), Quiet()).run(main, tick=lambda: None)
+    assert came == came_ms
+
+
 @pytest.mark.parametrize("links", [{"exchange_s": 0.3}, {"bandwidth_mbit_s": 0.4, "latency_s": 0.003}], ids=str)
 def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
     machines = cluster(4, compute=(1.0, 1.3, 1.7, 2.0), link=(1.0, 2.0, 1.0, 1.0), jitter=0.3, step_s=0.02, **links)
