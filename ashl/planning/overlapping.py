@@ -150,18 +150,19 @@ def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Seque
 
 def worth(chain: Chain, chosen: Overlap, groups: Sequence[Part], cluster: Cluster) -> str:
     """How long a step and its exchange take, in words."""
-    options: dict[str, Overlap] = {
-        "none": Serial(),
-        "wfbp": WFBP(),
-        "merged greedy": Merged(plan="greedy"),
-        "merged optimal": Merged(plan="optimal"),
-    }
+    names = ("none", "wfbp", "merged greedy", "merged optimal")
+    if isinstance(chain, Compressed):
+        names = ("in one", "plan=none", "greedy", "optimal")
+    plans = (Serial(), WFBP(), Merged(plan="greedy"), Merged(plan="optimal"))
+    options: dict[str, Overlap] = dict(zip(names, plans, strict=True))
     if chain.needed_ns:
         options["priority"] = Priority(slice="auto", credit="auto").planned(chain)
         options["dear"] = DeAR(plan="tuned")
     times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
     said = f"a step and its sum take {chosen.step_ns(chain) / 1e6:.4g} ms in {count} messages (ms: {times})"
+    if chosen.shares:
+        said += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
     if cluster.exchange_s is not None:
         said += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
     return said

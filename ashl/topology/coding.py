@@ -74,16 +74,16 @@ class Coding:
 
     def ended(self) -> bool:
         """Everything has been encoded: whether it was finite."""
-        node, stage, state = self.team.node, self.stage, self.state
+        node, stage, state, every = self.team.node, self.stage, self.state, self.stage.health_every
         state.ends.sender = joined([ends.sender for ends in reversed(self.ends)])
         if isinstance(self.given[0], SizeOnly):
             return True
         if not self.finite:
             not_finite(node, stage, state, in_order(self.given))
-        elif stage.health_every is not None:
-            x = in_order(self.given)
+        elif every is not None and not (state.round % every and self.version % every):
+            x, weight = in_order(self.given), self.team.weight if stage.link.flags.linear else 1.0
             sent = [(link, self.bodies[k]) for k, link in enumerate(stage.links)]
-            report_health(node, stage, state, x, sent[::-1])
+            report_health(node, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
                 node.show_update(x, of=node.rank, tick=self.version, weight=self.team.weight)
         return self.finite

@@ -216,13 +216,20 @@ def test_what_is_kept_goes_over_a_border() -> None:
     assert dropped != whole
 
 
-def test_health_is_that_of_one_message() -> None:
-    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "compression.layers=true", "run.health_every=1")
-    plain, ours = (simulated(*common, *more).of("health") for more in ((), (LAYERWISE,)))
+@pytest.mark.parametrize(
+    ("codec", "cut", "headers"),
+    [
+        (("compression=topk", "compression.layers=true"), "none", 60),
+        (("compression=random_mask",), "[4]", 0),  # is weighed before it is encoded
+    ],
+)
+def test_health_is_that_of_one_message(codec, cut, headers) -> None:
+    common = (*RING, *DEEP, *UNEQUAL, *codec, "run.health_every=1", "run.health_mean=true")
+    plain, ours = (simulated(*common, *more).of("health") for more in ((), (LAYERWISE, f"overlap.plan={cut}")))
     assert plain
     sizes = ("split", "nbytes", "time_ns")
     assert [strip(record, sizes) for record in ours] == [strip(record, sizes) for record in plain]
-    assert {record["nbytes"] for record in ours} == {plain[0]["nbytes"] + 60}
+    assert {record["nbytes"] for record in ours} == {plain[0]["nbytes"] + headers}
 
 
 def strip(record: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
