@@ -273,9 +273,12 @@ def show(grid: Grid, folder: Path) -> None:
     """What a sweep would run, with what each run should take on its own clock."""
     console = Console(highlight=False)
     announce(console, grid, folder, sum(not ended(folder / s.hash, False) for s in grid.settings))
-    table = Table("run", *grid.axes, "predicted", box=None, padding=(0, 2, 0, 0))
+    named = any(
+        setting.label for setting in grid.settings
+    )  # lines have keys of their own: columns would be mostly empty
+    table = Table("run", *(["setting"] if named else grid.axes), "predicted", box=None, padding=(0, 2, 0, 0))
     for setting in grid.settings[:MAX_ROWS]:
-        values = [setting.axes.get(key, "-") for key in grid.axes]
+        values = [label(setting)] if named else [setting.axes.get(key, "-") for key in grid.axes]
         table.add_row(setting.hash, *values, seconds(setting.predicted_s))
     console.print(table)
     if len(grid.settings) > MAX_ROWS:

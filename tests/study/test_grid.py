@@ -8,7 +8,7 @@ import pytest
 from ashl.config.compose import alternatives, compose
 from ashl.errors import UsageError
 from ashl.study.grid import MAX_POINTS, Grid, grid_lines, make_grid
-from ashl.study.sweep import folder_of
+from ashl.study.sweep import folder_of, show
 
 SIM = ("runtime=sim", "tracking=none")
 
@@ -79,7 +79,7 @@ def test_the_same_grid_finds_the_same_folder_in_whatever_order() -> None:
     assert folder_of(one, "there", None) == Path("there")
 
 
-def test_a_preset_may_bring_lines_of_settings(tmp_path: Path) -> None:
+def test_a_preset_may_bring_lines_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "experiment").mkdir()
     lines = [
         {"sync": "bsp", "optimizer.lr": "0.1,0.2", "aggregate.clip_norm": None},
@@ -93,6 +93,8 @@ def test_a_preset_may_bring_lines_of_settings(tmp_path: Path) -> None:
     assert {setting.axes["optimizer.lr"] for setting in found.settings} == {"0.1", "0.2", "0.3"}
     assert {setting.label for setting in found.settings} == {"", "ASHL, as printed"}
     assert {setting.axes.get("sync") for setting in found.settings if setting.label} == {None}
+    show(found, tmp_path / "study")
+    assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(capsys.readouterr().out.split())
     narrowed = grid("experiment=mine", "optimizer.lr=0.5", config_dir=tmp_path)
     assert [setting.config["optimizer"]["lr"] for setting in narrowed.settings] == [0.5, 0.5]
 
