@@ -189,6 +189,8 @@ class Ports:
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
         """The same, once round the ring, with as many bytes as all members have together."""
+        if self._sums is not None and len(group) == len(self.cluster.compute):
+            return self.all_reduce_ns(group, total, now_ns) // 2
         return self._rounds_ns(group, total, len(group) - 1, now_ns)
 
     def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:

@@ -3,11 +3,7 @@
 Rule: as backward comes to a group, its gradient is reduce-scattered; once all have been, the sums are all-gathered in
 the order in which forward needs them, and the forward pass waits for each group by itself. A half costs half a sum, so
 in the long run a step takes max_k (R_k + S_k / 2) + max_k (S_k / 2 + q_k), with q_k the forward time from k on and S_k
-what the sums of the layers up to k take. By `plan`:
-    layers   a message for each group
-    bytes    groups of 25 MiB, as released
-    tuned    the size of messages with which a step is shortest by the declared costs
-    [2, 3]   as given: how many groups each message holds, the last layers first
+what the sums of the layers up to k take. What a message holds is for `plan` to say, see `ashl.overlap.crossing`.
 
 Limits: never faster than ideal `priority`; slower than `wfbp` where a large group is ready early and forward is short.
 One group is `none`.
@@ -24,15 +20,14 @@ from typing import ClassVar, Literal
 
 from ashl.option import option
 from ashl.overlap.chain import Chain
-from ashl.overlap.contract import Overlap
-from ashl.overlap.merged import CAPS, Counts, as_given, by_bytes
+from ashl.overlap.crossing import Crossing
+from ashl.overlap.merged import Counts
 
 
 @option
-class DeAR(Overlap):
+class DeAR(Crossing):
     """Half of each sum under the backward pass, the other half under the next forward pass."""
 
-    crosses: ClassVar[bool] = True
     halves: ClassVar[bool] = True
     plan: Literal["layers", "bytes", "tuned"] | Counts
 
@@ -40,15 +35,11 @@ class DeAR(Overlap):
     def timed(self) -> bool:
         return self.plan == "tuned"
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
-        if not isinstance(self.plan, str):
-            return as_given(self.plan, len(chain.ready_ns))
-        if self.plan == "bytes":
-            return by_bytes(chain, (CAPS[1], CAPS[1]))
-        return tuned(chain) if self.plan == "tuned" else (1,) * len(chain.ready_ns)
-
     def step_ns(self, chain: Chain) -> int:
         return took_ns(chain, self.messages(chain))
+
+    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
+        return took_ns(chain, messages)
 
     def planned(self, chain: Chain) -> DeAR:
         return replace(self, plan=self.messages(chain))
@@ -63,11 +54,3 @@ def took_ns(chain: Chain, messages: Sequence[int]) -> int:
         now = max(now, chain.ready_ns[end - 1]) + half
     done = accumulate(reversed(halves), initial=now)
     return chain.period_ns(list(done)[:0:-1], messages)
-
-
-def tuned(chain: Chain) -> tuple[int, ...]:
-    """Of the plans by size the one with the shortest step; of several, that of the fewest messages."""
-    n = len(chain.nbytes)
-    caps = {sum(chain.nbytes[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
-    plans = {by_bytes(chain, (cap, cap)) for cap in caps}
-    return min(sorted(plans, key=len), key=lambda plan: took_ns(chain, plan))

@@ -1,13 +1,13 @@
 """Priorities: gradients travel in slices, those that the next forward pass needs first before the others.
 
-Rule: each layer group is cut into slices of so many parameters, and of those that are ready on all workers the lowest
-layer's goes first; one that has begun is not interrupted. Slices are committed while fewer than `credit` parameters
-are, and what is committed is not overtaken: a large credit gives priority away, and on real processes spares the
-workers to agree so often. The optimizer steps group by group, and the forward pass waits for each group by itself, so
-that sums go on under it. With ever smaller slices and no latency a step takes max_k (q_k + R_k + S_k), with q_k the
-forward time from k on and S_k what the sums of the layers up to k take: no order can take less, and it is less than
-that of `wfbp` by at most the forward time. With slice=auto and credit=auto the simulated time of a step decides: the
-slices with which it is shortest, and the largest credit that costs no more than 1 % of it.
+Rule: each message (see `ashl.overlap.crossing`) is cut into slices of so many parameters, and of those that are ready
+on all workers the lowest layer's goes first; one that has begun is not interrupted. Slices are committed while fewer
+than `credit` parameters are, and what is committed is not overtaken: a large credit gives priority away, and on real
+processes spares the workers to agree so often. The optimizer steps group by group, and the forward pass waits for each
+group by itself, so that sums go on under it. With ever smaller slices and no latency a step takes max_k (q_k + R_k +
+S_k), with q_k the forward time from k on and S_k what the sums of the layers up to k take: no order can take less, and
+it is less than that of `wfbp` by at most the forward time. With slice=auto and credit=auto the simulated time of a step
+decides: the slices with which it is shortest, and the largest credit that costs no more than 0.1 % of it.
 
 Limits: a forward pass that takes no time gives `wfbp` with slices; one group, `none` with slices.
 Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019, released
@@ -19,26 +19,29 @@ million and a credit of 16 million), tuned there by trial runs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
 from ashl.overlap.chain import Chain, Part
-from ashl.overlap.contract import Overlap
+from ashl.overlap.crossing import Crossing
+from ashl.overlap.merged import Counts
 
 LEAST, MOST = 1_000, 500  # parameters in a slice, and slices of a model, that are tried
 CREDITS = (1, 2, 4, 8)  # slices
-WORTH = 1.01
+WORTH = 1.001
 
 
 @option
-class Priority(Overlap):
+class Priority(Crossing):
     """Slices by the layer that needs them first, under the next forward pass."""
 
-    crosses: ClassVar[bool] = True
-    untimed: ClassVar[str] = "slice=40000 overlap.credit=40000"
+    untimed: ClassVar[str] = "plan=layers overlap.slice=40000 overlap.credit=40000"
+    plan: Literal["layers", "bytes", "tuned"] | Counts
     slice: Count | Literal["auto"]
     credit: Count | Literal["auto"]
 
@@ -51,15 +54,12 @@ class Priority(Overlap):
 
     @property
     def timed(self) -> bool:
-        return "auto" in (self.slice, self.credit)
+        return self.plan == "tuned" or "auto" in (self.slice, self.credit)
 
     @property
     def credit_bytes(self) -> int:
         assert self.credit != "auto"
         return 4 * self.credit
-
-    def messages(self, chain: Chain) -> tuple[int, ...]:
-        return (1,) * len(chain.ready_ns)
 
     def cuts(self, message: Part) -> list[tuple[int, int]]:
         size = message.stop - message.start
@@ -68,21 +68,22 @@ class Priority(Overlap):
 
     def step_ns(self, chain: Chain) -> int:
         assert self.slice != "auto"
-        assert self.credit != "auto"
-        return chain.period_ns(done_ns(chain, 4 * self.slice, 4 * self.credit), self.messages(chain))
+        messages = self.messages(chain)
+        return chain.period_ns(done_ns(chain, messages, 4 * self.slice, self.credit_bytes), messages)
+
+    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
+        largest = longest(chain, messages)
+        return chain.period_ns(done_ns(chain, messages, largest, largest), messages)
 
     def planned(self, chain: Chain) -> Priority:
-        if not self.timed:
-            return self
-        if self.slice != "auto":
-            return self._with_credit(chain)
-        size, largest, tried = max(LEAST, sum(chain.nbytes) // (4 * MOST)), max(chain.nbytes) // 4, []
-        while size < largest:
-            tried.append(size)
-            size *= 2
-        sizes = [n for n in (*tried, largest) if self.credit == "auto" or n <= self.credit] or [self.credit]
-        made = [replace(self, slice=n)._with_credit(chain) for n in sizes]
-        return min(reversed(made), key=lambda one: one.step_ns(chain))
+        made = replace(self, plan=self.messages(chain))
+        if made.slice != "auto":
+            return made._with_credit(chain)
+        sizes = [longest(chain, made.messages(chain)) // 4]
+        while sizes[-1] > max(2 * LEAST, sum(chain.nbytes) // (2 * MOST)):
+            sizes.append(sizes[-1] // 2)
+        tried = [min(size, self.credit) for size in sizes] if self.credit != "auto" else sizes
+        return min((replace(made, slice=n)._with_credit(chain) for n in tried), key=lambda one: one.step_ns(chain))
 
     def _with_credit(self, chain: Chain) -> Priority:
         """With the largest credit that costs next to nothing."""
@@ -93,21 +94,28 @@ class Priority(Overlap):
         return max((one for one in made if one.step_ns(chain) <= WORTH * least), key=lambda one: one.credit_bytes)
 
 
-def done_ns(chain: Chain, slice_bytes: int, credit_bytes: int) -> list[int]:
-    """When the sum of each group is in, of a step that has begun at 0: as the simulator has it, slice by slice."""
-    groups, done, now, held, posted = len(chain.ready_ns), [0] * len(chain.ready_ns), 0, 0, 0
+def longest(chain: Chain, messages: Sequence[int]) -> int:
+    """Bytes of the longest message."""
+    return max(sum(chain.nbytes[end - count : end]) for end, count in zip(accumulate(messages), messages, strict=True))
+
+
+def done_ns(chain: Chain, messages: Sequence[int], slice_bytes: int, credit_bytes: int) -> list[int]:
+    """When each message is in, of a step that has begun at 0: as the simulator has it, slice by slice."""
+    ends = list(accumulate(messages))
+    ready = [chain.ready_ns[end - 1] for end in ends]
+    sizes = [sum(chain.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
+    last, done, now, held, posted = len(ready), [0] * len(ready), 0, 0, 0
     waiting: list[tuple[int, int, int]] = []  # heap: (place in forward, number, bytes)
-    committed: deque[tuple[int, int]] = deque()  # (group, bytes)
+    committed: deque[tuple[int, int]] = deque()  # (message, bytes)
 
     def post_until(end_ns: float) -> None:
         """What becomes ready before then, and what can be committed of it."""
         nonlocal posted, held
-        while posted < groups and chain.ready_ns[posted] < end_ns:
-            nbytes = chain.nbytes[posted]
-            for start in range(0, nbytes, slice_bytes):
-                heappush(waiting, (-posted, start, min(slice_bytes, nbytes - start)))
+        while posted < last and ready[posted] < end_ns:
+            for start in range(0, sizes[posted], slice_bytes):
+                heappush(waiting, (-posted, start, min(slice_bytes, sizes[posted] - start)))
             posted += 1
-            if posted == groups or chain.ready_ns[posted] > chain.ready_ns[posted - 1]:
+            if posted == last or ready[posted] > ready[posted - 1]:
                 commit()
 
     def commit() -> None:
@@ -117,15 +125,15 @@ def done_ns(chain: Chain, slice_bytes: int, credit_bytes: int) -> list[int]:
             committed.append((-place, nbytes))
             held += nbytes
 
-    while posted < groups or committed:
+    while posted < last or committed:
         if not committed:
-            now = max(now, chain.ready_ns[posted])
+            now = max(now, ready[posted])
             post_until(now + 1)
-        group, nbytes = committed.popleft()
+        message, nbytes = committed.popleft()
         now += chain.cost_ns(nbytes)
         post_until(now)
         held -= nbytes
-        done[group] = now
+        done[message] = now
         post_until(now + 1)
         commit()
     return done

@@ -156,7 +156,7 @@ def worth(chain: Chain, chosen: Overlap, groups: Sequence[Part], cluster: Cluste
     plans = (Serial(), WFBP(), Merged(plan="greedy"), Merged(plan="optimal"))
     options: dict[str, Overlap] = dict(zip(names, plans, strict=True))
     if chain.needed_ns:
-        options["priority"] = Priority(slice="auto", credit="auto").planned(chain)
+        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(chain)
         options["dear"] = DeAR(plan="tuned")
     times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
@@ -203,7 +203,7 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
     elif own.overlap.crosses and not own.optimizer.elementwise:
-        why, instead = "the optimizer steps on one layer group at a time, and this one needs all", "optimizer=sgd"
+        why, instead = "the optimizer steps on one layer group at a time, and does not say elementwise", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
         why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"
     else:

@@ -38,7 +38,7 @@ def rows(cluster: str, model: str) -> list[list[str]]:
         n, best = len(groups), optimal(chain)
         serial = chain.end_ns((n,))
         least = max(chain.ready_ns[-1] + chain.cost(n - 1, n), chain.ready_ns[0] + chain.cost(0, n))
-        slices, halves = Priority(slice="auto", credit="auto").planned(chain), DeAR(plan="tuned")
+        slices, halves = Priority(plan="tuned", slice="auto", credit="auto").planned(chain), DeAR(plan="tuned")
         across = (slices.step_ns(chain), halves.step_ns(chain))
         backward = (chain.end_ns((1,) * n), chain.end_ns(greedy(chain)), chain.end_ns(best), least)
         shares = [end / serial for end in (*backward, *across)]

@@ -80,7 +80,7 @@ def test_a_plan_by_cost_needs_costs(said) -> None:
     for overlap, instead in (
         ("overlap=merged", "overlap.plan=bytes"),
         ("overlap=dear", "overlap.plan=bytes"),
-        ("overlap=priority overlap.slice=auto", "overlap.slice=40000 overlap.credit=40000"),
+        ("overlap=priority overlap.slice=auto", "overlap.plan=layers overlap.slice=40000"),
     ):
         code, sentence = said(*real, *overlap.split())
         assert code == 2
@@ -93,3 +93,19 @@ def test_a_plan_of_compressed_messages_needs_costs(asked, said) -> None:
     code, sentence = said(*real, f"overlap.{asked}")
     assert code == 2
     assert "take overlap.plan=none overlap.ratio=null" in sentence
+
+
+def test_an_optimizer_that_needs_the_whole_vector(said, tmp_path, monkeypatch) -> None:
+    """One of a user's own that does not say that it goes element by element."""
+    (tmp_path / "whole.py").write_text(
+        "from ashl.option import option\n"
+        "from ashl.optimizer.sgd import SGD\n"
+        "@option\n"
+        "class Normed(SGD):\n"
+        "    elementwise = False\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = (*RING.split(), *LINKS.split(), "allow_targets=[whole]", "optimizer._target_=whole.Normed")
+    code, sentence = said(*chosen, "overlap=dear")
+    assert code == 2
+    assert "the optimizer steps on one layer group at a time, and does not say elementwise" in sentence

@@ -61,9 +61,21 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, seconds, h
     ("overlap", "spec", "latency_s", "seconds", "last"),
     [
         ("priority.Priority", {"slice": 250, "credit": 250}, 0, 20, 22),
-        ("priority.Priority", {"slice": 250, "credit": 1000}, 0, 22, 22),  # a large credit gives priority away
+        (
+            "priority.Priority",
+            {"plan": "layers", "slice": 250, "credit": 1000},
+            0,
+            22,
+            22,
+        ),  # a large credit gives priority away
         ("priority.Priority", {"slice": 1500, "credit": 1500}, 0, 20, 22),
-        ("priority.Priority", {"slice": 250, "credit": 250}, 0.1, 21.6, 24.6),  # twice on its way round the ring
+        (
+            "priority.Priority",
+            {"plan": "layers", "slice": 250, "credit": 250},
+            0.1,
+            21.6,
+            24.6,
+        ),  # twice on its way round the ring
         ("priority.Priority", {"slice": 750, "credit": 750}, 0.1, 23.2, 23.2),
         ("dear.DeAR", {"plan": "layers"}, 0, 21, 24),
         ("dear.DeAR", {"plan": [4]}, 0, 28, 28),
@@ -71,7 +83,7 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, seconds, h
 )
 def test_the_chain_of_the_literature_across_the_barrier(overlap, spec, latency_s, seconds, last) -> None:
     """Each step takes that long but the last, which takes until all is in."""
-    plan = four_layers(overlap, **spec)
+    plan = four_layers(overlap, **{"plan": "layers", **spec})
     plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
     chain = chain_of(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan))
     assert construct(plan.stages[0].overlap, "overlap").step_ns(chain) == round(seconds * 10**9)

@@ -39,10 +39,9 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     cluster = drawn_cluster(rng)
     stage = bound(rng, BSP(exchange="gradient"), AllReduce(), cluster.num_workers, drawn_limits(rng))
     size = stage.trainer.num_params
-    slices = rng.randint(max(1, size // 20), size)
-    overlap = rng.choice(
-        [WFBP(), DeAR(plan=rng.choice(["layers", "bytes"])), Priority(slice=slices, credit=rng.randint(1, 5) * slices)]
-    )
+    slices, plan = rng.randint(max(1, size // 20), size), rng.choice(["layers", "bytes"])
+    priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5) * slices)
+    overlap = rng.choice([WFBP(), DeAR(plan=plan), priority])
     return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
 
 
