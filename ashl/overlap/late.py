@@ -6,7 +6,8 @@ and the next one starts from y' = z + own·d, where z has all exchanges but that
 learned is computed away: y' is the average of the snapshots plus the own progress since, and the mean over the workers
 is that of local SGD on the same updates. At a parameter server z is the model of the last pull.
 
-Limits: where exchanges take no time it is still one late. own = 0 starts every piece from z, as CO2 does.
+Limits: where exchanges take no time it is still one late. own = 0 starts every piece from z alone, which
+needs far smaller steps: what a worker has just learned is learned once more, and lands twice.
 Source: Li et al., "Pipe-SGD", NeurIPS 2018 (gradients); Shen et al., "Faster Distributed Deep Net Training: Computation
 and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI 2019. `own` is ours.
 """

@@ -107,6 +107,9 @@ def by_sums() -> dict[str, Row]:
             processes="quick",
         ),
         "ring-dear": Row(f"{RING} sync=bsp overlap=dear cluster.compute=[1,1,2] {LINKS}", processes="quick"),
+        "ring-late": Row(f"{RING} sync=bsp optimizer.momentum=0.9 overlap=late {SLOW}"),
+        "ring-late-steps": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=late compression=topk outer=co2"),
+        "ring-anchor": Row(f"{RING} sync=local_sgd overlap=overlap_local_sgd outer=slowmo outer.beta=0.7 {LINKS}"),
         "ring-bcd": Row(f"{RING} sync=bsp optimizer=bcd"),
     }
 
@@ -290,6 +293,7 @@ def learning() -> dict[str, Row]:
         "outer-nesterov-ring": Row(f"{RING} sync=local_sgd sync.local_steps=4 outer=nesterov", processes="slow"),
         "outer-heavy-ball": Row("sync=bsp sync.exchange=difference outer=heavy_ball compression=topk"),
         "outer-slowmo": Row(f"{RING} sync=local_sgd outer=slowmo optimizer.schedule=linear optimizer.horizon_epochs=1"),
+        "outer-co2": Row("sync=ssp overlap=late outer=co2 outer.penalty=2 outer.clip=0.05 compression=topk"),
         "outer-adam": Row("sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=adam"),
         "outer-border": Row(
             "schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset outer=nesterov stop.steps=120",

@@ -23,6 +23,7 @@ LIMITS = {  # of the method, with which it is `average`
     "nesterov": ("outer.lr=1", "outer.momentum=0"),
     "heavy_ball": ("outer.lr=1", "outer.momentum=0"),
     "slowmo": ("outer.alpha=1", "outer.beta=0"),
+    "co2": ("outer.lr=1", "outer.momentum=0"),
     "delayed_nesterov": ("outer.beta=0",),
 }
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -195,3 +196,17 @@ def test_moments_of_another_method_are_not_taken_over(monkeypatch):
         ran = simulated(*base, "outer=nesterov", f"topology={topology}")
         assert [stage["name"] for stage in ran.of("stage")] == ["first", "local_sgd"]
         assert ran.params.isfinite().all()
+
+
+def test_co2_without_a_penalty_and_a_bound_is_heavy_ball_and_both_hold_it_back():
+    steps = updates(6)
+    ball = walk(conf_option("outer", "heavy_ball", lr=0.7, momentum=0.9), steps)
+    assert torch.equal(walk(conf_option("outer", "co2", lr=0.7, momentum=0.9), steps), ball)
+    half = walk(conf_option("outer", "co2", lr=0.7, momentum=0.9, penalty=2.0), steps)
+    torch.testing.assert_close(half, ball / 2)
+    bounded, params, bound = None, torch.zeros(D), 0.004
+    outer = conf_option("outer", "co2", momentum=0.9, clip=bound)
+    for update in steps:
+        bounded, params = outer.step(bounded, params, update, LR)
+        assert bounded is not None
+        assert float(bounded[0].abs().max()) == pytest.approx(bound)
