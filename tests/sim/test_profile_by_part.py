@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from ashl.cli.app import main
+from ashl.cluster.network import network
 from ashl.config.compose import compose
+from ashl.config.construct import construct
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.overlap.chain import FORWARD, bare, parts_of_tensors, passed
@@ -105,6 +107,14 @@ def test_a_plan_follows_from_a_profile_alike_in_virtual_time_and_on_processes(wo
         end_ns = max(end_ns, step_ns * groups[last - 1].ready) + 0.005e9 + 100 * nbytes
     assert float(note.split()[6]) * 1e6 == pytest.approx(end_ns, rel=1e-3)
     assert simulation(sim)().now_ns == pytest.approx(10 * end_ns, rel=1e-6)
+
+
+def test_halves_of_a_measured_sum_are_half_of_it(workplace) -> None:
+    cluster = construct(measured().cluster(), "cluster")
+    ports = network(cluster, 4)
+    assert ports.all_reduce_ns((0, 1, 2), 10_000, 0) == 6_000_000
+    assert ports.all_gather_ns((0, 1, 2), 10_000, 0) == 3_000_000
+    assert ports.all_reduce_ns((0, 1), 0, 0) == 2 * 6_000_000, "of some workers by their links"
 
 
 def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
