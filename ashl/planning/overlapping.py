@@ -32,7 +32,7 @@ from ashl.planning.by_part import as_measured
 from ashl.planning.predict import Uncontended
 from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends, Link
-from ashl.stage.rule import DELAY, OVERLAP, Rule
+from ashl.stage.rule import DELAY, OVERLAP, Rule, Topology
 from ashl.topology.parameter_server import UPDATES, ServerRule
 
 LinkOf = Callable[[int, int], Link]  # of the elements [start, stop)
@@ -62,7 +62,13 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
         link = None
         if own.overlap.compresses and not own.compression.flags.lossless:
             link = partial(link_of, own.compression, layout)
-        chain = chain_of(plan.stages[index], clock, groups, link)
+        if own.topology.has_server and isinstance(clock, Cluster) and clock.exchange_s is not None:
+            raise UsageError(
+                f"overlap={plan.choices['overlap']} lets the slices of a push queue at the worker's port, and with "
+                "cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with cluster.bandwidth_mbit_s "
+                "and cluster.latency_s"
+            )
+        chain = chain_of(plan.stages[index], clock, groups, link, server=own.topology.has_server)
         if chain is None and own.overlap.timed:
             raise UsageError(
                 f"overlap={plan.choices['overlap']} as it is set weighs the cost of a message against that of a step, "
@@ -78,7 +84,7 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
         planned = own.overlap.planned(chain or bare(groups))
         stages[index] = replace(stages[index], overlap=spec_of(stages[index].overlap, planned))
         if chain is not None:
-            notes.append(worth(chain, planned, groups, clock))
+            notes.append(worth(chain, planned, own.topology, groups, clock))
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
 
 
@@ -104,9 +110,11 @@ def spec_of(spec: Spec, option: Overlap) -> Spec:
     return {"_target_": spec["_target_"], **asdict(option)}  # ty: ignore[invalid-argument-type]
 
 
-def chain_of(stage: StagePlan, cluster: Any, groups: Sequence[Part], link: LinkOf | None = None) -> Chain | None:
-    """A step of the slowest worker, and what exchanges over all cost, by the codec of a message's `link` where it is
-    compressed; None where that is not declared."""
+def chain_of(
+    stage: StagePlan, cluster: Any, groups: Sequence[Part], link: LinkOf | None = None, *, server: bool = False
+) -> Chain | None:
+    """A step of the slowest worker, and what exchanges over all cost: sums, or pushes of all into a server's port; by
+    the codec of a message's `link` where it is compressed. None where that is not declared."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
     steady = replace(cluster, jitter=0.0, events=())
@@ -122,9 +130,9 @@ def chain_of(stage: StagePlan, cluster: Any, groups: Sequence[Part], link: LinkO
     chain = Chain(
         ready_ns=tuple(map(ready_ns, groups)),
         nbytes=bare(groups).nbytes,
-        cost_ns=lambda nbytes: costs.all_reduce_ns(team, nbytes, 0),
+        cost_ns=partial(costs.pushes_ns if server else costs.all_reduce_ns, team, now_ns=0),
         half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
-        needed_ns=tuple(round(max(step_ns) * group.needed) for group in groups),
+        needed_ns=() if server else tuple(round(max(step_ns) * group.needed) for group in groups),
     )
     return chain if link is None else compressed(chain, stage, costs, groups, link)
 
@@ -148,7 +156,7 @@ def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Seque
     return Compressed(chain.ready_ns, chain.nbytes, lambda _: latency_ns, ratio=ratio, body_ns=body_ns)
 
 
-def worth(chain: Chain, chosen: Overlap, groups: Sequence[Part], cluster: Cluster) -> str:
+def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Part], cluster: Cluster) -> str:
     """How long a step and its exchange take, in words."""
     names = ("none", "wfbp", "merged greedy", "merged optimal")
     if isinstance(chain, Compressed):
@@ -160,7 +168,8 @@ def worth(chain: Chain, chosen: Overlap, groups: Sequence[Part], cluster: Cluste
         options["dear"] = DeAR(plan="tuned")
     times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
-    said = f"a step and its sum take {chosen.step_ns(chain) / 1e6:.4g} ms in {count} messages (ms: {times})"
+    what = "push, where all push at once," if topology.has_server else "sum"
+    said = f"a step and its {what} take {chosen.step_ns(chain) / 1e6:.4g} ms in {count} messages (ms: {times})"
     if chosen.shares:
         said += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
     if cluster.exchange_s is not None:
@@ -189,11 +198,15 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
     """Refuse what leaves no gradient to send in parts. Raises UsageError."""
     name = f"overlap={choices['overlap']}"
     if OVERLAP not in own.topology.carries:
-        why, instead = "its workers do not sum gradients on their way", "topology=all_reduce sync=bsp"
+        why, instead = "its workers exchange no gradients", "topology=all_reduce or parameter_server, and sync=bsp"
     elif type(own.sync).loop is not Rule.loop:
         why, instead = "it has a loop of its own", "schedule=single"
     elif own.sync.exchange != "gradient":
         why, instead = "local steps make one update, and only after the last is there anything to send", "sync=bsp"
+    elif own.topology.has_server and (own.overlap.compresses or own.overlap.crosses):
+        why, instead = "a server decodes a push, and answers it, as a whole", "topology=all_reduce"
+    elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
+        why, instead = "it has messages of its own", "sync=bsp"
     elif not own.compression.flags.lossless and not own.overlap.compresses:
         why, instead = "a codec sees the whole update", "compression=none, overlap=layerwise"
     elif not own.compression.flags.lossless and (found := whole(own.compression, layout)):

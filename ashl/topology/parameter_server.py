@@ -25,13 +25,14 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.link import Ends
-from ashl.stage.rule import CODEC, DELAY, OUTER, PULLS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.rule import CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.delayed import AT_ONCE_S, at_border, worked
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work, reports_mean
 from ashl.topology.replies import Orders, Pull
+from ashl.topology.sliced import put_together, sliced
 
 
 class Updates:
@@ -46,7 +47,7 @@ class Updates:
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """(work, body, loss) of a worker's next push."""
-        work = await worked(node, stage, state)
+        work = await (sliced if stage.messages else worked)(node, stage, state)
         return work, *await encoded(node, stage, state, work)
 
     async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
@@ -135,7 +136,7 @@ class ParameterServer(Topology):
     """
 
     asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, DELAY})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, OVERLAP, DELAY})
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
@@ -273,6 +274,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
 async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one push; returns whether the model changed."""
     tally, worker, rule = state.tally, message.src, rule_of(stage)
+    message = await put_together(node, stage, message) if stage.messages else message
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = tally.version - version
     usual = int(rule.in_rounds and stage.delayed is not None)  # where all are one round late, nobody is
@@ -387,6 +389,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> No
         await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)
     while working:
         message = await node.recv(stage.tag("push"))
+        message = await put_together(node, stage, message) if stage.messages else message
         working.remove(message.src)
         if message.start_ns <= end_ns:
             tally.drop(message.src, int(message.meta[0]))

@@ -10,8 +10,10 @@ LAYERS = f"{RING} overlap=layerwise"
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("sync=bsp overlap=wfbp", "its workers do not sum gradients on their way; take topology=all_reduce sync=bsp"),
-        ("topology=gossip sync=d_psgd overlap=merged", "its workers do not sum gradients on their way"),
+        (
+            "topology=gossip sync=d_psgd overlap=merged",
+            "its workers exchange no gradients; take topology=all_reduce or",
+        ),
         ("topology=all_reduce sync=local_sgd overlap=wfbp", "local steps make one update"),
         (
             f"{RING} overlap=wfbp compression=topk",
@@ -40,13 +42,15 @@ LAYERS = f"{RING} overlap=layerwise"
         (f"{LAYERS} compression=qsgd overlap.ratio=adaptive", "this compression has none; take overlap.ratio=null"),
         (f"{LAYERS} compression=none overlap.ratio=[0.1,0.1]", "this compression has none; take overlap.ratio=null"),
         (f"{LAYERS} compression=topk overlap.plan=[3]", "holds 3 layer groups, and the model has 2"),
-        ("sync=bsp overlap=layerwise compression=topk", "its workers do not sum gradients on their way"),
+        ("sync=bsp overlap=layerwise compression=topk", "a server decodes a push, and answers it, as a whole"),
         (f"{RING} overlap=wfbp aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
         (f"{RING} overlap=wfbp optimizer=bcd", "no gradient of one backward pass"),
         (f"{RING} overlap=merged overlap.plan=[1,7]", "holds 8 layer groups, and the model has 2"),
         (f"{RING} overlap=merged overlap.plan=[2,0]", "overlap.plan"),
         (f"{RING} overlap=merged overlap.plan=best", "overlap.plan"),
         (f"{RING} overlap=wfbp overlap.plan=greedy", "merged"),
+        ("sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=wfbp", "it has messages of its own"),
+        ("sync=asp overlap=wfbp", "local steps make one update"),
         ("schedule=ashl overlap=wfbp", "makes no sense in stage ahl"),
         ("topology=gossip sync=d_psgd overlap=late", "its workers meet in another way; take topology=all_reduce or"),
         ("topology=partial_all_reduce sync=ripples_smart overlap=late", "its workers meet in another way"),
@@ -59,7 +63,7 @@ LAYERS = f"{RING} overlap=layerwise"
         (f"{RING} overlap=late overlap.own=1.5", "overlap.own"),
         ("sync=local_sgd overlap=overlap_local_sgd overlap.alpha=1", "overlap.alpha"),
         ("schedule=ashl overlap=dear", "makes no sense in stage ahl"),
-        ("sync=bsp overlap=priority", "its workers do not sum gradients on their way; take topology=all_reduce"),
+        ("sync=bsp overlap=priority", "a server decodes a push, and answers it, as a whole; take topology=all_reduce"),
         (f"{RING} overlap=priority overlap.slice=9 overlap.credit=8", "slice=9 is larger than overlap.credit=8"),
         (f"{RING} overlap=priority overlap.slice=0", "overlap.slice"),
         (f"{RING} overlap=priority compression=topk", "a codec sees the whole update; take compression=none"),
@@ -109,3 +113,9 @@ def test_an_optimizer_that_needs_the_whole_vector(said, tmp_path, monkeypatch) -
     code, sentence = said(*chosen, "overlap=dear")
     assert code == 2
     assert "the optimizer steps on one layer group at a time, and does not say elementwise" in sentence
+
+
+def test_slices_of_a_push_need_a_port(said) -> None:
+    code, sentence = said("sync=bsp", "cluster.exchange_s=0.01", "overlap=wfbp")
+    assert code == 2
+    assert "no port is ever busy; give cluster.exchange_s=null with" in sentence

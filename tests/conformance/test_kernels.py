@@ -55,6 +55,16 @@ def test_synchronous_modes_give_the_simulators_parameters(mode, tmp_path):
     assert adds_up(summary)
 
 
+def test_slices_of_a_push_are_put_together(tmp_path):
+    """What leaves while backward goes on is the same push."""
+    links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.0005")
+    chosen = (*QUICK, *links, "cluster=homogeneous", "cluster.num_workers=2", "sync=bsp", "overlap=wfbp")
+    summary, sim = real(tmp_path / "run", *chosen), simulated(*chosen)
+    assert summary["params_sha256"] == sim.sha256
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("ledger") if r["rank"] < 2)
+    assert adds_up(summary)
+
+
 @pytest.mark.parametrize("mode", [["sync=ssp", "sync.staleness=1"], ["sync=asp"], ["sync=backup"]], ids=lambda m: m[0])
 def test_the_others_keep_their_invariants(mode, tmp_path):
     summary = real(tmp_path / "run", *QUICK, *mode)

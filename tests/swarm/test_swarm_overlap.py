@@ -16,6 +16,7 @@ from ashl.overlap.wfbp import WFBP
 from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.parameter_server import ParameterServer
 from tests.swarm.drawn import bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
 from tests.swarm.test_swarm import check_bounds, check_counts
 
@@ -37,8 +38,11 @@ def drawn_parts(rng: random.Random, size: int) -> tuple[Part, ...]:
 def drawn(seed: int) -> tuple[Cluster, Stage]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
-    stage = bound(rng, BSP(exchange="gradient"), AllReduce(), cluster.num_workers, drawn_limits(rng))
+    topology = AllReduce() if rng.random() < 0.7 else ParameterServer(pull_ratio=None)
+    stage = bound(rng, BSP(exchange="gradient"), topology, cluster.num_workers, drawn_limits(rng))
     size = stage.trainer.num_params
+    if topology.has_server:
+        return cluster, replace(stage, overlap=WFBP(), parts=drawn_parts(rng, size))
     slices, plan = rng.randint(max(1, size // 20), size), rng.choice(["layers", "bytes"])
     priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5) * slices)
     overlap = rng.choice([WFBP(), DeAR(plan=plan), priority])

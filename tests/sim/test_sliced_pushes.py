@@ -1,0 +1,73 @@
+"""Pushes whose slices leave while backward goes on: the same model at a server, in the time of the closed form."""
+
+from dataclasses import replace
+
+import pytest
+
+from ashl.plan.plan import Plan
+from tests.benchmarks.simulator import simulation
+from tests.support import planned, simulated
+
+LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.002", "cluster.step_s=0.03")
+SERVER = ("topology=parameter_server", "dataset=synthetic", "model=lenet", "optimizer.momentum=0.9", *LINKS)
+UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
+
+
+def four_layers(overlap: str, workers: int, **spec: object) -> Plan:
+    """The chain of the literature: a third of 15 s is forward, backward takes 3, 1, 2 and 4, pushes 5, 1, 1 and 6 s."""
+    links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=0.008", "cluster.latency_s=0", "cluster.step_s=15")
+    server = "cluster.server_bandwidth_mbit_s=0.008"
+    plan = planned(
+        "topology=parameter_server",
+        "sync=bsp",
+        "runtime.gradients=false",
+        f"stop.steps={10 * workers}",
+        f"cluster.compute={[1] * workers}",
+        "cluster.link=null",
+        *links,
+        server,
+    )
+    layers = tuple((f"layer{k}", (250 * c,)) for k, c in enumerate((5, 1, 1, 6)))  # 1,000 bytes a second
+    stage = replace(plan.stages[0], overlap={"_target_": f"ashl.overlap.{overlap}", **spec})
+    return replace(plan, layers=layers, num_params=250 * 13, work=(3, 1, 2, 4), stages=(stage,))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "spec", "workers", "seconds"),
+    [
+        ("none.Serial", {}, 1, 10 * (15 + 13 + 13) - 13),  # step, push, pull; the last push ends the run
+        ("wfbp.WFBP", {}, 1, 10 * (22 + 13) - 13),
+        ("merged.Merged", {"plan": [2, 2]}, 1, 10 * (24 + 13) - 13),
+        # Through one port the second pull comes after 26, a push of that worker begins with its first slice, and the
+        # port serves it last. In the first round both begin at once.
+        ("none.Serial", {}, 2, 15 + 26 + 9 * (26 + 15 + 13)),
+        ("wfbp.WFBP", {}, 2, 9 + 26 + 9 * (26 + 9 + 13)),
+    ],
+)
+def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, seconds) -> None:
+    sim = simulation(four_layers(overlap, workers, **spec))()
+    assert sim.nodes[workers].counter.tally.end_ns == seconds * 10**9
+
+
+@pytest.mark.parametrize("sync", ["bsp", "backup"])
+def test_same_model_in_less_time(sync) -> None:
+    runs = [
+        simulated(*SERVER, *UNEQUAL, f"sync={sync}", "stop.steps=15", f"overlap={overlap}")
+        for overlap in ("none", "wfbp", "merged")
+    ]
+    if sync == "bsp":  # who comes too late hangs on the clock
+        assert len({run.sha256 for run in runs}) == 1
+        assert len({run.of("ledger")[0]["bytes_up"] for run in runs}) == 1
+    serial, each, merged = (run.time_ns for run in runs)
+    assert max(each, merged) < serial
+    assert all(sum(run.end["steps_by"]) == run.end["steps"] for run in runs)
+
+
+def test_a_plan_weighs_what_all_push_at_once() -> None:
+    """The port of the server takes one push after the other, and merged plans are made for that."""
+    alike = ("cluster.compute=[1,1,1,1]", "cluster.link=null", "cluster.server_bandwidth_mbit_s=20")
+    plan = planned(*SERVER, *alike, "sync=bsp", "overlap=merged")
+    note = next(note for note in plan.notes if "a step and its push" in note)
+    whole_ms = 2 + 4 * 4 * plan.num_params * 8 / 20e3
+    assert float(note.split("none ")[1].split(",")[0]) == pytest.approx(30 + whole_ms, rel=1e-3)
+    assert whole_ms < float(note.split("take ")[1].split()[0]) < 30 + whole_ms
