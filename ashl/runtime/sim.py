@@ -169,8 +169,7 @@ class Sim:
         """(result, when it ends); what it hands out is there on the way to its end."""
         bodies = dict[int, Any]()
         value = effect.fn(bodies.__setitem__)
-        start, cost = self._started(task, effect)
-        return value, self._post_parts(task, effect, bodies, start, cost)
+        return value, self._post_parts(task, effect, bodies, *self._started(task, effect))
 
     def _post_parts(self, task: Task, effect: Compute, bodies: dict[int, Any], start: int, cost: int) -> int:
         """When a computation ends that began then; what it hands out is posted."""
@@ -233,7 +232,8 @@ class Sim:
             start = now
         if start > now and task.main:
             node.ledger.mark("wait", start)
-        return start, self._cost_ns(rank, effect.kind, effect.work, start)
+        cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
+        return start, self._cost_ns(rank, effect.kind, effect.work, start) if cost is None else cost
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
