@@ -278,7 +278,8 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = tally.version - version
     usual = int(rule.in_rounds and stage.delayed is not None)  # where all are one round late, nobody is
-    late = not (rule.accepts(max(0, staleness - usual)) and stage.aggregate.accepts(staleness))
+    beyond = max(0, staleness - usual)
+    late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
     tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
     tally.arrive(worker, staleness, late)
     if late or tally.diverged:

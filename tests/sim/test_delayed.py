@@ -228,6 +228,14 @@ def test_stages_of_ashl_are_late_and_its_profiling_is_not() -> None:
     assert ran.end["steps"] == sum(ran.end["steps_by"])
 
 
+def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
+    """At a barrier everybody is one merge late, so aggregate.max_delay=1 drops nobody; else all would wait for ever."""
+    chosen = (*SMALL, *LATE, "sync=bsp", "stop.steps=12")
+    guarded = simulated(*chosen, "aggregate.max_delay=1")
+    assert guarded.end["dropped_by"] == [0, 0, 0]
+    assert guarded.sha256 == simulated(*chosen).sha256
+
+
 def test_the_border_of_late_is_a_pure_function() -> None:
     late = conf_option("overlap", "late")
     landed, start, progress = (torch.full((3,), value) for value in (5.0, 1.0, 2.0))
