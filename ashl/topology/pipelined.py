@@ -96,7 +96,8 @@ async def exchanged(team: Team, stage: Stage, state: PeerState) -> bool:
         if k == len(stage.messages) - 1:
             count = partial(counted, stage, before, team.loss)
             state.tally = node.alike(team.ranks, ("count", stage.index, version), count)
-            state.steps, state.samples = state.tally.steps, state.tally.samples
+            tally = state.tally
+            state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
             await node.send(node.rank, stage.tag("counted"))
         if not state.tally.diverged:
             step = partial(stage.trainer.apply_slice, params, moments, message.start, message.stop, total, rate)

@@ -1,5 +1,7 @@
 """Sums that go on under the next forward pass: the same model as without overlap, however the run ends."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.benchmarks.simulator import simulation
@@ -68,6 +70,17 @@ def test_a_target_ends_the_run_a_step_later_at_most(overlap, tmp_path) -> None:
     assert serial["stages"][0]["exit_reason"] == other["stages"][0]["exit_reason"] == "target_accuracy"
     assert serial["steps"] <= other["steps"] <= serial["steps"] + 2
     assert adds_up(other)
+
+
+def test_a_stage_that_follows_knows_how_old_its_model_is(tmp_path) -> None:
+    """Late gradients after a pipelined stage: one step late, as without it; the plan's own overlap is in its note."""
+    first, second = (planned(*RING, *NETS, *overlap).stages[0] for overlap in (HALVES, ("overlap=late",)))
+    stages = (replace(first, until={"commits": 3}), replace(second, name="late"))
+    plan = replace(planned(*RING, *NETS, "overlap=late"), stages=stages)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    run = simulated(*RING, *NETS, "stop.steps=24", f"plan={tmp_path / 'plan.json'}")
+    assert set(run.end["stale_max"]) == {1}
+    assert any(note.startswith("overlap=late changes what is learned") for note in run.plan.notes)
 
 
 def test_evaluated_models_are_those_without_overlap() -> None:
