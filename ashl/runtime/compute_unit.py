@@ -44,10 +44,14 @@ class ComputeUnit:
         if not effect.parts and not effect.needs:
             return Ran(effect.fn(), [(kind, self._pace.computed(effect.kind, cost, start))])
         spans: list[tuple[str, int]] = []
-        began = start  # had nothing come between
+        began = start  # had nothing come between; without a declared cost, when the last part was there
 
         def reached(share: float) -> int:
-            return self._pace.until(began + round(share * (cost or 0)))
+            nonlocal began
+            if cost is not None:
+                return self._pace.until(began + round(share * cost))
+            began = self._pace.computed(effect.kind, None, began)
+            return began
 
         def hand_out(k: int, tensor: Any) -> None:
             nonlocal began

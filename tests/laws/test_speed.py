@@ -1,5 +1,6 @@
 """What computing costs, and how a real run is made to last as long."""
 
+import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,9 @@ from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
 from ashl.run.launch import kept_pace
 from ashl.runtime import pace as pacing
+from ashl.runtime.compute_unit import ComputeUnit
+from ashl.runtime.effects import Compute
+from ashl.runtime.kernel import Mailbox
 from ashl.runtime.pace import Pace
 from ashl.runtime.records import Lateness, PaceKept
 from tests.laws.machines import MS, cluster
@@ -91,6 +95,22 @@ def test_overshooting_sleeps_do_not_add_up(monkeypatch) -> None:
         assert end == (step + 1) * 30 * MS
     assert host.now - end < 100_000
     assert pace.report().steps == (100, 0, 0.0, pytest.approx(3.0))
+
+
+def test_parts_of_a_slowed_step_are_slowed(monkeypatch) -> None:
+    """Of a step of 10 ms and 10 ms more, three times slower, the first part is there after 30 ms."""
+    host, inbox = Host(monkeypatch), queue.SimpleQueue()
+    unit = ComputeUnit(1, host.pace(step_s=None), inbox, Mailbox())
+
+    def work(hand_out) -> None:
+        for k in range(2):
+            host.now += 10 * MS
+            hand_out(k, None)
+
+    tags = [("part", 0, k) for k in range(2)]
+    ran = unit.run(Compute(work, BATCH, parts=((0.6, tags[0]), (1.0, tags[1]))), 0)
+    times = [inbox.get().start_ns, inbox.get().start_ns, ran.end_ns]
+    assert [round(at_ns / MS) for at_ns in times] == [30, 60, 60]
 
 
 def test_a_host_that_is_too_slow_says_so(monkeypatch) -> None:
