@@ -112,10 +112,12 @@ class Ledger:
                 for spans in (self._old, self._spans)
             )
 
-    def rebook(self, source: str, target: str, amount_ns: int) -> None:
-        """Move time between classes when it becomes known later what it was."""
-        self.totals[source] -= amount_ns
-        self.totals[target] += amount_ns
+    def waited(self, waited_ns: int) -> None:
+        """It is known now that a collective waited so long for its last member, of what was called a transfer."""
+        self.totals["push"] -= waited_ns - waited_ns // 2
+        self.totals["pull"] -= waited_ns // 2
+        self.totals["wait"] += waited_ns
+        self.collective_ns -= waited_ns
 
     def cut(self) -> tuple[list[Span], int, int]:
         """End a round; returns its spans, start and end."""

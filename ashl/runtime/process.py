@@ -266,8 +266,7 @@ class TorchKernel:
     def _rebook(self, waited_ns: list[int]) -> None:
         """Of collectives that were called transfers it is known now how long they waited."""
         for waited in waited_ns:
-            self.node.ledger.rebook("push", "wait", waited - waited // 2)
-            self.node.ledger.rebook("pull", "wait", waited // 2)
+            self.node.ledger.waited(waited)
 
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.body is None else effect.body.nbytes

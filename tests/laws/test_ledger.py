@@ -112,3 +112,13 @@ def test_what_was_asked_for_early_was_never_waited_for() -> None:
     ledger.mark("compute", 10)
     ledger.blocked(30, push_end_ns=0, pull_start_ns=5)
     assert ledger.cut()[0] == [("compute", 0, 10), ("pull", 10, 30)]
+
+
+def test_what_a_collective_waited_is_neither_moved_nor_hidden() -> None:
+    """80 of 100 ns were waiting for the last member; the rest is as exposed as before."""
+    ledger = Ledger()
+    ledger.collective(0, 100, main=True)
+    ledger.settle()
+    ledger.waited(80)
+    assert (ledger.totals["push"], ledger.totals["pull"], ledger.totals["wait"]) == (10, 10, 80)
+    assert ledger.collective_ns == 20
