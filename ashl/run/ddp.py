@@ -85,7 +85,7 @@ def script(run_dir: Path, name: str = "ddp.py") -> str:
     own = all(str(spec["_target_"]).startswith("ashl.") for spec in (plan.model, plan.dataset, plan.task))
     ordered = come_in_order(plan, messages) if own else True
     sizes = [4 * (part.stop - part.start) for part in messages]
-    imported, call = model_of(plan, own)
+    imported, call = model_of(plan)
     return SCRIPT.format(
         run=run_dir,
         overlap=f"overlap={plan.choices.get('overlap', 'none')}",
@@ -125,11 +125,11 @@ def come_in_order(plan: Plan, messages: Sequence[Part]) -> bool:
     return holds == sorted(holds)
 
 
-def model_of(plan: Plan, own: bool) -> tuple[str, str]:
+def model_of(plan: Plan) -> tuple[str, str]:
     """(what is imported, the call that makes the module)."""
     module, _, name = str(plan.model["_target_"]).rpartition(".")
     keys = {key: value for key, value in plan.model.items() if key != "_target_"}
-    if not own:
+    if not module.startswith("ashl."):
         return f"\nfrom {module} import {name}\n", f"{name}({arguments(keys)})  # as you make it"
     told: Mapping[str, Any] = {"sample_shape": plan.sample_shape, "num_classes": plan.num_classes}
     if isinstance(Options(()).of("model", plan.model), PlainModel):

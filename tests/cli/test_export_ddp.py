@@ -15,7 +15,7 @@ from ashl.cli.app import main
 from ashl.learn.trainer import Trainer
 from ashl.plan.files import read_plan
 from ashl.planning.build import assemble
-from ashl.run.ddp import messages_of
+from ashl.run.ddp import messages_of, script
 from tests.support import planned
 
 RUN = "runtime=sim tracking=none topology=all_reduce sync=bsp cluster.compute=[1] stop.steps=6 eval.every_commits=6"
@@ -57,8 +57,8 @@ def test_plain_ddp_has_the_same_groups_and_learns_the_same(what: str, workplace,
     job = assemble(replace(plan, runtime={**plan.runtime, "gradients": True}), "cpu")
     trainer = job.stages[0].trainer
     assert isinstance(trainer, Trainer)
-    script = exported(run)
-    net = script.wrapped(script.model())
+    written = exported(run)
+    net = written.wrapped(written.model())
     vector_to_parameters(trainer.init()[0], net.parameters())
     buckets: list[set[int]] = []
     places = {id(p): i for i, p in enumerate(net.parameters())}
@@ -123,3 +123,13 @@ def test_compressed_messages_are_no_buckets() -> None:
     common = ("topology=all_reduce", "sync=bsp", "overlap=layerwise")
     assert messages_of(planned(*common))
     assert not messages_of(planned(*common, "compression=topk"))
+
+
+def test_a_data_set_of_ones_own_leaves_the_model_to_be_made(tmp_path) -> None:
+    """The data are not looked at, and the script makes the module of a model that is known."""
+    plan = planned("topology=all_reduce", "sync=bsp", "overlap=wfbp", "model.hidden=[8]")
+    own = replace(plan, dataset={**plan.dataset, "_target_": "mine.Photos"})
+    (tmp_path / "plan.json").write_text(own.to_json())
+    written = script(tmp_path)
+    assert "return MLP(hidden=[8]).build(sample_shape=" in written
+    assert "was not looked at" in written
