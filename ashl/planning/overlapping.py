@@ -169,7 +169,8 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
     times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
     what = "push, where all push at once," if topology.has_server else "sum"
-    said = f"a step and its {what} take {chosen.step_ns(chain) / 1e6:.4g} ms in {count} messages (ms: {times})"
+    sent = f"{count} message{'s' * (count > 1)}"
+    said = f"a step and its {what} take {chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
         said += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
     if cluster.exchange_s is not None:

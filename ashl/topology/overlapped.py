@@ -15,10 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from ashl.runtime.effects import Tag
-from ashl.size_only import SizeOnly
+from ashl.runtime.sums import together
 from ashl.stage.stage import Stage
 from ashl.stage.team import Team
 from ashl.topology.coding import Coding
@@ -42,7 +40,7 @@ async def overlapped(team: Team, stage: Stage, state: WorkerState, version: int,
     came = [] if others is None else await node.join(others)
     team.begin((loss if coding is None or coding.ended() else math.nan) / team.size, word)
     came += await exchanged(team, coding, tags[-1:])
-    update = together(came) if coding is None else await coding.decoded(came)
+    update = together(came[::-1]) if coding is None else await coding.decoded(came)
     return Work(update, loss, 1, state.batch, step_s, state.version)
 
 
@@ -54,10 +52,3 @@ async def exchanged(team: Team, coding: Coding | None, tags: Sequence[Tag]) -> l
         summed = team.all_reduce(body, team.weight) if coding is None else coding.exchanged(team, tag[2], body)
         came.append(await summed)
     return came
-
-
-def together(sums: list[Any]) -> Any:
-    """The flat vector of its slices, the last one first."""
-    if isinstance(sums[0], SizeOnly):
-        return SizeOnly(sum(part.nbytes for part in sums))
-    return torch.cat(sums[::-1])

@@ -14,10 +14,10 @@ from functools import partial
 
 from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
+from ashl.runtime.sums import together
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw
 from ashl.topology.local_work import Work, WorkerState
-from ashl.topology.overlapped import together
 
 
 async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
@@ -47,5 +47,5 @@ async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
 async def put_together(node: Node, stage: Stage, push: Message) -> Message:
     """At the server: a push with the slices that left before it; it began when the first of them did."""
     before = [await node.recv(stage.tag("part", k), src=push.src) for k in range(len(stage.messages) - 1)]
-    parts = (*before, push)
+    parts = (push, *reversed(before))
     return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
