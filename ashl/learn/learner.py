@@ -293,7 +293,10 @@ class Learner:
         return self._module(inputs)
 
     def _forward_on(self, pieces: Pieces, drawn: int | None, inputs: Tensor) -> Tensor:
-        """The same, on parameters that come while it goes on; `drawn` seeds what the module draws."""
+        """The same, on parameters that come while it goes on; `drawn` seeds what the module draws. They lie in memory
+        as in one vector: by where a matrix begins some kernels choose in which order they add up."""
+        if self._resident is None:
+            self._point_at(torch.empty(self.num_params, device=self._device))
         arriving = Arriving(pieces, self._parameters, self._bring)
         arriving.await_all(self._hidden)
         with arriving:
@@ -306,10 +309,7 @@ class Learner:
             return self._forward(inputs)
 
     def _bring(self, parameter: nn.Parameter, values: Tensor) -> None:
-        if self._resident is not None:
-            parameter.data.copy_(values)
-        else:
-            parameter.data = values.to(self._device)
+        parameter.data.copy_(values)
 
     def _calibrate(self) -> None:
         """Estimates BatchNorm's statistics at these parameters, as plain averages over equal batches."""

@@ -36,6 +36,14 @@ def test_the_same_model_and_counts(workers, optimizer) -> None:
     assert up[0] <= up[2] <= up[0] + 24 * merges, "chunks of equal length are filled up"
 
 
+def test_the_same_model_of_one_sample_at_a_time() -> None:
+    """Products with a vector, of a model that is not copied each step: where a matrix lies plays a part."""
+    chosen = (*RING, *NETS[:2], "model.hidden=[301,257]", "dataset.batch_size=1", "stop.steps=6")
+    assert (
+        len({simulated(*chosen, "cluster.compute=[1,2]", *o).sha256 for o in ((), ("overlap=priority",), HALVES)}) == 1
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
