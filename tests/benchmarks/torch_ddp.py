@@ -1,8 +1,11 @@
 """What someone who knows torch's DistributedDataParallel would write: samples a second of two processes over gloo."""
 
+import json
 import multiprocessing as mp
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,8 +32,16 @@ def samples_per_s(config: dict, steps: int, port: int) -> float:
 
 
 def rank_main(rank: int, port: int, config: dict, steps: int, answers: "mp.SimpleQueue") -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORKERS)
+    rate = trained(config, steps)
+    if rank == 0:
+        answers.put(rate)
+
+
+def trained(config: dict, steps: int, cap_mb: float | None = None) -> float:
+    """Samples a second of all ranks of the process group, which ends; buckets of so many MiB, or torch's default."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
     dataset, sgd = construct(config["dataset"], "dataset"), config["optimizer"]
     data = dataset.load()
     torch.manual_seed(config["seed"])
@@ -39,7 +50,9 @@ def rank_main(rank: int, port: int, config: dict, steps: int, answers: "mp.Simpl
     if images:
         module = module.to(memory_format=torch.channels_last)
     warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers has another name in the newest torch only
-    model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True)
+    model = DistributedDataParallel(
+        module, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True, bucket_cap_mb=cap_mb
+    )
     optimizer = torch.optim.SGD(
         model.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True
     )
@@ -64,11 +77,17 @@ def rank_main(rank: int, port: int, config: dict, steps: int, answers: "mp.Simpl
     start = time.perf_counter()
     train(steps)
     dist.barrier()
-    if rank == 0:
-        answers.put(WORKERS * steps * dataset.batch_size / (time.perf_counter() - start))
+    rate = WORKERS * steps * dataset.batch_size / (time.perf_counter() - start)
     dist.destroy_process_group()
+    return rate
 
 
 def epoch(samples: int, batch: int) -> "iter[Tensor]":
     """The full batches of one pass, in random order."""
     return iter(torch.randperm(samples)[: samples // batch * batch].split(batch))
+
+
+if __name__ == "__main__":
+    path, steps, cap_mb = sys.argv[1:]
+    dist.init_process_group("gloo")
+    print(trained(json.loads(Path(path).read_text()), int(steps), float(cap_mb) or None))
