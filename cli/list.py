@@ -14,6 +14,7 @@ from ashl.config.catalog import (
     head,
     lacking,
     parameters,
+    parents,
     read,
     summary,
     target,
@@ -96,4 +97,6 @@ def _card(group: str, option: str, file: Path) -> None:
             _laws(file)
         typer.echo(f"\n{name}, from {file}")
     else:  # a preset, best shown as it stands
-        typer.echo(f"{group}={option}\n\n{read(file).rstrip()}\n\nfrom {file}")
+        typer.echo(f"{group}={option}")
+        for source in (file, *parents(file)):
+            typer.echo(f"\n{read(source).rstrip()}\n\nfrom {source}")

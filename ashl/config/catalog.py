@@ -68,7 +68,7 @@ def parameters(file: Path) -> list[Parameter]:
     root = _parsed(yaml.compose, text, file)
     own = list(_leaves(root, "", text.splitlines())) if isinstance(root, yaml.MappingNode) else []
     inherited: dict[str, Parameter] = {}
-    for parent in _parents(file):
+    for parent in parents(file):
         inherited |= {parameter.key: parameter for parameter in parameters(parent)}
     return list((inherited | {parameter.key: parameter for parameter in own}).values())
 
@@ -76,13 +76,13 @@ def parameters(file: Path) -> list[Parameter]:
 def target(file: Path) -> str:
     """The dotted name that the option's file constructs; "" for a group of plain values."""
     content = load(file)
-    return str(content.get("_target_", "")) or next((name for parent in _parents(file) if (name := target(parent))), "")
+    return str(content.get("_target_", "")) or next((name for parent in parents(file) if (name := target(parent))), "")
 
 
 def values(file: Path) -> dict:
     """What an option's file says, and what the files say that it starts from."""
     found: dict = {}
-    for parent in _parents(file):
+    for parent in parents(file):
         found |= values(parent)
     return found | {key: value for key, value in load(file).items() if key != "defaults"}
 
@@ -159,7 +159,8 @@ def _parsed(parse, text: str, file: Path):
         raise UsageError(f"{file}, {line}, is not valid YAML: {error.problem}.") from error
 
 
-def _parents(file: Path) -> Iterator[Path]:
+def parents(file: Path) -> Iterator[Path]:
+    """The options of its group that an option's file starts from."""
     for entry in load(file).get("defaults", ()):
         for folder in (CONF / file.parent.name, file.parent):
             if isinstance(entry, str) and (parent := folder / f"{entry}.yaml").is_file():

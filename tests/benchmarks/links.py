@@ -34,7 +34,7 @@ OPTIONS = {
     "dear": ("overlap=dear",),
     "late": ("overlap=late",),
 }
-CAPS_MB = (1, 2, 4, 8)  # of DDP's buckets, beside its default
+CAPS_MB = (0.25, 1, 4)  # of DDP's buckets, beside its default
 BASE = (
     "topology=all_reduce",
     "sync=bsp",

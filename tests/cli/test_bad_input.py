@@ -78,7 +78,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ),
         ("sync=local_sgd outer=nesterov outer.lr=0", "outer.lr=0 is not possible: should be greater than 0"),
         ("sync=local_sgd outer=slowmo outer.beta=1", "outer.beta=1 is not possible: should be less than 1"),
-        ("sync=local_sgd outer.lr=0.7", "outer=average has no key lr; these have one: adam, heavy_ball, nesterov"),
+        ("sync=local_sgd outer.lr=0.7", "outer=average has no key lr; these have one: adam, co2, heavy_ball, nesterov"),
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
         ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
         ("runtime=local runtime.backend=nccl", "take runtime.backend=gloo"),
