@@ -41,8 +41,9 @@ class Chain:
     ready_ns: tuple[int, ...]  # on the slowest worker
     nbytes: tuple[int, ...]
     cost_ns: Callable[[int], int]  # of a message of so many bytes, alone
-    half_ns: Callable[[int], int] = lambda nbytes: 0  # ... of half a sum, scattered or gathered
+    half_ns: Callable[[int], int] = lambda nbytes: 0  # ... of half a sum, scattered or gathered, or of a pull
     needed_ns: tuple[int, ...] = ()  # when forward comes to each, on the slowest worker
+    answer_ns: int = 0  # what a server takes to answer with the model in one piece
 
     def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
         """When the last of these messages has ended, of which such shares are kept; None = as planned."""

@@ -16,6 +16,7 @@ class Overlap(Contract, group="overlap", strict=True):
     ratio: ClassVar[tuple[float, ...] | str | None] = None  # the kept share of each message; None = compression.ratio
     crosses: ClassVar[bool] = False  # whether the next forward pass begins before all sums are in
     halves: ClassVar[bool] = False  # ... and sums are scattered during backward, and gathered during that
+    pulls: ClassVar[bool] = False  # ... at a parameter server, whose model comes back in parts
     untimed: ClassVar[str] = "plan=bytes"  # what to take where its plan would follow from costs, and none are known
 
     @property
@@ -43,7 +44,7 @@ class Overlap(Contract, group="overlap", strict=True):
 
     def step_ns(self, chain: Chain) -> int:
         """How long a step and its exchange take in the long run."""
-        return chain.end_ns(self.messages(chain), self.shares)
+        return chain.end_ns(self.messages(chain), self.shares) + chain.answer_ns
 
     def planned(self, chain: Chain) -> Overlap:
         """The same with its plan made, as it stands in plan.json: alike on all ranks."""

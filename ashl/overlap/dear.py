@@ -13,7 +13,7 @@ Source: Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import ClassVar, Literal
@@ -36,21 +36,21 @@ class DeAR(Crossing):
         return self.plan == "tuned"
 
     def step_ns(self, chain: Chain) -> int:
-        return took_ns(chain, self.messages(chain))
+        return took_ns(chain, self.messages(chain), chain.half_ns)
 
     def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
-        return took_ns(chain, messages)
+        return took_ns(chain, messages, chain.half_ns)
 
     def planned(self, chain: Chain) -> DeAR:
         return replace(self, plan=self.messages(chain))
 
 
-def took_ns(chain: Chain, messages: Sequence[int]) -> int:
-    """How long a step takes in the long run."""
-    ends = list(accumulate(messages))
-    halves = [chain.half_ns(sum(chain.nbytes[end - n : end])) for end, n in zip(ends, messages, strict=True)]
-    now = 0
-    for end, half in zip(ends, halves, strict=True):
-        now = max(now, chain.ready_ns[end - 1]) + half
-    done = accumulate(reversed(halves), initial=now)
+def took_ns(chain: Chain, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
+    """How long a step takes in the long run whose messages go up at this cost as they are ready, and come back at that
+    of a half once all have gone."""
+    ends, now = list(accumulate(messages)), 0
+    sizes = [sum(chain.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
+    for end, size in zip(ends, sizes, strict=True):
+        now = max(now, chain.ready_ns[end - 1]) + up_ns(size)
+    done = accumulate((chain.half_ns(size) for size in reversed(sizes)), initial=now)
     return chain.period_ns(list(done)[:0:-1], messages)

@@ -24,6 +24,7 @@ from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import Merged
 from ashl.overlap.none import Serial
 from ashl.overlap.priority import Priority
+from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
@@ -113,8 +114,9 @@ def spec_of(spec: Spec, option: Overlap) -> Spec:
 def chain_of(
     stage: StagePlan, cluster: Any, groups: Sequence[Part], link: LinkOf | None = None, *, server: bool = False
 ) -> Chain | None:
-    """A step of the slowest worker, and what exchanges over all cost: sums, or pushes of all into a server's port; by
-    the codec of a message's `link` where it is compressed. None where that is not declared."""
+    """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a message's `link` where it
+    is compressed; or pushes and pulls of all at once through a server's port, where messages under way at once share
+    their latency. None where that is not declared."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
     steady = replace(cluster, jitter=0.0, events=())
@@ -130,10 +132,21 @@ def chain_of(
     chain = Chain(
         ready_ns=tuple(map(ready_ns, groups)),
         nbytes=bare(groups).nbytes,
-        cost_ns=partial(costs.pushes_ns if server else costs.all_reduce_ns, team, now_ns=0),
+        cost_ns=partial(costs.all_reduce_ns, team, now_ns=0),
         half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
-        needed_ns=() if server else tuple(round(max(step_ns) * group.needed) for group in groups),
+        needed_ns=tuple(round(max(step_ns) * group.needed) for group in groups),
     )
+    if server:
+        latency_ns = max(costs.transfer_ns(rank, len(team), 0) for rank in team)
+        up_ns, down_ns = (partial(costs.at_server_ns, team, out=out) for out in (False, True))
+        chain = replace(
+            chain,
+            ready_ns=tuple(ready + latency_ns for ready in chain.ready_ns),
+            cost_ns=up_ns,
+            half_ns=down_ns,
+            needed_ns=tuple(needed - latency_ns for needed in chain.needed_ns),
+            answer_ns=latency_ns + down_ns(4 * d),
+        )
     return chain if link is None else compressed(chain, stage, costs, groups, link)
 
 
@@ -163,14 +176,16 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
         names = ("in one", "plan=none", "greedy", "optimal")
     plans = (Serial(), WFBP(), Merged(plan="greedy"), Merged(plan="optimal"))
     options: dict[str, Overlap] = dict(zip(names, plans, strict=True))
-    if chain.needed_ns:
+    if topology.has_server:
+        options["tictac"] = TicTac(plan="tuned")
+    elif chain.needed_ns:
         options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(chain)
         options["dear"] = DeAR(plan="tuned")
     times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
-    what = "push, where all push at once," if topology.has_server else "sum"
+    what = "a step, its push and its pull" if topology.has_server else "a step and its sum"
     sent = f"{count} message{'s' * (count > 1)}"
-    said = f"a step and its {what} take {chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
+    said = f"{what} take {chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
         said += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
     if cluster.exchange_s is not None:
@@ -204,8 +219,10 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "it has a loop of its own", "schedule=single"
     elif own.sync.exchange != "gradient":
         why, instead = "local steps make one update, and only after the last is there anything to send", "sync=bsp"
-    elif own.topology.has_server and (own.overlap.compresses or own.overlap.crosses):
-        why, instead = "a server decodes a push, and answers it, as a whole", "topology=all_reduce"
+    elif own.topology.has_server and (own.overlap.compresses or (own.overlap.crosses and not own.overlap.pulls)):
+        why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=wfbp, tictac"
+    elif own.overlap.pulls and not own.topology.has_server:
+        why, instead = "there is no server to pull from", "topology=parameter_server, or overlap=priority"
     elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own", "sync=bsp"
     elif not own.compression.flags.lossless and not own.overlap.compresses:
@@ -216,7 +233,7 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
-    elif own.overlap.crosses and not own.optimizer.elementwise:
+    elif own.overlap.crosses and not own.overlap.pulls and not own.optimizer.elementwise:
         why, instead = "the optimizer steps on one layer group at a time, and does not say elementwise", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
         why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"

@@ -113,14 +113,14 @@ class Uncontended:
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         return self._network.transfer_ns(src, dst, nbytes)
 
-    def pushes_ns(self, workers: Members, nbytes: int, now_ns: int) -> int:
-        """When the last of these bytes is at the server, which comes after the workers, where all push at once."""
-        server = len(workers)
-        alone_ns = max(self.transfer_ns(rank, server, nbytes) for rank in workers)
+    def at_server_ns(self, workers: Members, nbytes: int, *, out: bool) -> int:
+        """How long these bytes of each worker hold the port of the server, which comes after them, on their way out of
+        it or into it; or the slowest of the workers' own."""
         if isinstance(self._network, Exchange):
-            return alone_ns
-        queue_ns = len(workers) * self._network.service_ns(server, nbytes, now_ns, inner=False, out=False)
-        return max(alone_ns, queue_ns + min(self._network.latency_ns(rank, server, now_ns) for rank in workers))
+            return max(self.transfer_ns(rank, len(workers), nbytes) for rank in workers)
+        service_ns = partial(self._network.service_ns, nbytes=nbytes, now_ns=0, inner=False)
+        own_ns = max(service_ns(rank, out=not out) for rank in workers)
+        return max(own_ns, len(workers) * service_ns(len(workers), out=out))
 
     def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int:
         return self._sum_ns(group, nbytes, now_ns)

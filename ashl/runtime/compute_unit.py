@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from ashl.runtime.effects import Compute, Message, Recv, Tag
+from ashl.runtime.effects import Compute, Message, PeerLostError, Recv, Tag
 from ashl.runtime.kernel import Mailbox
 from ashl.runtime.pace import Pace
 
@@ -34,7 +34,7 @@ class ComputeUnit:
         self._rank, self._pace, self._inbox, self._mail = rank, pace, inbox, mail
         self.busy = 0  # how many computations the thread has not finished
         self.standing: Recv | None = None  # what the thread waits for now
-        self._needed: dict[Tag, Future] = {}  # messages to itself that the thread waits for, or will
+        self._needed: dict[Tag, Future] = {}  # messages that the thread waits for, or will
         self._free_ns = 0  # when the last one on it counts as ended
         self._thread: ThreadPoolExecutor | None = None
 
@@ -71,12 +71,13 @@ class ComputeUnit:
             share, tag = effect.needs[k]
             since = reached(share)
             if not needed[k].done():
-                self.standing = Recv((tag,), self._rank)
+                self.standing = Recv((tag,))
                 needed[k].exception()  # waits
                 self.standing, now = None, max(since, self._pace.clock())
-                spans.extend([(kind, since), (IDLE, now)])
+                message = needed[k].result()
+                spans.extend([(kind, since), *self._stood(message, since, now)])
                 began += now - since
-            return needed[k].result()
+            return needed[k].result().body
 
         value = effect.fn(*([hand_out] if effect.parts else []), *([take] if effect.needs else []))
         return Ran(value, [*spans, (kind, self._pace.computed(effect.kind, cost, began))])
@@ -85,7 +86,7 @@ class ComputeUnit:
         """Leave a computation to the thread; `done` is called from the main thread, with when it began."""
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="compute")
         self.busy += 1
-        needed = [self._body(tag) for _, tag in effect.needs]
+        needed = [self._message(tag) for _, tag in effect.needs]
 
         def work() -> None:
             start = max(asked_ns, self._free_ns)
@@ -103,11 +104,16 @@ class ComputeUnit:
         self._thread.submit(work)
 
     def deliver(self, message: Message) -> bool:
-        """A message of this rank to itself: whether a computation needs it."""
-        future = self._needed.pop(message.tag, None)
+        """A message has come: whether a computation needs it."""
+        future = self._needed.pop(message.tag, None) if self._needed else None
         if future is not None:
-            future.set_result(message.body)
+            future.set_result(message)
         return future is not None
+
+    def lose(self, loss: PeerLostError) -> None:
+        """A peer is gone, and what a computation needs of it will not come."""
+        for tag in [*self._needed]:
+            self._needed.pop(tag).set_exception(loss)
 
     def close(self) -> None:
         """Nothing more will be asked, nor come."""
@@ -116,15 +122,23 @@ class ComputeUnit:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _body(self, tag: Tag) -> Future:
-        """That of a message to itself, once it has come."""
+    def _message(self, tag: Tag) -> Future:
+        """The one with this tag, once it has come."""
         future: Future = Future()
-        message = self._mail.take(Recv((tag,), self._rank))
+        message = self._mail.take(Recv((tag,)))
         if isinstance(message, Message):
-            future.set_result(message.body)
+            future.set_result(message)
+        elif isinstance(message, PeerLostError):
+            future.set_exception(message)
         else:
             self._needed[tag] = future
         return future
+
+    def _stood(self, message: Message, since_ns: int, now_ns: int) -> list[tuple[str, int]]:
+        """What standing still for a message was: of one's own, whatever other tasks moved meanwhile."""
+        if message.src == self._rank:
+            return [(IDLE, now_ns)]
+        return [("wait", min(max(since_ns, message.start_ns), now_ns)), ("pull", now_ns)]
 
 
 def ledger_kind(effect: Compute) -> str:

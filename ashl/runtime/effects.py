@@ -40,8 +40,8 @@ class Compute(NamedTuple):
     the cost has passed, the tensor is there as a message of this rank to itself, with the part's tag, at no cost; with
     `encoding` what was made of it, as much later as that took.
 
-    With `needs` it is `fn(hand_out, take)`, and stands still before the share of a need until a message of this rank to
-    itself with the need's tag has come; `take(k)` is the body of the k-th. All of them come before the first part.
+    With `needs` it is `fn(hand_out, take)`, and stands still before the share of a need until a message with the need's
+    tag has come, from whoever; `take(k)` is the body of the k-th. All of them come before the first part.
     """
 
     fn: Callable[..., Any]

@@ -140,7 +140,7 @@ class TorchKernel:
                 return self._take_own(item)
             if item.body is not None:
                 self.node.ledger.traffic(item.start_ns, 0, item.body.nbytes)
-            task = self._mail.put(item)
+            task = None if self._unit.deliver(item) else self._mail.put(item)
             if task is not None:
                 self._unblock(task, item.start_ns)
                 self._ready.append((task, item))
@@ -148,6 +148,7 @@ class TorchKernel:
             self._push_end = max(self._push_end, item.end_ns)
             self.node.ledger.pushed(*item)
         elif isinstance(item, fx.PeerLostError):
+            self._unit.lose(item)
             self._ready.extend((task, item) for task in self._mail.lose(item))
         else:
             item()  # the end of a compute or a collective on a thread

@@ -201,7 +201,7 @@ class Sim:
                 if task.main:
                     task.node.ledger.mark("compute", reached)
                 yield fx.Sleep((reached - self.now_ns) / 1e9)
-            needed.append((yield Recv((tag,), task.node.rank)).body)
+            needed.append((yield Recv((tag,))).body)
             start += max(0, self.now_ns - reached)  # it has stood still
         value = effect.fn(bodies.__setitem__, needed.__getitem__)
         end = self._post_parts(task, effect, bodies, start, cost)

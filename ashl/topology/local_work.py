@@ -54,6 +54,7 @@ class WorkerState:
     start: Any = None  # what the next steps start from, where it is not `params`
     pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
     last: bool = False  # whether nothing is computed beyond it
+    coming: Any = None  # of a model that comes back in parts, what has come: the first
 
     def enter(self, stage: Stage, rank: int) -> None:
         """A stage begins: its H and ratio, and what is handed over from the stage before."""

@@ -29,10 +29,11 @@ from ashl.stage.rule import CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, 
 from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.delayed import AT_ONCE_S, at_border, worked
-from ashl.topology.ending import leave, record_end, verdict, within
+from ashl.topology.dismissal import call_in, dismiss
+from ashl.topology.ending import leave, record_end, verdict
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work, reports_mean
 from ashl.topology.replies import Orders, Pull
-from ashl.topology.sliced import put_together, sliced
+from ashl.topology.sliced import following, head, put_together, settled, sliced
 
 
 class Updates:
@@ -206,7 +207,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     state.enter(stage, node.rank)
     messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull")
     while word in (GO, LAST):
-        node.mark(stage.index, state)
+        if state.coming is None or await settled(node, stage, state):
+            node.mark(stage.index, state)
         work, body, loss = await messages.produce(node, stage, state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await node.send(stage.server, push, body, meta)
@@ -217,7 +219,9 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         word = int(reply.word)
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             stage.link.undo(state.ends, body)
-        if message.body is not None:
+        if message.body is not None and word == GO and stage.overlap.pulls and len(stage.messages) > 1:
+            state.coming = message.body
+        elif message.body is not None:
             state.params = messages.take(stage, state, message.body)
         seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
         state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
@@ -264,8 +268,11 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
         if rule.takes_all:
             state.ahead = await node.recv(pushes, before_s=node.now)
         if state.ahead is None:
-            for rank in sorted(rule.admit(state.rule_state, tally)):
-                await reply(node, stage, state, rank)
+            ranks = [
+                rank for rank in sorted(rule.admit(state.rule_state, tally)) if await reply(node, stage, state, rank)
+            ]
+            if stage.overlap.pulls:
+                await following(node, stage, ranks, state.params)
     await dismiss(node, stage, state, state.word)
     record_end(node, stage, tally, state.reason)
     return state.word
@@ -348,8 +355,8 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Pl
         node.emit(Replan(node.rank, stage.index, ratios, [w.local_steps for w in state.workers], node.now_ns))
 
 
-async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
-    """Go on, on this model."""
+async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
+    """Go on, on this model; returns whether it is another one than before."""
     tally, plan, rule = state.tally, state.workers[rank], rule_of(stage)
     changed = tally.pulled[rank] != tally.version  # since this worker's last pull
     staleness, late = tally.release(rank)
@@ -361,39 +368,6 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> None
     ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
     applied, what = (tally.version, tally.steps, tally.samples), (steps, ratio, orders.interval_s, orders.batch)
     body = await rule.messages().answer(node, stage, state, rank, changed)
+    body = head(stage, body) if stage.overlap.pulls and changed else body
     await node.send(rank, stage.tag("pull"), body, Pull(GO, *applied, staleness, late, 0, *what))
-
-
-async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
-    """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
-    tally = state.tally
-    applied = (tally.version, tally.steps, tally.samples)
-    for rank in sorted(set(tally.waiting) - set(state.called)) if stage.delayed else ():
-        state.called += (rank,)
-        staleness, late = tally.answer(rank)
-        await node.send(rank, stage.tag("pull"), None, Pull(LAST, *applied, staleness, late, 0))
-
-
-async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
-    """Tell every worker that the stage ended now. What came before and was not merged is dropped."""
-    tally, end_ns = state.tally, within(stage, node.now_ns)
-    tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
-    unmerged = {push.worker for push in state.buffer}
-    for push in state.buffer:
-        tally.drop(push.worker, push.steps)
-    state.buffer = ()
-    working = set(stage.workers) - set(tally.waiting)
-    for rank in sorted(tally.waiting):
-        staleness, late = tally.answer(rank)
-        stage.link.gave(state.ends, rank, state.params)
-        meta = Pull(word, *applied, staleness, late or rank in unmerged, end_ns)
-        await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)
-    while working:
-        message = await node.recv(stage.tag("push"))
-        message = await put_together(node, stage, message) if stage.messages else message
-        working.remove(message.src)
-        if message.start_ns <= end_ns:
-            tally.drop(message.src, int(message.meta[0]))
-        await node.send(message.src, stage.tag("pull"), None, Pull(word, *applied, 0, True, end_ns))
-    if word == STOP:
-        node.ledger.close(end_ns)
+    return changed

@@ -1,40 +1,57 @@
-"""A push whose slices leave for the parameter server as they are ready, while backward goes on.
+"""What travels between a worker and the parameter server in parts, while the worker computes.
 
 Rule: message k, a slice of the gradient, leaves the moment backward has come to it; the slices queue at the worker's
 port, and at the server's with those of the others. The last of them is the push itself, with what rides along. The
-server puts a push together when that has come, so the gradient is the same to the bit as one in one piece.
+server puts a push together when that has come, so the gradient is the same to the bit as one in one piece. Where the
+model comes back in parts, too, the first goes with the reply, and the forward pass waits for each of the others.
 
-Source: Zhang et al., "Poseidon", USENIX ATC 2017; what each message holds is `ashl.overlap`'s to say.
+Source: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019. What each message holds is
+`ashl.overlap`'s to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from ashl.learn.pieces import Pieces
 from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
-from ashl.runtime.sums import together
+from ashl.runtime.sums import piece, together
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw
 from ashl.topology.local_work import Work, WorkerState
 
 
 async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
-    """One gradient, whose last slice is the body; the others are on their way."""
-    messages, start = stage.messages, node.now
-    tags = [stage.tag("part", k) for k in range(len(messages))]
+    """One gradient, whose last slice is the body; the others are on their way. At its end a model that came in parts is
+    there as a whole."""
+    messages, start, last = stage.messages, node.now, len(stage.messages) - 1
+    tags = [stage.tag("part", k) for k in range(last + 1)]
     step, span = draw(state)
     slices = [(message.start, message.stop) for message in messages]
-    compute = partial(stage.trainer.gradient_in_parts, state.params, node.rank, step, span, slices)
-    others = node.spawn(forwarded(node, stage.server, tags[:-1])) if tags[:-1] else None
+    needs = () if state.coming is None else tuple((messages[k].needed, tag) for k, tag in groups(stage))
+    came = [state.coming]  # the first layers first
+
+    def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
+        def taken(k: int) -> Any:
+            if k and take is not None:
+                came.append(take(k - 1))
+            return came[k]
+
+        model = Pieces(slices[::-1], taken) if needs else state.params
+        return stage.trainer.gradient_in_parts(model, node.rank, step, span, slices, hand_out)
+
+    others = node.spawn(forwarded(node, stage.server, tags[:-1])) if last else None
     ready = tuple((message.ready, tag) for message, tag in zip(messages, tags, strict=True))
-    loss = await node.compute(compute, work=state.batch, parts=ready)
+    loss = await node.compute(work, work=state.batch, parts=ready, needs=needs)
+    if needs:
+        state.params, state.coming = together(came), None
     step_s = node.now - start
     if others is not None:
         await node.join(others)
-    last = await node.recv(tags[-1])
-    return Work(last.body, loss, 1, state.batch, step_s, state.version)
+    body = (await node.recv(tags[-1])).body
+    return Work(body, loss, 1, state.batch, step_s, state.version)
 
 
 async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
@@ -47,5 +64,35 @@ async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
 async def put_together(node: Node, stage: Stage, push: Message) -> Message:
     """At the server: a push with the slices that left before it; it began when the first of them did."""
     before = [await node.recv(stage.tag("part", k), src=push.src) for k in range(len(stage.messages) - 1)]
-    parts = (push, *reversed(before))
+    parts = (push, *reversed(before))  # the first layers first
     return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
+
+
+# --- the way back
+
+
+def groups(stage: Stage) -> list[tuple[int, Tag]]:
+    """The messages of a model that follow the first one, in the order in which forward needs them."""
+    return [(k, stage.tag("group", k)) for k in reversed(range(len(stage.messages) - 1))]
+
+
+def head(stage: Stage, model: Any) -> Any:
+    """What forward needs first, which goes with the reply."""
+    return piece(model, stage.messages[-1].start, stage.messages[-1].stop)
+
+
+async def following(node: Node, stage: Stage, ranks: Sequence[int], model: Any) -> None:
+    """At the server: the rest of the model, to these workers in turn."""
+    for k, tag in groups(stage):
+        body = piece(model, stage.messages[k].start, stage.messages[k].stop)
+        for rank in ranks:
+            await node.send(rank, tag, body)
+
+
+async def settled(node: Node, stage: Stage, state: WorkerState) -> bool:
+    """Whether nothing is on its way to this worker: a checkpoint has it come first."""
+    if not node.wants_mark:
+        return False
+    came = [(await node.recv(tag)).body for _, tag in groups(stage)]
+    state.params, state.coming = together([state.coming, *came]), None
+    return True

@@ -88,6 +88,7 @@ def by_server() -> dict[str, Row]:
         "lb-bsp-jitter": Row("sync=lb_bsp sync.alpha=1 aggregate=samples cluster.jitter=0.2", twin=True),
         "qsr": Row(f"sync=qsr sync.alpha=0.05 {COSINE} stop.epochs=3"),
         "server-wfbp": Row(f"sync=bsp overlap=wfbp {LINKS}"),
+        "server-tictac": Row(f"sync=bsp overlap=tictac {LINKS} cluster.compute=[1,1,2]"),
         "rennala": Row("sync=rennala sync.batch=5"),
         "ringmaster": Row(f"sync=ringmaster sync.max_delay=3 {SLOW}"),
     }

@@ -129,10 +129,13 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
         assert [record for record, _ in again.snapshots] == [record for record, _ in whole.snapshots]
 
 
-@pytest.mark.parametrize("overlap", ["priority", "dear"])
-def test_sums_under_the_next_forward_pass_are_let_in_for_a_checkpoint(overlap: str) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    ["overlap=priority", "overlap=dear", "topology=parameter_server overlap=tictac model.hidden=[32,32]"],
+)
+def test_what_comes_under_the_next_forward_pass_is_let_in_for_a_checkpoint(chosen: str) -> None:
     """That takes a moment of the run's time, and changes nothing of what it learns."""
-    overrides = (*SHORT, *CASES["overlap"], f"overlap={overlap}")
+    overrides = (*SHORT, *CASES["overlap"], *chosen.split())
     whole = simulated(*overrides)
     ran = Ran(whole.plan, learner=whole.learner)
     kept = run(overrides, ran, save_at_ns=300_000_000)

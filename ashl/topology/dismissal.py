@@ -1,0 +1,49 @@
+"""How a parameter server ends a stage: what is under way is called in or dropped, and every worker is answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ashl.runtime.node import Node
+from ashl.stage.stage import LAST, NEXT, STOP, Stage
+from ashl.topology.ending import within
+from ashl.topology.replies import Pull
+from ashl.topology.sliced import put_together
+
+if TYPE_CHECKING:
+    from ashl.topology.parameter_server import ServerState
+
+
+async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
+    """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
+    tally = state.tally
+    applied = (tally.version, tally.steps, tally.samples)
+    for rank in sorted(set(tally.waiting) - set(state.called)) if stage.delayed else ():
+        state.called += (rank,)
+        staleness, late = tally.answer(rank)
+        await node.send(rank, stage.tag("pull"), None, Pull(LAST, *applied, staleness, late, 0))
+
+
+async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
+    """Tell every worker that the stage ended now. What came before and was not merged is dropped."""
+    tally, end_ns = state.tally, within(stage, node.now_ns)
+    tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
+    unmerged = {push.worker for push in state.buffer}
+    for push in state.buffer:
+        tally.drop(push.worker, push.steps)
+    state.buffer = ()
+    working = set(stage.workers) - set(tally.waiting)
+    for rank in sorted(tally.waiting):
+        staleness, late = tally.answer(rank)
+        stage.link.gave(state.ends, rank, state.params)
+        meta = Pull(word, *applied, staleness, late or rank in unmerged, end_ns)
+        await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)
+    while working:
+        message = await node.recv(stage.tag("push"))
+        message = await put_together(node, stage, message) if stage.messages else message
+        working.remove(message.src)
+        if message.start_ns <= end_ns:
+            tally.drop(message.src, int(message.meta[0]))
+        await node.send(message.src, stage.tag("pull"), None, Pull(word, *applied, 0, True, end_ns))
+    if word == STOP:
+        node.ledger.close(end_ns)
