@@ -133,7 +133,7 @@ class Ledger:
     def beside(self) -> tuple[list[int], list[tuple[int, int]]]:
         """What overlapped since it was asked last: when parts were there, and from when to when messages went."""
         found = self._parts, self._messages
-        if found != ([], []):
+        if self._parts or self._messages:
             self._parts, self._messages = [], []
         return found
 

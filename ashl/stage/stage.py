@@ -104,7 +104,7 @@ class Stage:
             return ()
         return joined(self.parts, self.overlap.messages(bare(self.parts)))
 
-    @property
+    @cached_property
     def delayed(self) -> Delayed | None:
         """How it computes while it exchanges, where it does."""
         return self.overlap if isinstance(self.overlap, Delayed) else None

@@ -48,7 +48,10 @@ class Updates:
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """(work, body, loss) of a worker's next push."""
-        work = await (sliced if stage.messages else worked)(node, stage, state)
+        if stage.delayed is not None:
+            work = await worked(node, stage, state)
+        else:
+            work = await (sliced if stage.messages else local_work)(node, stage, state)
         return work, *await encoded(node, stage, state, work)
 
     async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
@@ -212,17 +215,19 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         work, body, loss = await messages.produce(node, stage, state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await node.send(stage.server, push, body, meta)
-        ahead = await local_work(node, stage, state) if stage.delayed and not state.last else None
-        asked = node.now
+        ahead, asked = None, 0.0
+        if stage.delayed is not None and not state.last:
+            ahead, asked = await local_work(node, stage, state), node.now
         message = await node.recv(pull)
         reply = Pull(*message.meta)
         word = int(reply.word)
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             stage.link.undo(state.ends, body)
-        if message.body is not None and word == GO and stage.overlap.pulls and len(stage.messages) > 1:
-            state.coming = message.body
-        elif message.body is not None:
-            state.params = messages.take(stage, state, message.body)
+        if message.body is not None:
+            if stage.overlap.pulls and word == GO and len(stage.messages) > 1:
+                state.coming = message.body
+            else:
+                state.params = messages.take(stage, state, message.body)
         seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
         state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
         state.pending = ahead and at_border(stage, state, ahead)
@@ -284,8 +289,8 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     message = await put_together(node, stage, message) if stage.messages else message
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = tally.version - version
-    usual = int(rule.in_rounds and stage.delayed is not None)  # where all are one round late, nobody is
-    beyond = max(0, staleness - usual)
+    all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
+    beyond = staleness - 1 if all_late else staleness
     late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
     tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
     tally.arrive(worker, staleness, late)
