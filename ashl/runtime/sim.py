@@ -217,23 +217,23 @@ class Sim:
 
     def _computed(self, task: Task, effect: Compute) -> int:
         """When the node's compute unit has done this too: it does one thing after the other."""
-        start, cost = self._started(task, effect)
-        end = self._unit_free[task.node.rank] = start + cost
+        rank, start = task.node.rank, self.now_ns
+        if self._unit_free[rank] > start:
+            start, cost = self._started(task, effect)
+        else:  # as mostly
+            cost = self._cost_ns(rank, effect.kind, effect.work, start)
+        end = self._unit_free[rank] = start + cost
         if cost and task.main:
             task.node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
         return end
 
     def _started(self, task: Task, effect: Compute) -> tuple[int, int]:
         """(when the node's compute unit begins this, what it costs)."""
-        node, now = task.node, self.now_ns
-        rank = node.rank
-        start = self._unit_free[rank]
-        if start < now:
-            start = now
+        rank, now = task.node.rank, self.now_ns
+        start = max(self._unit_free[rank], now)
         if start > now and task.main:
-            node.ledger.mark("wait", start)
-        cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
-        return start, self._cost_ns(rank, effect.kind, effect.work, start) if cost is None else cost
+            task.node.ledger.mark("wait", start)
+        return start, self._cost_ns(rank, effect.kind, effect.work, start)
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
