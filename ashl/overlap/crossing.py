@@ -11,11 +11,16 @@ Source: Zhang et al., "DeAR", ICDCS 2023 (messages by size, tuned).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import ClassVar, Literal
 
+from ashl.option import option
 from ashl.overlap.chain import Chain
 from ashl.overlap.contract import Overlap
-from ashl.overlap.merged import CAPS, as_given, by_bytes, optimal
+from ashl.overlap.merged import CAPS, Counts, as_given, by_bytes, optimal
 
 
 class Crossing(Overlap, contract=True):
@@ -34,6 +39,41 @@ class Crossing(Overlap, contract=True):
     def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
         """How long a step takes in the long run with these messages in one piece each."""
         raise NotImplementedError
+
+
+@option
+class TwoWay(Crossing, contract=True):
+    """Messages go up as they are ready and, once all have gone, come back in the order in which forward needs them."""
+
+    plan: Literal["layers", "bytes", "tuned"] | Counts
+
+    @property
+    def timed(self) -> bool:
+        return self.plan == "tuned"
+
+    def up_ns(self, chain: Chain, nbytes: int) -> int:
+        """What so many bytes take on their way up; they come back at `chain.half_ns`."""
+        raise NotImplementedError
+
+    def step_ns(self, chain: Chain) -> int:
+        return self.whole_ns(chain, self.messages(chain))
+
+    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
+        return took_ns(chain, messages, partial(self.up_ns, chain))
+
+    def planned(self, chain: Chain) -> TwoWay:
+        return replace(self, plan=self.messages(chain))
+
+
+def took_ns(chain: Chain, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
+    """How long a step takes in the long run whose messages go up at this cost as they are ready, and come back at that
+    of a half once all have gone."""
+    ends, now = list(accumulate(messages)), 0
+    sizes = [sum(chain.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
+    for end, size in zip(ends, sizes, strict=True):
+        now = max(now, chain.ready_ns[end - 1]) + up_ns(size)
+    done = accumulate((chain.half_ns(size) for size in reversed(sizes)), initial=now)
+    return chain.period_ns(list(done)[:0:-1], messages)
 
 
 def each(chain: Chain) -> tuple[int, ...]:

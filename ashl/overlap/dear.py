@@ -13,44 +13,18 @@ Source: Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ashl.option import option
 from ashl.overlap.chain import Chain
-from ashl.overlap.crossing import Crossing
-from ashl.overlap.merged import Counts
+from ashl.overlap.crossing import TwoWay
 
 
 @option
-class DeAR(Crossing):
+class DeAR(TwoWay):
     """Half of each sum under the backward pass, the other half under the next forward pass."""
 
     halves: ClassVar[bool] = True
-    plan: Literal["layers", "bytes", "tuned"] | Counts
 
-    @property
-    def timed(self) -> bool:
-        return self.plan == "tuned"
-
-    def step_ns(self, chain: Chain) -> int:
-        return took_ns(chain, self.messages(chain), chain.half_ns)
-
-    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
-        return took_ns(chain, messages, chain.half_ns)
-
-    def planned(self, chain: Chain) -> DeAR:
-        return replace(self, plan=self.messages(chain))
-
-
-def took_ns(chain: Chain, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
-    """How long a step takes in the long run whose messages go up at this cost as they are ready, and come back at that
-    of a half once all have gone."""
-    ends, now = list(accumulate(messages)), 0
-    sizes = [sum(chain.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
-    for end, size in zip(ends, sizes, strict=True):
-        now = max(now, chain.ready_ns[end - 1]) + up_ns(size)
-    done = accumulate((chain.half_ns(size) for size in reversed(sizes)), initial=now)
-    return chain.period_ns(list(done)[:0:-1], messages)
+    def up_ns(self, chain: Chain, nbytes: int) -> int:
+        return chain.half_ns(nbytes)

@@ -15,32 +15,18 @@ MLSys 2019.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ashl.option import option
 from ashl.overlap.chain import Chain
-from ashl.overlap.crossing import Crossing
-from ashl.overlap.dear import took_ns
-from ashl.overlap.merged import Counts
+from ashl.overlap.crossing import TwoWay
 
 
 @option
-class TicTac(Crossing):
+class TicTac(TwoWay):
     """Pulls in parts, in the order of the next forward pass."""
 
     pulls: ClassVar[bool] = True
-    plan: Literal["layers", "bytes", "tuned"] | Counts
 
-    @property
-    def timed(self) -> bool:
-        return self.plan == "tuned"
-
-    def step_ns(self, chain: Chain) -> int:
-        return took_ns(chain, self.messages(chain), chain.cost_ns)
-
-    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
-        return took_ns(chain, messages, chain.cost_ns)
-
-    def planned(self, chain: Chain) -> TicTac:
-        return replace(self, plan=self.messages(chain))
+    def up_ns(self, chain: Chain, nbytes: int) -> int:
+        return chain.cost_ns(nbytes)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ashl.overlap.chain import Chain
-from ashl.overlap.dear import DeAR, took_ns
+from ashl.overlap.crossing import took_ns
+from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import optimal
 from ashl.overlap.priority import Priority, done_ns
 
