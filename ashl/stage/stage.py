@@ -22,6 +22,7 @@ from ashl.runtime.effects import Tag
 from ashl.stage.judge import Judge
 from ashl.stage.link import Ends, Link
 from ashl.stage.rule import Rule, Topology, extra_ranks
+from ashl.stage.tally import Tally
 
 T = TypeVar("T")
 Replan = Callable[[tuple[WorkerProfile, ...], float, float | None, Line | None], tuple[Profile, list[StagePlan]]]
@@ -105,6 +106,16 @@ class Stage:
         return joined(self.parts, self.overlap.messages(bare(self.parts)))
 
     @cached_property
+    def slices(self) -> list[tuple[int, int]]:
+        """The elements [start, stop) of each."""
+        return [(message.start, message.stop) for message in self.messages]
+
+    @cached_property
+    def ready(self) -> tuple[tuple[float, Tag], ...]:
+        """When each is there, as the parts of a computation: the share of the step, and the tag."""
+        return tuple((message.ready, self.tag("part", k)) for k, message in enumerate(self.messages))
+
+    @cached_property
     def delayed(self) -> Delayed | None:
         """How it computes while it exchanges, where it does."""
         return self.overlap if isinstance(self.overlap, Delayed) else None
@@ -151,6 +162,15 @@ class Stage:
     def round_totals(self) -> tuple[int, int]:
         """Steps and samples of all workers together."""
         return sum(self.round_steps), sum(self.round_samples)
+
+    def counted(self, tally: Tally, mean_loss: float, staleness: int = 0) -> Tally:
+        """The counts with one more merge of everybody's work; where it diverged, with that alone."""
+        tally = tally.copy()
+        tally.observe_all(staleness, mean_loss, "the workers' mean loss")
+        if not tally.diverged:
+            tally.commit_all(self.round_steps, self.round_totals[1])
+            tally.merge()
+        return tally
 
     def rest(self, steps: int, samples: int, ahead: int = 0) -> tuple[int, int] | None:
         """(a, b): after so many steps and samples and `ahead` rounds, a/b rounds are left to the count that ends the

@@ -197,17 +197,14 @@ def spent(rest: tuple[int, int] | None) -> bool:
 
 def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
     """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
-    tally = state.tally.copy()
-    tally.observe_all(staleness, mean_loss, "the workers' mean loss")
+    tally = stage.counted(state.tally, mean_loss, staleness)
     if tally.diverged:
         return Merged(state.params, None, state.outer_state, tally)
-    moments, outer_state, lr = None, state.outer_state, stage.trainer.rate(tally.samples)
+    moments, outer_state, lr = None, state.outer_state, stage.trainer.rate(state.tally.samples)
     if stage.sync.exchange == "gradient":
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
     else:
         outer_state, params = stage.outer.step(outer_state, state.params, update, lr)
-    tally.commit_all(stage.round_steps, stage.round_totals[1])
-    tally.merge()
     return Merged(params, moments, outer_state, tally)
 
 

@@ -22,6 +22,7 @@ import torch
 from ashl.compression.around.sliced import cut, joined
 from ashl.compression.contract import Turn
 from ashl.runtime.effects import Encoding
+from ashl.runtime.sums import together
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Body, Ends
 from ashl.stage.stage import Stage
@@ -119,4 +120,4 @@ class Coding:
 
 def in_order(slices: dict[int, Any]) -> Any:
     """The flat vector of the slices of messages, the last one first."""
-    return torch.cat([slices[k] for k in reversed(range(len(slices)))])
+    return together([slices[k] for k in reversed(range(len(slices)))])

@@ -18,10 +18,8 @@ async def worked(node: Node, stage: Stage, state: WorkerState) -> Work:
     """The work to exchange now: what was computed during the exchange before, or new."""
     if state.pending is not None:
         return state.pending
-    work = await local_work(node, stage, state)
-    if stage.delayed is not None:
-        work = at_border(stage, state, work)
-        state.plan_round(stage, node.rank, ahead=1)
+    work = at_border(stage, state, await local_work(node, stage, state))
+    state.plan_round(stage, node.rank, ahead=1)
     return work
 
 

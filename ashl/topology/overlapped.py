@@ -26,16 +26,13 @@ from ashl.topology.local_work import Work, WorkerState
 
 async def overlapped(team: Team, stage: Stage, state: WorkerState, version: int, word: float) -> Work:
     """One gradient and the weighted sum of everybody's as the body; `team.loss` and `team.word` are sums then."""
-    node, messages, start = team.node, stage.messages, team.node.now
-    tags = [stage.tag("part", k) for k in range(len(messages))]
+    node, start, tags = team.node, team.node.now, [tag for _, tag in stage.ready]
     step, span = draw(state)
     coding = Coding.of(team, stage, state, version) if stage.links else None
-    slices = [(message.start, message.stop) for message in messages]
-    compute = partial(stage.trainer.gradient_in_parts, state.params, node.rank, step, span, slices)
+    compute = partial(stage.trainer.gradient_in_parts, state.params, node.rank, step, span, stage.slices)
     others = node.spawn(exchanged(replace(team, carried=True), coding, tags[:-1])) if tags[:-1] else None
-    ready = tuple((message.ready, tag) for message, tag in zip(messages, tags, strict=True))
     encoding = None if coding is None else coding.encoding
-    loss = await node.compute(compute, work=state.batch, parts=ready, encoding=encoding)
+    loss = await node.compute(compute, work=state.batch, parts=stage.ready, encoding=encoding)
     step_s = node.now - start
     came = [] if others is None else await node.join(others)
     team.begin((loss if coding is None or coding.ended() else math.nan) / team.size, word)

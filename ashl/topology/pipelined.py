@@ -22,7 +22,6 @@ from ashl.learn.pieces import Pieces
 from ashl.runtime.node import Node
 from ashl.runtime.sums import piece, together
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.stage.team import Team
 from ashl.topology.ending import REASONS, end_ridden, foreseen, keep_in_time
 from ashl.topology.estimate import draw
@@ -45,9 +44,8 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             for tag, message in groups:
                 await node.send(node.rank, tag, piece(state.params, message.start, message.stop))
         exchange = node.spawn(exchanged(team, stage, state))
-        ready = tuple((message.ready, stage.tag("part", k)) for k, message in enumerate(stage.messages))
         needs = tuple((message.needed, tag) for tag, message in reversed(groups))
-        loss = await node.compute(gradient(node, stage, state), state.batch, parts=ready, needs=needs)
+        loss = await node.compute(gradient(node, stage, state), state.batch, parts=stage.ready, needs=needs)
         team.begin(loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
         await node.send(node.rank, stage.tag("loss"))
         await node.recv(stage.tag("counted"))
@@ -66,11 +64,10 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
 def gradient(node: Node, stage: Stage, state: PeerState) -> Callable[..., float]:
     """The work of one step, which hands out the gradient's slices and takes the model's."""
     step, span = draw(state)
-    slices = [(message.start, message.stop) for message in stage.messages]
 
     def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any]) -> float:
-        pieces = Pieces(slices[::-1], take)
-        return stage.trainer.gradient_in_parts(pieces, node.rank, step, span, slices, hand_out)
+        pieces = Pieces(stage.slices[::-1], take)
+        return stage.trainer.gradient_in_parts(pieces, node.rank, step, span, stage.slices, hand_out)
 
     return work
 
@@ -94,7 +91,7 @@ async def exchanged(team: Team, stage: Stage, state: PeerState) -> bool:
         message = stage.messages[k]
         total = piece(together([await node.join(task) for task in sums[k]]), 0, message.stop - message.start)
         if k == len(stage.messages) - 1:
-            count = partial(counted, stage, before, team.loss)
+            count = partial(stage.counted, before, team.loss)
             state.tally = node.alike(team.ranks, ("count", stage.index, version), count)
             tally = state.tally
             state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
@@ -110,16 +107,6 @@ async def exchanged(team: Team, stage: Stage, state: PeerState) -> bool:
     if node.rank == 0 and not late and stage.judge.take(state, node.now):
         node.snapshot(state.params, counts=state.tally.report())
     return bool(made)
-
-
-def counted(stage: Stage, tally: Tally, mean_loss: float) -> Tally:
-    """With this step, where it is one."""
-    tally = tally.copy()
-    tally.observe_all(0, mean_loss, "the workers' mean loss")
-    if not tally.diverged:
-        tally.commit_all(stage.round_steps, stage.round_totals[1])
-        tally.merge()
-    return tally
 
 
 async def parts(team: Team, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]) -> list[list[Any]]:

@@ -26,11 +26,9 @@ from ashl.topology.local_work import Work, WorkerState
 async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
     """One gradient, whose last slice is the body; the others are on their way. At its end a model that came in parts is
     there as a whole."""
-    messages, start, last = stage.messages, node.now, len(stage.messages) - 1
-    tags = [stage.tag("part", k) for k in range(last + 1)]
+    start, tags = node.now, [tag for _, tag in stage.ready]
     step, span = draw(state)
-    slices = [(message.start, message.stop) for message in messages]
-    needs = () if state.coming is None else tuple((messages[k].needed, tag) for k, tag in groups(stage))
+    needs = () if state.coming is None else tuple((stage.messages[k].needed, tag) for k, tag in groups(stage))
     came = [state.coming]  # the first layers first
 
     def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
@@ -39,12 +37,11 @@ async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
                 came.append(take(k - 1))
             return came[k]
 
-        model = Pieces(slices[::-1], taken) if needs else state.params
-        return stage.trainer.gradient_in_parts(model, node.rank, step, span, slices, hand_out)
+        model = Pieces(stage.slices[::-1], taken) if needs else state.params
+        return stage.trainer.gradient_in_parts(model, node.rank, step, span, stage.slices, hand_out)
 
-    others = node.spawn(forwarded(node, stage.server, tags[:-1])) if last else None
-    ready = tuple((message.ready, tag) for message, tag in zip(messages, tags, strict=True))
-    loss = await node.compute(work, work=state.batch, parts=ready, needs=needs)
+    others = node.spawn(forwarded(node, stage.server, tags[:-1])) if tags[:-1] else None
+    loss = await node.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
         state.params, state.coming = together(came), None
     step_s = node.now - start
@@ -63,7 +60,7 @@ async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
 
 async def put_together(node: Node, stage: Stage, push: Message) -> Message:
     """At the server: a push with the slices that left before it; it began when the first of them did."""
-    before = [await node.recv(stage.tag("part", k), src=push.src) for k in range(len(stage.messages) - 1)]
+    before = [await node.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # the first layers first
     return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
 
