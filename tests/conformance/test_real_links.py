@@ -24,7 +24,8 @@ def test_sums_are_hidden_behind_backward_and_change_no_bit(tmp_path: Path) -> No
     found = {}
     with two_machines(50) as machines:
         for overlap in ("none", "wfbp", "priority", "dear"):
-            command = [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), f"overlap={overlap}"]
+            chosen = [f"overlap={overlap}", *(["overlap.plan=layers"] if overlap in ("priority", "dear") else [])]
+            command = [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *chosen]
             job(machines, free_port(), command, tmp_path / overlap)
             found[overlap] = json.loads((tmp_path / overlap / "0" / "run" / "summary.json").read_text())
     assert len({summary["params_sha256"] for summary in found.values()}) == 1
