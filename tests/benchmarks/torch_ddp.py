@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing as mp
+import os
 import sys
 import time
 import warnings
@@ -90,4 +91,5 @@ def epoch(samples: int, batch: int) -> "iter[Tensor]":
 if __name__ == "__main__":
     path, steps, cap_mb = sys.argv[1:]
     dist.init_process_group("gloo")
-    print(trained(json.loads(Path(path).read_text()), int(steps), float(cap_mb) or None))
+    print(trained(json.loads(Path(path).read_text()), int(steps), float(cap_mb) or None), flush=True)
+    os._exit(0)  # gloo's threads may abort a process that leaves in order
