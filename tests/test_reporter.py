@@ -10,8 +10,9 @@ import torch.distributed as dist
 from ashl.config.compose import compose
 from ashl.errors import AshlError
 from ashl.planning.make import make_plan
-from ashl.run import launch, vectors
+from ashl.run import job as jobs
 from ashl.run import train as run
+from ashl.run import vectors
 from ashl.run.launch import received
 from ashl.run.rank import Place, play
 from ashl.run.reporter import PENDING, RECORDS, Reporter
@@ -29,10 +30,10 @@ def store() -> dist.TCPStore:
 def test_rank_0_says_where_the_records_are(store, workplace, monkeypatch, capsys) -> None:
     """With a server they are where that is: on the last machine of a job."""
     config = compose(["cluster=homogeneous", "sync=asp", "tracking=none"])
-    job = launch.Membership(0, 5, "127.0.0.1", store.port, True)
+    job = jobs.Membership(0, 5, "127.0.0.1", store.port, True)
     mine = dist.PrefixStore("ashl", store)
-    monkeypatch.setattr(launch, "membership", lambda: job)
-    monkeypatch.setattr(launch, "play", lambda place, plan: 0)
+    monkeypatch.setattr(jobs, "membership", lambda: job)
+    monkeypatch.setattr(jobs, "play", lambda place, plan: 0)
     plan = make_plan(run.joined(config)[0], 5)
     for key, value in (("plan", plan.to_json()), ("folder", "there:/home/me/run"), ("outcome", "0")):
         mine.set(key, value)

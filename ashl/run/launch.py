@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
-import platform
 import signal
 import socket
 import threading
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,35 +25,16 @@ from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.run import vectors
 from ashl.run.monitor import Monitor
-from ashl.run.rank import Place, play, play_in_child
+from ashl.run.rank import Place, play_in_child
 from ashl.run.reporter import RECORDS, SCORES, STOPPING
 from ashl.runtime.plane import NEVER
-from ashl.runtime.records import Alive, Lateness, Left, PaceKept, RankError, Record, Snapshot, UpdateShown, dumps, loads
+from ashl.runtime.records import Alive, Lateness, Left, PaceKept, RankError, Record, Snapshot, UpdateShown, loads
 
 POLL_S = 0.03
 KILLED = "was killed by"  # how it is told, followed by the signal's name
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM}
 PATIENCE_S = 5.0  # after Ctrl-C: time for the ranks to leave in order
-
-
-class Membership(NamedTuple):
-    """What the environment says of a job that someone else has started."""
-
-    rank: int
-    world_size: int
-    host: str
-    port: int
-    agent_store: bool  # whether the launcher keeps the store; else rank 0 does
-
-
-def membership() -> Membership | None:
-    """The job of torchrun, or of whoever sets the same variables; None where there is none."""
-    env = os.environ
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        return None
-    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Membership(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"], int(env["MASTER_PORT"]), agent)
 
 
 def launch(plan: Plan, run_dir: Path, monitor: Monitor) -> dict:
@@ -69,42 +49,6 @@ def launch(plan: Plan, run_dir: Path, monitor: Monitor) -> dict:
         return attend(plan, run_dir, monitor, dist.PrefixStore("ashl", store), processes)
 
 
-def join(plan: Plan, run_dir: Path, monitor: Monitor, job: Membership) -> dict:
-    """The home rank's process of a job that someone else has started: its rank is a child, so that evaluating
-    snapshots and writing records never hold it up."""
-    store = connect(job)
-    prefix = dist.PrefixStore("ashl", store)
-    prefix.set("folder", f"{platform.node()}:{run_dir.resolve()}")
-    prefix.set("plan", plan.to_json())
-    with children(plan, run_dir, monitor, [job.rank], job.host, job.port, "ashl") as processes:
-        try:
-            pace = attend(plan, run_dir, monitor, prefix, processes)
-        except BaseException:
-            leave(prefix, job, outcome=1)
-            raise
-        leave(prefix, job, outcome=0)
-        return pace
-
-
-def take_part(plan: Plan, job: Membership) -> tuple[int, str]:
-    """Any other process of such a job: it plays its rank here; returns the exit code, and where the records are."""
-    store = connect(job)
-    prefix = dist.PrefixStore("ashl", store)
-    if prefix.get("plan").decode() != plan.to_json():
-        sentence = f"composed another configuration than rank {plan.home}; give every node the same overrides"
-        prefix.queue_push(RECORDS, dumps(RankError(job.rank, sentence, consequence=False)))
-        leave(prefix, job)
-        raise AshlError(f"rank {job.rank} {sentence}")
-    place = Place(job.rank, job.host, job.port, "ashl", ".", True, log=False)
-    with handled(lambda number, frame: prefix.set(STOPPING, "interrupted")):
-        code = play(place, plan.to_json())
-    folder = prefix.get("folder").decode()
-    if code == 0:
-        code = int(prefix.get("outcome").decode())
-    leave(prefix, job)
-    return code, folder
-
-
 @contextmanager
 def handled(handle: Callable[[int, object], None]) -> Generator[None]:
     """Ctrl-C and SIGTERM are handled like this for a while, in the main thread."""
@@ -117,24 +61,6 @@ def handled(handle: Callable[[int, object], None]) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def connect(job: Membership) -> dist.TCPStore:
-    master = job.rank == 0 and not job.agent_store
-    return dist.TCPStore(job.host, job.port, is_master=master, wait_for_workers=False, timeout=NEVER)
-
-
-def leave(store: dist.Store, job: Membership, outcome: int | None = None) -> None:
-    """Tell the others how it ended (at home), and go. Whoever keeps the store outlives their last question to it."""
-    if outcome is not None:
-        store.set("outcome", str(outcome))
-    store.set(f"out/{job.rank}", "1")
-    if job.rank != 0 or job.agent_store:
-        return
-    others = [f"out/{rank}" for rank in range(job.world_size) if rank != job.rank]
-    end = time.monotonic() + PATIENCE_S
-    while others and not store.check(others) and time.monotonic() < end:
-        time.sleep(POLL_S)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from ashl.planning.build import assemble, declared_profile
 from ashl.planning.by_part import with_parts
 from ashl.planning.device import device_of
 from ashl.planning.make import make_plan, prepared
+from ashl.run import job as jobs
 from ashl.run import launch
 from ashl.run.monitor import Monitor
 from ashl.run.rank import step_here_s
@@ -76,7 +77,7 @@ def run(
     config, job = joined(config)
     plan, parts, data = prepared(config, job.world_size if job else None, overrides)
     if job and job.rank != plan.home:
-        code, where = launch.take_part(plan, job)
+        code, where = jobs.take_part(plan, job)
         if job.rank == 0 and not quiet:  # where one looks for them
             Console(highlight=False).print(f"run folder  {where}", soft_wrap=True, markup=False)
         return Ran(code)
@@ -127,10 +128,10 @@ def run(
     return Ran(0, run_dir, summary)
 
 
-def joined(config: dict[str, Any]) -> tuple[dict[str, Any], launch.Membership | None]:
+def joined(config: dict[str, Any]) -> tuple[dict[str, Any], jobs.Membership | None]:
     """The job that the environment names, if real processes are wanted: `ashl train` under torchrun joins it."""
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
-    job = launch.membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
+    job = jobs.membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
     if job and kind == "LocalRuntime":
         config = {
             **config,
@@ -141,14 +142,14 @@ def joined(config: dict[str, Any]) -> tuple[dict[str, Any], launch.Membership | 
 
 
 def drive(
-    plan: Plan, run_dir: Path, monitor: Monitor, job: launch.Membership | None, saving: Saving, saved: dict | None
+    plan: Plan, run_dir: Path, monitor: Monitor, job: jobs.Membership | None, saving: Saving, saved: dict | None
 ) -> dict | None:
     """Run the plan where it wants to be run; returns how a paced run kept its pace."""
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
     if job:
-        return launch.join(plan, run_dir, monitor, job)
+        return jobs.join(plan, run_dir, monitor, job)
     return launch.launch(plan, run_dir, monitor)
 
 
