@@ -1,15 +1,18 @@
-"""Two machines made of network namespaces of this one, joined by a pair of interfaces that are shaped both ways.
+"""Machines made of network namespaces of this one, joined by a bridge, each behind a link that is shaped both ways.
 
+Each has its own loopback, its own host name and, as Debian writes it, a file of hosts in which that name is loopback.
 Needs root, `ip` and `tc` with its token bucket; the host's own interfaces stay as they are.
 """
 
 import os
+import shutil
 import subprocess
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 BUCKET_S = 0.0005  # of traffic that may pass at once: a larger one lets a small model through after every pause
+HOSTS = Path("/etc/netns")  # `ip netns exec` mounts what lies there in a folder of the namespace's name over /etc
 
 
 def missing() -> str | None:
@@ -25,44 +28,71 @@ def missing() -> str | None:
 
 
 @contextmanager
-def two_machines(mbit_s: float) -> Generator[list[str]]:
-    """Their namespaces; the machines have the addresses 10.79.0.1 and .2 on eth0."""
-    names = [f"ashl-{os.getpid()}-{rank}" for rank in (1, 2)]
+def machines(*mbit_s: float) -> Generator[list[str]]:
+    """As many as there are rates; yields their names, which are those of their namespaces, too."""
+    switch, names = f"ashl-{os.getpid()}-0", [f"ashl-{os.getpid()}-{k}" for k in range(1, len(mbit_s) + 1)]
     try:
-        for name in names:
-            run("ip", "netns", "add", name)
-        run(*f"ip link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}".split())
-        for rank, name in enumerate(names, 1):
-            for command in (
-                f"ip addr add 10.79.0.{rank}/24 dev eth0",
-                "ip link set lo up",
-                "ip link set eth0 up",
-            ):
-                run(*inside(name), *command.split())
-            run(*inside(name), *bucket("eth0", mbit_s))
+        run("ip", "netns", "add", switch)
+        run(*f"ip -n {switch} link add br0 type bridge".split())
+        run(*f"ip -n {switch} link set br0 up".split())
+        for name, rate in zip(names, mbit_s, strict=True):
+            plug_in(name, switch, rate)
         yield names
     finally:
-        for name in names:
+        for name in (switch, *names):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            shutil.rmtree(HOSTS / name, ignore_errors=True)
+
+
+def plug_in(name: str, switch: str, mbit_s: float) -> None:
+    """One more machine: eth0 leads to the port of the switch that has the machine's name."""
+    run("ip", "netns", "add", name)
+    run(*f"ip link add eth0 netns {name} type veth peer name {port(name)} netns {switch}".split())
+    for command in (f"addr add {address(name)}/24 dev eth0", "link set lo up", "link set eth0 up"):
+        run("ip", "-n", name, *command.split())
+    run(*f"ip -n {switch} link set {port(name)} master br0 up".split())
+    for end, device in ((name, "eth0"), (switch, port(name))):
+        run(*inside(end), *bucket(device, mbit_s))
+    (HOSTS / name).mkdir(parents=True)
+    (HOSTS / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+
+
+def port(name: str) -> str:
+    return f"p{name.rpartition('-')[2]}"
+
+
+def address(name: str) -> str:
+    """Of a machine, on eth0."""
+    return f"10.79.0.{name.rpartition('-')[2]}"
+
+
+def cut(name: str, down: bool = True) -> None:
+    """Take a machine off the network, or mend its link."""
+    switch = f"{name.rpartition('-')[0]}-0"
+    run(*f"ip -n {switch} link set {port(name)} {'down' if down else 'up'}".split())
+
+
+def start(name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]) -> subprocess.Popen:
+    """A command on a machine, in a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        [*inside(name), *command],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def job(names: Sequence[str], port: int, command: Sequence[str], folder: Path, limit_s: float = 300) -> list[str]:
-    """Run a command on every machine, as torchrun starts ranks; returns what each printed. Raises AssertionError."""
-    world = {"WORLD_SIZE": str(len(names)), "MASTER_ADDR": "10.79.0.1", "MASTER_PORT": str(port)}
-    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    ranks = []
-    for rank, name in enumerate(names):
-        (folder / str(rank)).mkdir(parents=True, exist_ok=True)
-        ranks.append(
-            subprocess.Popen(
-                [*inside(name), *command],
-                cwd=folder / str(rank),
-                env=os.environ | world | quiet | {"RANK": str(rank), "PYTHONPATH": os.getcwd()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    """Run a command as torchrun starts ranks, each on the machine that is named for it; returns what each printed.
+    Raises AssertionError."""
+    world = {"WORLD_SIZE": str(len(names)), "MASTER_ADDR": address(names[0]), "MASTER_PORT": str(port)}
+    ranks = [
+        start(name, command, folder / str(rank), world | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"})
+        for rank, name in enumerate(names)
+    ]
     try:
         printed = [rank.communicate(timeout=limit_s)[0] for rank in ranks]
     finally:
@@ -73,7 +103,8 @@ def job(names: Sequence[str], port: int, command: Sequence[str], folder: Path, l
 
 
 def inside(name: str) -> tuple[str, ...]:
-    return ("ip", "netns", "exec", name)
+    """What to write before a command for it to run there."""
+    return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name)
 
 
 def bucket(device: str, mbit_s: float) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ashl.config.compose import compose
 from tests.benchmarks.ddp import free_port
 from tests.benchmarks.table import alternate, ratio, show
 from tests.benchmarks.torch_ddp import WORKERS
-from tests.namespaces import job, missing, two_machines
+from tests.namespaces import job, machines, missing
 
 IMAGES = ("dataset=synthetic", "dataset.num_train=2560", "dataset.num_test=10")
 MODELS = {
@@ -84,7 +84,7 @@ class Study:
     predicted_ms: dict[str, float] = field(default_factory=dict)
 
     def rows(self, options: list[str], turns: int) -> list[list[str]]:
-        with tempfile.TemporaryDirectory() as folder, two_machines(self.mbit_s) as self.machines:
+        with tempfile.TemporaryDirectory() as folder, machines(self.mbit_s, self.mbit_s) as self.machines:
             self.place = Path(folder)
             with_server = [*self.machines, self.machines[0]]
             profile = self.ashl("profile", "topology=parameter_server", machines=with_server) / "profile.json"

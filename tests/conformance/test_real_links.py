@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.ddp import free_port
-from tests.namespaces import job, missing, two_machines
+from tests.namespaces import job, machines, missing
 
 RUN = (
     "topology=all_reduce sync=bsp runtime=torchrun cluster=real tracking=none model=resnet8 dataset=synthetic "
@@ -22,11 +22,11 @@ def test_sums_are_hidden_behind_backward_and_change_no_bit(tmp_path: Path) -> No
     if why := missing():
         pytest.skip(why)
     found = {}
-    with two_machines(50) as machines:
+    with machines(50, 50) as names:
         for overlap in ("none", "wfbp", "priority", "dear"):
             chosen = [f"overlap={overlap}", *(["overlap.plan=layers"] if overlap in ("priority", "dear") else [])]
             command = [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *chosen]
-            job(machines, free_port(), command, tmp_path / overlap)
+            job(names, free_port(), command, tmp_path / overlap)
             found[overlap] = json.loads((tmp_path / overlap / "0" / "run" / "summary.json").read_text())
     assert len({summary["params_sha256"] for summary in found.values()}) == 1
     assert {summary["steps"] for summary in found.values()} == {24}
