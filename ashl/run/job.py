@@ -46,7 +46,8 @@ def join(plan: Plan, run_dir: Path, monitor: Monitor, job: Membership) -> dict:
     prefix = dist.PrefixStore("ashl", store)
     prefix.set("folder", f"{platform.node()}:{run_dir.resolve()}")
     prefix.set("plan", plan.to_json())
-    with children(plan, run_dir, monitor, [job.rank], job.host, job.port, "ashl") as processes:
+    place = Place(job.rank, job.host, job.port, "ashl", str(run_dir), monitor.rounds, log=True)
+    with children(plan, [place]) as processes:
         try:
             pace = attend(plan, run_dir, monitor, prefix, processes)
         except BaseException:

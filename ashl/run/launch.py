@@ -45,7 +45,9 @@ def launch(plan: Plan, run_dir: Path, monitor: Monitor) -> dict:
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=NEVER, master_listen_fd=listener.detach()
     )
-    with children(plan, run_dir, monitor, range(plan.num_ranks), "127.0.0.1", port, "ashl") as processes:
+    ranks = range(plan.num_ranks)
+    places = [Place(rank, "127.0.0.1", port, "ashl", str(run_dir), monitor.rounds, log=True) for rank in ranks]
+    with children(plan, places) as processes:
         return attend(plan, run_dir, monitor, dist.PrefixStore("ashl", store), processes)
 
 
@@ -64,13 +66,10 @@ def handled(handle: Callable[[int, object], None]) -> Generator[None]:
 
 
 @contextmanager
-def children(
-    plan: Plan, run_dir: Path, monitor: Monitor, ranks: range | list[int], host: str, port: int, prefix: str
-) -> Generator[dict[int, BaseProcess]]:
-    """Processes for these ranks; whatever happens, none is left behind."""
+def children(plan: Plan, places: Sequence[Place]) -> Generator[dict[int, BaseProcess]]:
+    """Processes for the ranks in these places; whatever happens, none is left behind."""
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
     context.set_forkserver_preload(["torch", "ashl.run.rank"])
-    places = [Place(rank, host, port, prefix, str(run_dir), monitor.rounds, log=True) for rank in ranks]
     processes = {
         place.rank: context.Process(target=play_in_child, args=(place, plan.to_json()), name=f"rank{place.rank}")
         for place in places
