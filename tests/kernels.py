@@ -69,8 +69,10 @@ def on_processes(
     ranks: int,
     groups: Sequence[tuple[int, ...]] = (),
     within_s: float = 60,
+    settle: Callable[[], None] | None = None,
 ) -> list[Ended]:
-    """`main` is a function of a module; `groups` are given process groups of their own. All ranks are linked."""
+    """`main` and `settle` are functions of a module; `groups` are given process groups of their own. All ranks are
+    linked."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ashl.runtime.process"])
     with socket.socket() as free:
@@ -79,7 +81,7 @@ def on_processes(
     ends, processes = [], []
     for rank in range(ranks):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=play, args=(there, port, rank, ranks, main, machines, tuple(groups)))
+        process = context.Process(target=play, args=(there, port, rank, ranks, main, machines, tuple(groups), settle))
         process.start()
         there.close()
         ends.append(here)
@@ -103,7 +105,14 @@ def heard(end: Connection, within_s: float) -> Ended:
 
 
 def play(
-    end: Connection, port: int, rank: int, ranks: int, main: Main, machines: Any, groups: tuple[tuple[int, ...], ...]
+    end: Connection,
+    port: int,
+    rank: int,
+    ranks: int,
+    main: Main,
+    machines: Any,
+    groups: tuple[tuple[int, ...], ...],
+    settle: Callable[[], None] | None,
 ) -> None:
     """One rank, in a process of its own, which leaves without destructors as those of a run do."""
     torch.set_num_threads(1)
@@ -119,6 +128,7 @@ def play(
         max_bytes=100_000_000,
         exact=True,
         groups=made,
+        settle=settle,
     )
     try:
         result = kernel.run(main)

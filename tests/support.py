@@ -12,6 +12,7 @@ from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
 from ashl.config.compose import compose
 from ashl.config.construct import construct
+from ashl.learn.device import HOST, to_host
 from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
@@ -45,6 +46,7 @@ class Ran:
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         if isinstance(record, UpdateShown):
             return
+        vector = to_host(vector) if isinstance(vector, Tensor) else vector
         whole = Whole(record, vector)
         if self.parts is not None:
             if record.final and vector is not None:
@@ -109,9 +111,9 @@ def simulated(*overrides: str) -> Ran:
     return run(planned(*overrides))
 
 
-def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage) -> Ran:
+def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, device: str = HOST) -> Ran:
     """Run a plan in virtual time, with its stages `rebound`."""
-    job = assemble(plan, "cpu")
+    job = assemble(plan, device)
     cluster = construct(plan.cluster, "cluster")
     stages = tuple(map(rebound, job.stages))
     stage = stages[0]

@@ -7,7 +7,7 @@ from conf_option import conf_option, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ashl.data.augment import crop_flip
+from ashl.data.augment import crop_flip, crops
 from ashl.data.batches import Batches
 from ashl.data.partition import shards, sized
 from ashl.data.quadratic import optimum
@@ -189,7 +189,7 @@ def test_synthetic_shape_is_a_vector_or_an_image():
 
 def test_crop_flip_shifts_and_mirrors():
     images = torch.arange(1.0, 1 + 64 * 2 * 5 * 6).reshape(64, 2, 5, 6)
-    moved = crop_flip(images, stream(0, Purpose.AUGMENT))
+    moved = crop_flip(images, crops(64, stream(0, Purpose.AUGMENT)))
     assert moved.shape == images.shape
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
     kinds = set()
@@ -209,4 +209,4 @@ def test_crop_flip_shifts_and_mirrors():
         assert places
         kinds.add(places[0])
     assert len(kinds) > 30
-    assert torch.equal(moved, crop_flip(images, stream(0, Purpose.AUGMENT)))
+    assert torch.equal(moved, crop_flip(images, crops(64, stream(0, Purpose.AUGMENT))))

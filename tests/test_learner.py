@@ -166,7 +166,7 @@ def test_batch_norm_s_statistics_are_those_of_the_parameters_at_hand():
 def test_not_a_number_is_reported_as_such():
     learner = Learner(conf_option("model", "linear"), DIGITS, task_of(DIGITS), seed=0)
     params = torch.full((learner.num_params,), float("nan"))
-    assert np.isnan(learner.gradient(params, SOME, 0, 0)[0])
+    assert torch.isnan(learner.gradient(params, SOME, 0, 0)[0])
     assert np.isnan(learner.evaluate(params)["test_loss"])
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ashl.learn.device import numbers
 from ashl.option import Contract, Count, Positive, option
 from ashl.plan.plan import WorkerPlan
 from ashl.runtime.sums import sum_in_rank_order
@@ -62,5 +63,5 @@ class Weighted(Contract, group="aggregate", strict=True):
         """What a worker computed, shortened to `clip_norm` where it is longer."""
         if self.clip_norm is None or isinstance(body, SizeOnly):
             return body
-        length = float(torch.linalg.vector_norm(body, dtype=torch.float64))
+        (length,) = numbers([torch.linalg.vector_norm(body, dtype=torch.float64)])
         return body if length <= self.clip_norm else body * (self.clip_norm / length)

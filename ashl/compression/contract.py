@@ -158,7 +158,7 @@ class Codec(Contract, group="compression"):
     def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
         """out += scale · content, in place; not where decoding has state."""
         _, x = self.decode(None, body, out.numel())
-        out.add_(x.to(out.device), alpha=scale)
+        out.add_(x, alpha=scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
         """b of E‖C(x) − x‖² ≤ b·‖x‖²; infinite where nothing is promised."""

@@ -71,7 +71,7 @@ class Diana(Codec):
 
     def encode(self, sender: Learned | None, x: Tensor, turn: Turn = TURN) -> tuple[Learned, Tensor]:
         h = None if sender is None else sender.h
-        _, body = self.inner.encode(None, x if h is None else x - h.to(x.device), turn)
+        _, body = self.inner.encode(None, x if h is None else x - h, turn)
         after, _ = self.decode(h, body, x.numel())
         return Learned(after, h), body
 

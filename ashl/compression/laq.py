@@ -36,6 +36,7 @@ from ashl.compression.base.code import array_of
 from ashl.compression.contract import TURN, BodyError, Codec, Estimator, Flags, Turn
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
+from ashl.learn.device import to_host
 from ashl.option import Count, NonNegative, Number, option
 
 LEVELS, WHOLE = 0, 1  # forms of a body: levels of δ, or g as float32
@@ -72,7 +73,7 @@ class LAQ(Codec):
         return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
 
     def encode(self, sender: Lazy | None, x: Tensor, turn: Turn = TURN) -> tuple[Lazy, Tensor]:
-        state = moved(sender or Lazy(), turn.params, self.memory)
+        state = moved(sender or Lazy(), turn.params if turn.params is None else to_host(turn.params), self.memory)
         g = array_of(x)
         sent = np.zeros_like(g) if state.sent is None else state.sent.numpy()
         with np.errstate(over="ignore", invalid="ignore"):

@@ -29,6 +29,7 @@ from ashl.compression.base.code import Sparse, array_of
 from ashl.compression.contract import TURN, BodyError, Flags, Layout, Turn, size_of
 from ashl.compression.wire.body import HEADER, Parts, typed, write_body
 from ashl.errors import UsageError
+from ashl.learn.device import to_host
 from ashl.option import Count, Fraction, Number, option
 
 PLACE_BITS = 28
@@ -72,7 +73,7 @@ class Variance(Sparse):
     def encode(self, sender: Waiting | None, x: Tensor, turn: Turn = TURN) -> tuple[Waiting, Tensor]:
         old = sender or Waiting()
         g = array_of(x)
-        fresh = np.zeros_like(g) if turn.squares is None else array_of(turn.squares)
+        fresh = np.zeros_like(g) if turn.squares is None else array_of(to_host(turn.squares))
         with np.errstate(over="ignore", invalid="ignore"):
             sums = g + self._kept(old.error, old.lr, turn.lr, 1)
             squares = fresh + self._kept(old.squares, old.lr, turn.lr, 2)

@@ -1,6 +1,7 @@
 """What a data set is to the rest of the house: two splits, in memory or decoded on demand."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -44,14 +45,20 @@ class Split:
         """Whether each sample is of one class: no values, and no tokens."""
         return not self.targets.is_floating_point() and self.targets.ndim == 1
 
-    def batch(self, indices: np.ndarray, device: str = "cpu") -> tuple[Tensor, Tensor]:
-        """Inputs float32 [b, *sample_shape] and targets of the samples named, on `device`."""
-        index = torch.from_numpy(indices)
-        inputs, targets = _rows(self.inputs, index).to(device), _rows(self.targets, index).to(device)
+    def batch(self, indices: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs float32 [b, *sample_shape] and targets of the samples named, where all of these lie."""
+        index = torch.from_numpy(indices) if isinstance(indices, np.ndarray) else indices
+        inputs, targets = _rows(self.inputs, index), _rows(self.targets, index)
         if inputs.dtype == torch.uint8:
-            mean, std = torch.tensor([self.mean, self.std], device=device)[:, :, None, None]
-            inputs = torch.addcmul(-mean / std, inputs.float(), 1 / (255 * std))
+            shift, scale = self._normal
+            inputs = torch.addcmul(shift, inputs.float(), scale)
         return inputs, targets
+
+    @cached_property
+    def _normal(self) -> tuple[Tensor, Tensor]:
+        """What normalises pixels, by channel: −mean/std and 1/(255·std)."""
+        mean, std = torch.tensor([self.mean, self.std], device=self.targets.device)[:, :, None, None]
+        return -mean / std, 1 / (255 * std)
 
 
 def _rows(samples: Samples, index: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ashl.data.batches import Batches
+from ashl.learn.device import HOST, numbers, to_device
 from ashl.learn.learner import Learner
 from ashl.learn.pieces import Pieces
 from ashl.optimizer.contract import Optimizer
@@ -42,14 +43,21 @@ class Trainer:
 
     def blank(self, size: float) -> Tensor:
         """A body of this share of the model's size, to measure with."""
-        return torch.zeros(max(1, round(size * self.learner.num_params)))
+        return to_device(torch.zeros(max(1, round(size * self.learner.num_params))), self.device)
 
     def init(self) -> tuple[Tensor, Moments]:
         """The initial model, the same on every rank, and empty optimizer moments."""
         return self.learner.init(), self.moments()
 
     def moments(self) -> Moments:
-        return self.optimizer.shaped(self.learner.layers) if self.statistics else self.optimizer.init(self.num_params)
+        """Empty, on the device; what the optimizer counts stays with the host."""
+        own = self.optimizer.shaped(self.learner.layers) if self.statistics else self.optimizer.init(self.num_params)
+        return tuple(to_device(x, self.device) if x.is_floating_point() else x for x in own)
+
+    @property
+    def device(self) -> str:
+        """Where vectors lie."""
+        return self.learner.device
 
     @property
     def statistics(self) -> int:
@@ -61,8 +69,9 @@ class Trainer:
         inputs, targets = self.learner.samples(self.batches[worker].shard)
         return self.optimizer.sweep(params, moments, blocks, inputs, targets)
 
-    def gradient(self, params: Tensor, worker: int, step: int, span: range | None = None) -> tuple[float, Tensor]:
-        """Loss and gradient on batch `step` of a worker, or on what lies at `span` in its stream of samples."""
+    def gradient(self, params: Tensor, worker: int, step: int, span: range | None = None) -> tuple[Tensor, Tensor]:
+        """Loss, still on the device, and gradient on batch `step` of a worker, or on what lies at `span` in its stream
+        of samples."""
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
         return self.learner.gradient(params, indices, worker, step)
@@ -101,16 +110,20 @@ class Trainer:
         """Loss and gradient over all of a worker's samples, added up over parts of at most about `batch`, always the
         same parts in the same order and with the same augmentation: a fixed function of `params`."""
         shard = self.batches[worker].shard
-        loss, total = 0.0, torch.zeros(self.num_params)
+        losses, sizes, total = [], [], torch.zeros_like(params)
         for step, part in enumerate(np.array_split(shard, -(-len(shard) // batch))):
-            part_loss, grad = self.learner.gradient(params, part, worker, step)
-            loss += part_loss * len(part) / len(shard)
+            loss, grad = self.learner.gradient(params, part, worker, step)
+            losses.append(loss)
+            sizes.append(len(part))
             total.add_(grad, alpha=len(part) / len(shard))
-        return loss, total
+        mean = 0.0
+        for loss, size in zip(numbers(losses), sizes, strict=True):
+            mean += loss * size / len(shard)
+        return mean, total
 
     def reduced_gradient(
         self, params: Tensor, anchor: Tensor, worker: int, step: int, span: range
-    ) -> tuple[float, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """g(params) − g(anchor) on the same minibatch: what the gradient over all samples at `anchor` lacks."""
         loss, grad = self.gradient(params, worker, step, span)
         return loss, grad - self.gradient(anchor, worker, step, span)[1]
@@ -120,21 +133,24 @@ class Trainer:
     ) -> tuple[float, Tensor, Tensor]:
         """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the minibatch."""
         indices = self.batches[worker].span(span.start, len(span))
-        loss, total, squares = 0.0, torch.zeros(self.num_params), torch.zeros(self.num_params)
+        losses, shares, total, squares = [], [], torch.zeros_like(params), torch.zeros_like(params)
         for part in np.array_split(indices, min(parts, len(indices))):
-            share = len(part) / len(indices)
-            part_loss, grad = self.learner.gradient(params, part, worker, step)
-            loss += part_loss * share
-            grad = grad * share
+            loss, grad = self.learner.gradient(params, part, worker, step)
+            losses.append(loss)
+            shares.append(len(part) / len(indices))
+            grad = grad * shares[-1]
             total += grad
             squares.addcmul_(grad, grad)
-        return loss, total, squares
+        mean = 0.0
+        for loss, share in zip(numbers(losses), shares, strict=True):
+            mean += loss * share
+        return mean, total, squares
 
     def local_step(
         self, params: Tensor, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
-    ) -> tuple[float, Moments, Tensor]:
+    ) -> tuple[Tensor | float, Moments, Tensor]:
         """One optimizer step on one minibatch, or on the shard where that is what the optimizer needs: (loss, moments,
-        params)."""
+        params). The loss is still on the device (`numbers` reads it), so that steps follow each other unseen."""
         if self.statistics:
             loss, _, statistics = self.sweep(params, moments, None, worker)
             return (loss, *self.optimizer.step(moments, params, statistics, lr))
@@ -173,6 +189,7 @@ class SizeOnlyTrainer:
     """Nothing inside: for timing thousands of workers without gradients. Vectors are sizes."""
 
     warmup_samples = 0
+    device = HOST
 
     def __init__(self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0) -> None:
         self.statistics = statistics

@@ -20,6 +20,7 @@ from ashl.data.dataset import Data
 from ashl.data.partition import shards
 from ashl.data.plain import plain_dataset
 from ashl.errors import UsageError
+from ashl.learn.device import HOST
 from ashl.learn.learner import Learner
 from ashl.learn.trainer import AnyTrainer, SizeOnlyTrainer, Trainer
 from ashl.model.plain import plain_model
@@ -141,20 +142,20 @@ def layer_groups(plan: Plan) -> tuple[Part, ...]:
     return tuple(part._replace(ready=at, needed=needed) for part, at, needed in measured)
 
 
-def links_of(plan: Plan, own: StageParts) -> tuple[Link, ...]:
+def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Link, ...]:
     """Those of the messages of one of a plan's stages, where a codec works in each by itself."""
     if not own.overlap.compresses or own.compression.flags.lossless:
         return ()
     groups = layer_groups(plan)
-    link = partial(link_of, own.compression, layout_of(plan.layers))
+    link = partial(link_of, own.compression, layout_of(plan.layers), device=device)
     return tuple(link(start, stop) for start, stop, *_ in joined(groups, own.overlap.messages(bare(groups))))
 
 
-def link_of(option: Codec, layout: Layout, start: int, stop: int) -> Link:
+def link_of(option: Codec, layout: Layout, start: int, stop: int, device: str = HOST) -> Link:
     """That of the tensors in the elements [start, stop)."""
     bounds = [0, *accumulate(layer.size for layer in layout)]
     first = bounds.index(start)
-    return Link(wrapped(option, layout[first : bounds.index(stop)]), stop - start, first)
+    return Link(wrapped(option, layout[first : bounds.index(stop)]), stop - start, first, device)
 
 
 def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]:
@@ -199,7 +200,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 layout=layout,
                 overlap=own.overlap,
                 parts=() if own.overlap.serial and not own.sync.by_part else layer_groups(plan),
-                links=links_of(plan, own),
+                links=links_of(plan, own, trainer.device),
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
@@ -270,7 +271,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     parts = parts or parts_of(plan)
     data = data or parts.dataset.load()
     deal = dealer(plan, parts, data)
-    learner = Learner(parts.model, data, parts.task, seed=plan.seed, device=device)
+    learner = Learner(parts.model, data, parts.task, seed=plan.seed, device=device, precision=parts.runtime.precision)
     if not parts.runtime.gradients:
         size_only = size_only_trainer(plan, parts, len(data.train))
         return Job(parts, data, learner, rules(plan, parts, [size_only] * len(plan.stages), deal))

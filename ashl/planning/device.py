@@ -1,4 +1,4 @@
-"""Where gradients are computed."""
+"""Where gradients are computed, and how precisely."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 import torch
 
 from ashl.errors import UsageError
+from ashl.learn.device import HOST
 
 
 def device_of(runtime: Any) -> str:
-    """Raises UsageError where CUDA is asked for and is not there."""
-    if runtime.device == "cuda" and not torch.cuda.is_available():
+    """Raises UsageError where CUDA is asked for, or arithmetic that only CUDA has, and is not there."""
+    there = torch.cuda.is_available()
+    if runtime.device == "cuda" and not there:
         raise UsageError("runtime.device=cuda, but torch sees no CUDA device here; take runtime.device=cpu")
-    if runtime.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return runtime.device
+    device = ("cuda" if there else HOST) if runtime.device == "auto" else runtime.device
+    if runtime.precision == "tf32" and device == HOST:
+        raise UsageError("runtime.precision=tf32 is arithmetic of CUDA devices; on a CPU take fp32, or bf16")
+    return device

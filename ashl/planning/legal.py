@@ -12,10 +12,12 @@ from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import RealCluster
 from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
+from ashl.learn.device import HOST
 from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
 from ashl.plan.plan import AVERAGE, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
+from ashl.planning.device import device_of
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.rule import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.task.classification import Classification
@@ -193,6 +195,8 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
         return
     if parts.runtime.name != "sim":
         raise UsageError("run.checkpoint_s is for virtual time; real processes leave no checkpoints yet: drop it")
+    if device_of(parts.runtime) != HOST:
+        raise UsageError("run.checkpoint_s keeps what lies in the host's memory; take runtime.device=cpu, or drop it")
     for stage, own in zip(stages, parts.stages, strict=True):
         if not own.sync.resumable:
             raise UsageError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ashl.learn.device import to_host
 from ashl.plan.plan import Plan, assigned
 from ashl.planner.assignment import assignment_of
 from ashl.planning.build import Job
@@ -141,6 +142,7 @@ class Monitor:
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         """Evaluate a model: metrics, best so far, target. Where every worker has its own, wait until all have come."""
+        vector = to_host(vector) if isinstance(vector, Tensor) else vector
         if isinstance(record, UpdateShown):
             if isinstance(vector, Tensor):
                 self.books.health.update(record, vector, self.plan.num_workers)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ashl.config.construct import own_faults
 from ashl.data.dataset import Data
 from ashl.errors import AshlError
+from ashl.learn.device import HOST, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
@@ -138,6 +139,8 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
         max_bytes=max(stage.most_bytes for stage in job.stages),
         exact=parts.runtime.sums == "exact",
         groups=process_groups(job.stages),
+        device=device,
+        settle=None if device == HOST else torch.cuda.synchronize,
     )
     if place.rank < plan.num_workers:
         assert isinstance(stage.trainer, Trainer)
@@ -167,7 +170,7 @@ def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
     params, moments = trainer.init()
     times = [time.perf_counter()]
     for step in range(5):
-        trainer.local_step(params, moments, 0, step, 0.0)
+        numbers([trainer.local_step(params, moments, 0, step, 0.0)[0]])
         times.append(time.perf_counter())
     return median(after - before for before, after in pairwise(times))
 
@@ -176,4 +179,4 @@ def warm_up(trainer: Trainer, rank: int) -> None:
     """The first step of a process allocates and plans; that is not what a step costs."""
     params, moments = trainer.init()
     for step in range(3):
-        trainer.local_step(params, moments, rank, step, 0.0)
+        numbers([trainer.local_step(params, moments, rank, step, 0.0)[0]])

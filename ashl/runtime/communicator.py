@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ashl.errors import AshlError
+from ashl.learn.device import to_device, to_host
 from ashl.runtime import collectives, subset_sum
 from ashl.runtime.channel import Collective, committed
 from ashl.runtime.effects import AllReduce
@@ -183,6 +184,8 @@ class Communicator:
             pending = end.committed[0]
         asked_ns = max(self._clock(), free_ns)
         value, moved, begin, cost = self._transfer(pending.effect, pending.number, asked_ns)
+        if isinstance(value, torch.Tensor):
+            value = to_device(value, str(pending.effect.tensor.device))
         end_ns = self._clock()
         if cost is not None:
             self._pace.transfers[self._rank].add(cost, end_ns - begin)
@@ -206,8 +209,8 @@ class Communicator:
         return -int(told[0]), int(told[1])
 
     def _transfer(self, effect: Collective, number: int, asked_ns: int) -> tuple[Any, int, int, int | None]:
-        """(value, bytes moved each way, when it began, declared cost if there is one)."""
-        group, tensor, g = effect.group, effect.tensor, len(effect.group)
+        """(value in the host's memory, bytes moved each way, when it began, declared cost if there is one)."""
+        group, tensor, g = effect.group, to_host(effect.tensor), len(effect.group)
         pg, loose = self._groups.get(group), self._loose(group)
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.riders * tensor.element_size()

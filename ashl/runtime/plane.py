@@ -4,6 +4,8 @@ Headers and bodies are separate planes (a tag each on gloo), so that another bac
 not polling: on gloo an `irecv` never reports completion until it is waited for. Groups get a timeout that never
 strikes, because a receive that times out closes every pair of its group; who is late is found by the monitor instead.
 
+What travels lies in the host's memory; a vector of floats is on the rank's device again when it has come.
+
 A sender has done with a body when the kernel has it; how long that took to arrive, only the receiver knows, by its own
 clock. So each header says it of the last body that came the other way.
 """
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ashl.errors import AshlError
+from ashl.learn.device import HOST, to_device, to_host
 from ashl.runtime import wire
 from ashl.runtime.effects import Message, PeerLostError, Tag
 
@@ -57,9 +60,11 @@ class Links:
         clock_ns: Callable[[], int],
         due_ns: Callable[[int, int, int, int], int],
         max_bytes: int,
+        device: str = HOST,
     ) -> None:
         """`due_ns(src, nbytes, header, now)` says when a paced message counts as delivered."""
         self._inbox, self._clock, self._due, self._max_bytes = inbox, clock_ns, due_ns, max_bytes
+        self._device = device
         self._came = dict.fromkeys(peers, (0, 0))  # bodies from each peer, and what the last one took
         self._left: dict[int, deque[int]] = {peer: deque() for peer in peers}  # when the others left, still unanswered
         self._known = dict.fromkeys(peers, 0)  # how many of them are answered
@@ -81,7 +86,7 @@ class Links:
                     f"a message of {body.nbytes} bytes, where the stages of the plan send {self._max_bytes} at most: a "
                     "codec writes more than its payload says"
                 )
-            body = body.contiguous()
+            body = to_host(body).contiguous()
         self._out[dst].put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
 
     def goodbye(self, timeout_s: float) -> None:
@@ -125,6 +130,8 @@ class Links:
                     dist.recv(flat, peer, tag=BODY)
                     self._wait_until(self._due(peer, header.nbytes, start, self._clock()))
                     self._came[peer] = self._came[peer][0] + 1, self._clock() - start
+                if body is not None and body.is_floating_point():
+                    body = to_device(body, self._device)
                 self._inbox.put(Message(peer, header.tag, body, header.meta, start))
         except (RuntimeError, wire.WireError) as error:
             self._inbox.put(PeerLostError(peer, first_line(error)))

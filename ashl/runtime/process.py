@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Collective
 from ashl.runtime.communicator import Communicator, End, Outcome
@@ -47,14 +48,18 @@ class TorchKernel:
         max_bytes: int,
         exact: bool,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        device: str = HOST,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """`groups` are those that the plan lists; a sum over any other part of the ranks does without."""
+        """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
+        goes on with a computation when its function has returned, `settle` waits until all are done."""
         self.observer = observer
         self.node = Node(self, rank)
         self._zero = 0
         self.pace = make_pace(self.clock_ns)
         self._communicator = Communicator(rank, groups, exact, self.pace, self.clock_ns, max_bytes)
-        self._peers, self._max_bytes = peers, max_bytes
+        self._peers, self._max_bytes, self._device = peers, max_bytes, device
+        self._settle, self._unsettled = settle, False
         self._mail = Mailbox()
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._links: Links | None = None
@@ -95,7 +100,7 @@ class TorchKernel:
         """Run `main(node)` to its end; what else was spawned ends with it, once the collectives that this rank has
         posted have ended. The clock starts now, on all ranks."""
         self._zero = common_zero()  # before anything is listened to: what a faster peer sends is timed by this clock
-        self._links = Links(self._peers, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes)
+        self._links = Links(self._peers, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes, self._device)
         self._main = self.spawn(self.node, main(self.node), main=True)
         try:
             while not self._main.done:
@@ -175,6 +180,8 @@ class TorchKernel:
                     self._wake(task.joiner, task.result)
                 return
             task.waiting = effect
+            if self._unsettled and task.main and not isinstance(effect, fx.Compute):
+                self._settled()
             if isinstance(effect, fx.Compute):
                 if self._live > 1 or self._unit.busy or effect.needs:
                     return self._compute_aside(task, effect)
@@ -219,7 +226,15 @@ class TorchKernel:
         ran = self._unit.run(effect, start)
         if main:
             self._book(ran, start)
+            self._unsettled = self._settle is not None
         return ran.value
+
+    def _settled(self) -> None:
+        """What was left of the main task's computations when their functions returned is computing, too."""
+        assert self._settle is not None
+        self._settle()
+        self.node.ledger.mark("compute", self.now_ns)
+        self._unsettled = False
 
     def _compute_aside(self, task: Task, effect: fx.Compute) -> None:
         """On the compute thread, so that the node's other tasks go on."""
@@ -229,6 +244,7 @@ class TorchKernel:
                 raise ran
             if task.main:
                 self._book(ran, start)
+                self._unsettled = self._settle is not None
             if not task.done:
                 self._ready.append((task, ran.value))
 

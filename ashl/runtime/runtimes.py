@@ -10,6 +10,7 @@ from ashl.option import Count, Positive, option
 
 Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is told, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["fp32", "tf32", "bf16"]  # of products and convolutions; vectors are float32
 
 
 @option
@@ -20,6 +21,7 @@ class SimRuntime:
     gradients: bool
     threads: Threads
     device: Device
+    precision: Precision
 
 
 @option
@@ -32,6 +34,7 @@ class LocalRuntime:
     sums: Literal["exact", "native"]
     threads: Threads
     device: Device
+    precision: Precision
     timeout_s: Positive
 
 
@@ -45,4 +48,5 @@ class TorchrunRuntime:
     sums: Literal["exact", "native"]
     threads: Threads
     device: Device
+    precision: Precision
     timeout_s: Positive

@@ -6,6 +6,8 @@ compressed, with h_i what worker i holds, C(w − h_i) is sent; both ends add it
 out is still in w − h_i at the next pull: h_i carries the residual, so C goes without error feedback. The first pull,
 and one that would be no shorter, is the model itself, hence a ratio of 1 is the plain pull, bit for bit.
 
+Codecs work in the host's memory, and what they keep lies there; vectors come from the device, and go back to it, here.
+
 `Ends` lies in a rank's state, so that a checkpoint has it, and nobody else touches it. Where a run is only timed, what
 goes in and comes out is `SizeOnly`, and the codec is asked for nothing but its `payload`.
 
@@ -28,6 +30,7 @@ from ashl.compression.around.stand_in import after, before
 from ashl.compression.around.wrapped import handed_over
 from ashl.compression.contract import Codec, CodecInput, Collective, Flags, Keeps, Linear, Outcome, Reduces, State, Turn
 from ashl.errors import UsageError
+from ashl.learn.device import HOST, to_device, to_host
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly, Vector
 
@@ -53,6 +56,7 @@ class Link:
     codec: Codec  # with what is wrapped around it
     d: int
     layer: int = 0  # of the model, the first in these elements
+    device: str = HOST  # where the vectors are
 
     @cached_property
     def innermost(self) -> Codec:
@@ -97,10 +101,18 @@ class Link:
     def encode(self, ends: Ends, x: Vector, turn: Turn) -> Body:
         if isinstance(x, SizeOnly):
             return SizeOnly(self.codec.payload(self.codec.share(turn), self.d))
-        ends.sender, body = self.codec.encode(ends.sender, x, turn)
+        ends.sender, body = self.codec.encode(ends.sender, self.given(x), turn)
         if turn.round == 0:
             self.check_size(body, turn)
         return body
+
+    def given(self, x: Tensor) -> Tensor:
+        """A vector as the codec is given it."""
+        return x if self.flags.lossless else to_host(x)
+
+    def made(self, x: Tensor) -> Tensor:
+        """A vector that the codec made."""
+        return to_device(x, self.device)
 
     def check_size(self, body: Tensor, turn: Turn) -> None:
         """A first message is as long as the codec says: by that runs are planned and timed. Raises UsageError."""
@@ -126,7 +138,7 @@ class Link:
         if isinstance(body, SizeOnly):
             return SizeOnly(4 * self.d)
         ends.receivers[worker], x = self.innermost.decode(ends.receivers.get(worker), body, self.d)
-        return x
+        return self.made(x)
 
     def arrived(self, ends: Ends, worker: int, body: Body) -> Vector | Body:
         """The same, but the body as it is where bodies are reduced together."""
@@ -139,7 +151,7 @@ class Link:
             return SizeOnly(4 * self.d)
         assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
         ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
-        return x
+        return self.made(x)
 
     def merge(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
         """Σ c·C(x) of the bodies of workers 0, 1, …, or what else they are together. Raises BodyError."""
@@ -162,19 +174,19 @@ class Link:
         if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
             return SizeOnly(4 * self.d)
         assert isinstance(self.innermost, Linear)
-        whole = self.innermost.summed(body, total)
-        return (
-            self.reduce(ends, [whole], [1.0]) if self.flags.reduces else self.innermost.decode(None, whole, self.d)[1]
-        )
+        whole = self.innermost.summed(body, to_host(total))
+        if self.flags.reduces:
+            return self.reduce(ends, [whole], [1.0])
+        return self.made(self.innermost.decode(None, whole, self.d)[1])
 
     def before(self, ends: Ends, x: Tensor, turn: Turn) -> CodecInput:
         """What a protocol of the codec's own is given of x."""
-        return before(self.codec, ends.sender, x, turn)
+        return before(self.codec, ends.sender, self.given(x), turn)
 
     def after(self, ends: Ends, x: Tensor, turn: Turn, outcome: Outcome) -> Tensor:
         """The update that the protocol came to; the sender keeps what of x is not in it."""
-        ends.sender = after(self.codec, ends.sender, x, turn, outcome)
-        return outcome.update
+        ends.sender = after(self.codec, ends.sender, self.given(x), turn, outcome)
+        return self.made(outcome.update)
 
     # --- differences between models
 
@@ -182,11 +194,11 @@ class Link:
         """x by the codec alone, without state."""
         if isinstance(x, SizeOnly):
             return SizeOnly(self.innermost.payload(turn.ratio, self.d))
-        return self.innermost.encode(None, x, turn)[1]
+        return self.innermost.encode(None, self.given(x), turn)[1]
 
     def added(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
         """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
-        return vector if isinstance(vector, SizeOnly) else added(self.innermost, vector, bodies)
+        return vector if isinstance(vector, SizeOnly) else self._added(self.innermost, vector, bodies)
 
     def pull_bytes(self, ratio: float | None) -> int:
         """Bytes of a pull of this share; None = of the model."""
@@ -200,7 +212,7 @@ class Link:
             return model
         if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
             return SizeOnly(self.down.payload(turn.ratio, self.d))
-        _, body = self.down.encode(None, model - held, turn)
+        _, body = self.down.encode(None, self.given(model - held), turn)
         ends.held[worker] = self.pulled(held, body)
         return body
 
@@ -214,12 +226,14 @@ class Link:
             return params
         if body.dtype == torch.float32 and body.shape == params.shape:
             return body
-        return added(self.down, params, [(body, 1.0)])
+        return self._added(self.down, params, [(body, 1.0)])
 
-
-def added(codec: Codec, vector: Tensor, bodies: Sequence[tuple[Body, float]]) -> Tensor:
-    total = vector.clone()
-    for body, weight in bodies:
-        assert isinstance(body, Tensor)
-        codec.add(total, body, weight)
-    return total
+    def _added(self, codec: Codec, vector: Tensor, bodies: Sequence[tuple[Body, float]]) -> Tensor:
+        total = vector.clone()
+        for body, weight in bodies:
+            assert isinstance(body, Tensor)
+            if self.device == HOST:
+                codec.add(total, body, weight)  # which need not make the whole vector of a sparse body
+            else:
+                total.add_(self.made(codec.decode(None, body, self.d)[1]), alpha=weight)
+        return total

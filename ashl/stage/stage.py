@@ -77,7 +77,7 @@ class Stage:
     @cached_property
     def link(self) -> Link:
         """How updates travel, and pulls."""
-        return Link(self.codec, self.trainer.num_params)
+        return Link(self.codec, self.trainer.num_params, device=self.trainer.device)
 
     @property
     def most_bytes(self) -> int:

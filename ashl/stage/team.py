@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ashl.learn.device import to_host
 from ashl.runtime.effects import Compute
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
@@ -69,11 +70,11 @@ class Team:
             total = await self.node.all_reduce(word, self.ranks, riders=NUMBERS, key=key, credit=credit)
             self._carry(0.0, total.word)
             return SizeOnly(total.nbytes)
-        packed = torch.empty(x.numel() + NUMBERS, dtype=x.dtype)
+        packed = x.new_empty(x.numel() + NUMBERS)
         torch.mul(x, weight, out=packed[:-NUMBERS])
         packed[-2], packed[-1] = self.loss, self.word
         total = await self.node.all_reduce(packed, self.ranks, riders=NUMBERS, key=key, credit=credit)
-        self._carry(*total[-NUMBERS:].tolist())
+        self._carry(*to_host(total[-NUMBERS:]).tolist())
         return total[:-NUMBERS]
 
     async def gather(self, chunk: Any) -> Any:
@@ -84,9 +85,10 @@ class Team:
             total = await self.node.all_reduce(SizeOnly(chunk.nbytes, int(self.word)), self.ranks, "gather")
             self._carry(0.0, total.word)
             return SizeOnly(total.nbytes)
-        packed = torch.cat([chunk, chunk.new_tensor([self.loss, self.word])])
+        packed = chunk.new_empty(chunk.numel() + NUMBERS)
+        packed[:-NUMBERS], packed[-2], packed[-1] = chunk, self.loss, self.word
         rows = (await self.node.all_reduce(packed, self.ranks, "gather", riders=NUMBERS)).view(self.size, -1)
-        self._carry(*sum_in_rank_order(list(rows[:, -NUMBERS:])).tolist())
+        self._carry(*to_host(sum_in_rank_order(list(rows[:, -NUMBERS:]))).tolist())
         return rows[:, :-NUMBERS].flatten()
 
     async def all_gather(self, x: Any) -> list[Any]:

@@ -31,6 +31,7 @@ from ashl.compression.base.code import array_of
 from ashl.compression.contract import Turn
 from ashl.compression.grid import MOST, WHOLE, Grid, read, rounded
 from ashl.compression.wire.body import HEADER, Parts, read_body, write_body
+from ashl.learn.device import numbers, to_host
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
@@ -144,7 +145,9 @@ class Snapshots(Updates):
         if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
             state.anchor = None
             return body
-        return state.params if isinstance(body, SizeOnly) else read_model(body, stage.trainer.num_params)
+        return (
+            state.params if isinstance(body, SizeOnly) else stage.link.made(read_model(body, stage.trainer.num_params))
+        )
 
     def opened(self, stage: Stage, params: Vector) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
@@ -157,14 +160,14 @@ def written(x: Any, anchor: Any, turn: Turn, mu: float | None) -> Any:
     if isinstance(x, SizeOnly):
         bits = 32 if mu is None else MOST // 2
         return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
-    array, few = array_of(x), bits_of(x, anchor, mu)
+    array, few = array_of(to_host(x)), bits_of(x, anchor, mu)
     parts = Parts(array.size, array, form=WHOLE) if few is None else rounded(array, few, turn)
     return write_body(Grid.code, x.numel(), parts)
 
 
 def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
     """The fewest bits for which E‖Q(x) − x‖² ≤ μ‖x − x̃‖²; None where 16 are too few."""
-    apart, top = float(torch.linalg.vector_norm(x.double() - anchor)), float(x.abs().max())
+    apart, top = numbers([torch.linalg.vector_norm(x.double() - anchor), x.abs().max()])
     if mu is None or not apart or not math.isfinite(top):
         return None
     steps = top * math.sqrt(x.numel() / mu) / (2 * apart)

@@ -96,7 +96,7 @@ class Augmented:
 
     def local_step(
         self, params: Any, moments: Any, worker: int, step: int, lr: float, span: range
-    ) -> tuple[float, Any, Any]:
+    ) -> tuple[Any, Any, Any]:
         loss, grad = self.trainer.gradient(params, worker, step, span)
         grad = grad + self.dual + (params - self.target) * self.weight
         return (loss, *self.trainer.apply(params, moments, grad, lr))

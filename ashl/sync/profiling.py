@@ -29,6 +29,7 @@ import torch
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import Turn
+from ashl.learn.device import numbers
 from ashl.option import Natural, option
 from ashl.overlap.chain import passed
 from ashl.plan.line import LARGE, SMALL, Line, fitted
@@ -150,8 +151,8 @@ async def time_steps(node: Node, stage: Stage, state: WorkerState, steps: int) -
         if count > 1 and (node.stopping or node.now_ns >= stage.judge.deadline_ns):
             return None
         start = node.now
-        work = partial(trainer.local_step, state.params, state.moments, node.rank, state.step + count, 0.0)
-        await node.compute(work, work=batch)
+        args = (state.params, state.moments, node.rank, state.step + count, 0.0)
+        await node.compute(lambda: numbers([trainer.local_step(*args)[0]]), work=batch)  # till its loss is there
         count += 1
         return node.now - start
 

@@ -31,6 +31,7 @@ from ashl.compression.base.code import array_of
 from ashl.compression.contract import BodyError, Turn
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, read_body, typed, write_body
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
+from ashl.learn.device import to_device, to_host
 from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
@@ -89,7 +90,7 @@ class SparseModels(Updates):
         tally.merge()
         if isinstance(message.body, SizeOnly):
             return True
-        mean = state.rule_state = mean + read(message.body, mean.numel()) * stage.weights([worker])[0]
+        mean = state.rule_state = mean + stage.link.made(read(message.body, mean.numel())) * stage.weights([worker])[0]
         state.params = shrunk(mean, stage.trainer.rate(tally.samples) * self.rule.lam)
         return True
 
@@ -100,7 +101,7 @@ class SparseModels(Updates):
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         if isinstance(body, SizeOnly):
             return state.params
-        return read(body, stage.trainer.num_params) if body.dtype == torch.uint8 else body
+        return stage.link.made(read(body, stage.trainer.num_params)) if body.dtype == torch.uint8 else body
 
 
 def moved(x: Any, gradient: Any, point: Any, turn: Turn, share: float) -> tuple[Any, Any]:
@@ -109,7 +110,7 @@ def moved(x: Any, gradient: Any, point: Any, turn: Turn, share: float) -> tuple[
         return point, SizeOnly(size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
     drawn = turn.stream().integers(0, 2**32, x.numel(), np.uint32) < share * 2**32
     change = x - gradient * turn.lr - point
-    change[(x == 0) & ~torch.from_numpy(drawn)] = 0
+    change[(x == 0) & ~to_device(torch.from_numpy(drawn), str(x.device))] = 0
     return point + change, written(change)
 
 
@@ -125,7 +126,7 @@ def size(k: int, d: int) -> int:
 def written(x: Tensor) -> Tensor:
     """The body of a vector by its non-zero elements; of all where that is no longer. What is no number is none of the
     zeros."""
-    array = array_of(x)
+    array = array_of(to_host(x))
     places = np.flatnonzero(array)
     if size(places.size, array.size) == HEADER.size + array.nbytes:
         return write_body(CODE, array.size, Parts(array.size, array, form=WHOLE))

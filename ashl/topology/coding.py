@@ -28,7 +28,7 @@ from ashl.stage.link import Body, Ends
 from ashl.stage.stage import Stage
 from ashl.stage.team import Team
 from ashl.topology.exchange import least_ratio
-from ashl.topology.local_work import WorkerState, not_finite, report_health, reports_mean, turn_of
+from ashl.topology.local_work import WorkerState, all_finite, not_finite, report_health, reports_mean, turn_of
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Coding:
     def encode(self, k: int, x: Vector) -> Body:
         """The body of message k. Of a gradient that is not finite nothing is made, see `ended`."""
         self.given[k], link = x, self.stage.links[k]
-        if not isinstance(x, SizeOnly) and not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
+        if not isinstance(x, SizeOnly) and not all_finite(x):
             x, self.finite = torch.zeros_like(x), False
         if link.flags.linear:
             x = x * self.team.weight
@@ -102,7 +102,7 @@ class Coding:
         if isinstance(self.given[0], SizeOnly):
             return SizeOnly(4 * stage.link.d)
         if team.lost:
-            return torch.zeros(stage.link.d)
+            return torch.zeros_like(in_order(self.given))
         update = await team.compute(partial(self.sum, came))
         if reports_mean(stage, self.version) and team.node.rank == 0:
             team.node.show_update(update, of=None, tick=self.version)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+from ashl.learn.device import numbers
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
 
@@ -74,7 +75,7 @@ async def estimated(node: Node, stage: Stage, state: Any) -> Estimate:
         loss, gradient, state.squares = await node.compute(work, work=state.batch)
         return Estimate(loss, gradient, state.batch)
     loss, gradient = await node.compute(partial(trainer.gradient, params, rank, step, span), work=state.batch)
-    return Estimate(loss, gradient, state.batch)
+    return Estimate(numbers([loss])[0], gradient, state.batch)
 
 
 async def over_shard(node: Node, stage: Stage, state: Any) -> Estimate:
@@ -88,4 +89,5 @@ async def reduced(node: Node, stage: Stage, state: Any) -> tuple[float, Any]:
     """(loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
     step, span = draw(state)
     work = partial(stage.trainer.reduced_gradient, state.params, state.anchor.params, node.rank, step, span)
-    return await node.compute(work, work=2 * state.batch)
+    loss, gradient = await node.compute(work, work=2 * state.batch)
+    return numbers([loss])[0], gradient

@@ -54,7 +54,7 @@ async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x:
     if link.flags.linear:
         total = await team.all_reduce(link.summand(body, turn))
         return await team.compute(partial(link.summed, state.ends, body, total))
-    return await gathered(team, stage, state, body)
+    return await gathered(team, stage, state, x, body)
 
 
 async def by_protocol(team: Team, stage: Stage, state: WorkerState, codec: Collective, x: Vector, turn: Turn) -> Vector:
@@ -67,13 +67,13 @@ async def by_protocol(team: Team, stage: Stage, state: WorkerState, codec: Colle
     return await team.compute(partial(link.after, state.ends, x, turn, outcome))
 
 
-async def gathered(team: Team, stage: Stage, state: WorkerState, body: Body) -> Vector:
+async def gathered(team: Team, stage: Stage, state: WorkerState, x: Vector, body: Body) -> Vector:
     """Everybody's bodies, decoded and summed by everybody alike."""
     bodies = await team.all_gather(body)
-    if isinstance(body, SizeOnly):
-        return SizeOnly(4 * stage.link.d)
+    if isinstance(x, SizeOnly):
+        return x
     if team.lost:
-        return torch.zeros(stage.link.d)
+        return torch.zeros_like(x)
     return await team.compute(partial(stage.link.merge, state.ends, bodies, team.weights))
 
 

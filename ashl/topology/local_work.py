@@ -18,6 +18,7 @@ from ashl.compression.around.layers import Layerwise, layer_at
 from ashl.compression.around.lost import measured_loss, sizes
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Turn
+from ashl.learn.device import numbers, to_host
 from ashl.runtime.node import Node
 from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly, Vector
@@ -101,7 +102,7 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     if kind == "gradient":
         loss, grad, samples = await estimated(node, stage, state)
         return Work(grad, loss, 1, samples, node.now - start, version)
-    local, lr, total, steps = params, trainer.rate(state.samples), 0.0, 0
+    local, lr, losses, steps = params, trainer.rate(state.samples), [], 0
     start_ns, interval_ns, grads = node.now_ns, round(state.interval_s * 1e9), None
     while node.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
         step, span = draw(state)
@@ -112,8 +113,10 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
             work = partial(trainer.local_step, local, state.moments, node.rank, step, lr, span)
             loss, state.moments, local = await node.compute(work, work=state.batch)
         steps += 1
+        losses.append(loss)
+    total, body = 0.0, local - params if grads is None else grads
+    for loss in numbers(losses):
         total += loss
-    body = local - params if grads is None else grads
     return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps, version)
 
 
@@ -143,7 +146,7 @@ def report_health(node: Node, stage: Stage, state: WorkerState, x: Vector, sent:
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
         found = sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
     else:
-        found = measured_loss(pieces, stage.link.kept(state.ends), x, stage.layout, stage.health_layers)
+        found = measured_loss(pieces, stage.link.kept(state.ends), to_host(x), stage.layout, stage.health_layers)
     node.emit(Health(node.rank, state.round, node.now_ns, **found))
 
 
@@ -171,19 +174,19 @@ def turn_of(stage: Stage, rank: int, state: WorkerState, version: int) -> Turn:
 
 def not_finite(node: Node, stage: Stage, state: WorkerState, x: Vector) -> bool:
     """Whether an update is not finite; the first layer in which it is not is reported."""
-    if isinstance(x, SizeOnly) or torch.isfinite(x.sum()):  # one pass; a sum of finite numbers may be infinite, too
+    if isinstance(x, SizeOnly) or all_finite(x):
         return False
-    finite = torch.isfinite(x)
-    if finite.all():
-        return False
-    layer = layer_at(stage.layout, int(finite.int().argmin()))
+    layer = layer_at(stage.layout, int(to_host(torch.isfinite(x)).int().argmin()))
     node.emit(NotFinite(node.rank, f"layer {layer} of the update of worker {node.rank}", state.round))
     return True
 
 
-def accumulate(
-    stage: Stage, total: Any, params: Any, rank: int, step: int, lr: float, span: range
-) -> tuple[float, Any]:
+def all_finite(x: Tensor) -> bool:
+    """Whether there is no NaN and no infinity; mostly in one pass: a sum of finite numbers may be infinite, too."""
+    return math.isfinite(numbers([x.sum()])[0]) or bool(to_host(torch.isfinite(x).all()))
+
+
+def accumulate(stage: Stage, total: Any, params: Any, rank: int, step: int, lr: float, span: range) -> tuple[Any, Any]:
     """(loss, total + lr·gradient), with None for a total of nothing."""
     loss, grad = stage.trainer.gradient(params, rank, step, span)
     return loss, grad * lr if total is None else total + grad * lr

@@ -156,7 +156,7 @@ def events() -> None:
 def without_server(line: tuple[str, ...], n: int) -> dict[str, Any]:
     """A configuration of n workers of unequal speed in which nothing is learned."""
     config = compose(["runtime=sim", "tracking=none", "runtime.gradients=false", "cluster.link=null", *line], None)
-    config["cluster"] |= {"compute": [1 + i % 7 / 2 for i in range(n)], "exchange_s": 0.01}
+    config["cluster"] |= {"num_workers": n, "compute": [1 + i % 7 / 2 for i in range(n)], "exchange_s": 0.01}
     config["dataset"]["batch_size"] = 1
     config["stop"]["steps"] = max(EVENTS // 3, 10 * n)
     return config

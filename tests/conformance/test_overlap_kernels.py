@@ -1,5 +1,7 @@
 """What the tasks of one node share, alike on both kernels: one compute unit, ports, and one channel for each team."""
 
+import time
+
 import pytest
 import torch
 
@@ -218,3 +220,21 @@ def test_workers_of_one_machine_share_its_port_on_both_kernels():
     assert 0.1 <= first < 0.2 <= second
     assert 0.3 <= one < other, "the sums queue behind the messages"
     assert other >= one + 0.095, "and one behind the other"
+
+
+async def two_steps(node):
+    for _ in range(2):
+        await node.compute(int, work=1)
+    time.sleep(0.02)  # reads a loss, say
+    await node.sleep(0.01)
+
+
+def lag() -> None:
+    time.sleep(0.05)
+
+
+def test_what_a_device_has_not_done_yet_is_computing():
+    """Once for both steps, and with what the algorithm waited for by itself."""
+    (ended,) = on_processes(two_steps, RealCluster(num_workers=1), 1, settle=lag)
+    assert ended.error is None
+    assert ended.spent["compute"] >= 0.07

@@ -37,10 +37,11 @@ def test_the_full_gradient_is_that_of_all_samples(trainer: Trainer) -> None:
     shard = trainer.batches[1].shard
     assert trainer.shard_size(1) == len(shard) == 240
     loss, whole = trainer.learner.gradient(w, shard, 1, 0)
+    assert loss.dim() == 0
     for batch in (240, 100, 20, 7):
         mean, gradient = trainer.full_gradient(w, 1, batch)
         torch.testing.assert_close(gradient, whole, rtol=1e-5, atol=1e-6)
-        assert mean == pytest.approx(loss, rel=1e-5)
+        assert mean == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_variance_reduced_gradients_are_the_full_one_in_the_mean(trainer: Trainer) -> None:

@@ -54,7 +54,7 @@ class Sparse(Code):
 
     def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
         parts = read_body(body, self.code, out.numel())
-        if out.device.type != "cpu" or out.dtype != torch.float32:
+        if out.dtype != torch.float32:
             super().add(out, body, scale)
             return
         with np.errstate(over="ignore", invalid="ignore"):
@@ -63,8 +63,8 @@ class Sparse(Code):
 
 
 def array_of(x: Tensor) -> np.ndarray:
-    """A vector of any device and floating type as a float32 array; one that is such already is not copied."""
-    return np.ascontiguousarray(x.detach().to("cpu", torch.float32).numpy())
+    """A vector in the host's memory of any floating type as a float32 array; one that is such already is not copied."""
+    return np.ascontiguousarray(x.detach().to(torch.float32).numpy())
 
 
 def kept(share: float, d: int) -> int:

@@ -1,0 +1,42 @@
+"""The doors between the host's memory and the device's: whatever crosses, crosses here.
+
+The vectors of a run (models, moments, gradients, what is summed of them) lie on `runtime.device` and stay there. The
+host sees what it must: losses, once for each exchange; what is encoded, sent by gloo or evaluated. Each way back waits
+until the device has come so far, so none lies inside a local step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+HOST = "cpu"
+Placed = TypeVar("Placed", Tensor, nn.Module)
+
+
+def to_device(x: Placed, device: str) -> Placed:
+    """The same on the device; itself where it is there."""
+    return cast(Placed, x.to(device))
+
+
+def to_host(x: Tensor) -> Tensor:
+    """The same in the host's memory; itself where it is there."""
+    return x.detach().to(HOST)
+
+
+def numbers(scalars: Sequence[Tensor | float]) -> list[float]:
+    """What they are, read in one go; all of them lie there, or none."""
+    there = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
+    return to_host(torch.stack(there)).tolist() if len(there) > 1 else [float(scalar) for scalar in scalars]
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether products and convolutions of float32 on CUDA may round their factors to ten bits. torch's own default is
+    that convolutions may."""
+    backends: Any = torch.backends
+    kinds = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    for kind in kinds:
+        kind.fp32_precision = "tf32" if allowed else "ieee"

@@ -1,0 +1,89 @@
+"""A run on a device that is not the host's memory: nothing crosses but by the doors, and the bits stay the same."""
+
+import numpy as np
+import pytest
+import torch
+from conf_option import conf_option
+
+from ashl.data.dataset import Data, Split
+from ashl.learn.device import numbers, to_device, to_host
+from ashl.learn.learner import Learner
+from tests.stand_in_device import DEVICE, There, guarded
+from tests.support import planned, run
+
+TASK = ("model=mlp", "dataset=digits", "stop.steps=24", "eval.every_commits=1000000", "cluster.compute=[1,2,3]")
+RUNS = {
+    "bsp": ("sync=bsp",),
+    "bsp, momentum, Nesterov outside": ("sync=local_sgd", "sync.local_steps=3", "outer=nesterov"),
+    "ssp, Top-K both ways": ("sync=ssp", "compression=topk", "compression.ratio=0.1", "topology.pull_ratio=0.1"),
+    "asp, adam": ("sync=asp", "optimizer=adam", "aggregate.clip_norm=0.1"),
+    "ashl": ("schedule=ashl", "schedule.loss_switch=2.2", "stop.steps=120"),
+    "all-reduce, QSGD": ("topology=all_reduce", "sync=bsp", "compression=qsgd"),
+    "all-reduce, PowerSGD": ("topology=all_reduce", "sync=bsp", "compression=power_sgd"),
+    "merged": ("topology=all_reduce", "sync=bsp", "overlap=merged"),
+    "dear": ("topology=all_reduce", "sync=bsp", "overlap=dear", "overlap.plan=layers"),
+    "late": ("sync=bsp", "overlap=late"),
+    "layer by layer": ("topology=all_reduce", "sync=bsp", "overlap=layerwise", "compression=topk"),
+    "DIANA": ("sync=bsp", "compression=diana"),
+    "LAQ": ("sync=bsp", "compression=laq", "optimizer.momentum=0"),
+    "variance": ("sync=bsp", "compression=variance"),
+    "gossip": ("topology=gossip", "sync=d_psgd", "topology.graph=ring"),
+    "choco": ("topology=gossip", "sync=choco", "topology.graph=ring", "compression=topk"),
+    "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring"),
+    "groups": ("topology=partial_all_reduce", "schedule=single", "sync=ripples_random", "sync.group_size=2"),
+    "asylpg": ("sync=asylpg",),
+    "spy": ("sync=spy", "optimizer.momentum=0", "optimizer.weight_decay=0"),
+}
+ROUNDED = (
+    "choco",
+)  # there a weight and a sparse body are multiplied and added at once, on the host one after the other
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_crosses_but_by_the_doors(name: str) -> None:
+    plan = planned(*TASK, *RUNS[name])
+    expected = run(plan)
+    with guarded():
+        found = run(plan, device=DEVICE)
+    assert found.time_ns == expected.time_ns
+    if name in ROUNDED:
+        torch.testing.assert_close(found.params, expected.params)
+    else:
+        assert found.sha256 == expected.sha256
+
+
+def test_local_steps_are_not_looked_at() -> None:
+    """Losses are read once for each exchange."""
+    with guarded() as short:
+        run(planned(*TASK, "sync=local_sgd", "sync.local_steps=2"), device=DEVICE)
+    with guarded() as long:
+        run(planned(*TASK, "sync=local_sgd", "sync.local_steps=8", "stop.steps=96"), device=DEVICE)
+    assert long.reads == short.reads
+
+
+def test_the_guard_sees_what_goes_past_the_doors() -> None:
+    with guarded():
+        there = to_device(torch.ones(3), DEVICE)
+        assert isinstance(there * 2, There)
+        for look in (there.sum().item, there.cpu, there.numpy, there.tolist, lambda: bool(there.any())):
+            with pytest.raises(AssertionError):
+                look()
+        with pytest.raises(AssertionError, match="mixes"):
+            there + torch.ones(3)
+
+
+@pytest.mark.parametrize("model", ["resnet8", "cnn"])
+def test_pixels(model: str) -> None:
+    """What normalises, augments and evaluates."""
+    pixels = torch.arange(40 * 3 * 32 * 32).remainder(251).to(torch.uint8).view(40, 3, 32, 32)
+    split = Split(pixels, torch.arange(40) % 5, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.2))
+    data = Data(split, split, sample_shape=(3, 32, 32), num_classes=5, augment="crop_flip")
+    args = (conf_option("model", model), data, conf_option("task", "classification"))
+    here, batch = Learner(*args, seed=0), np.arange(0, 40, 3)
+    expected, at = here.gradient(here.init(), batch, 1, 2), here.evaluate(here.init())
+    with guarded():
+        there = Learner(*args, seed=0, device=DEVICE)
+        loss, gradient = there.gradient(there.init(), batch, 1, 2)
+        assert numbers([loss]) == numbers([expected[0]])
+        assert torch.equal(to_host(gradient), expected[1])
+        assert there.evaluate(there.init()) == at
