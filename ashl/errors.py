@@ -1,6 +1,11 @@
 """Every way a command can end badly: one sentence for the user, one exit code for scripts."""
 
 
+def plain(text: str) -> str:
+    """Text from elsewhere as it may be shown: on one line, without what a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 class AshlError(Exception):
     """The run failed. The message is the one sentence the user reads; it names the fix where there is one."""
 

@@ -1,11 +1,13 @@
 """A rank's line to the monitor, through a store: what is said arrives in order, whole, and never piles up."""
 
 import io
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ashl.config.compose import compose
 from ashl.errors import AshlError
@@ -13,30 +15,59 @@ from ashl.planning.make import make_plan
 from ashl.run import job as jobs
 from ashl.run import train as run
 from ashl.run import vectors
-from ashl.run.launch import received
+from ashl.run.desk import Desk
 from ashl.run.rank import Place, play
 from ashl.run.reporter import PENDING, RECORDS, Reporter
-from ashl.runtime.records import Alive, Left, RankError, Snapshot, UpdateShown, dumps
+from ashl.run.sealed import Sealed, new_secret
+from ashl.run.watch import Watch
+from ashl.runtime.records import Alive, End, Left, RankError, Record, Snapshot, UpdateShown, dumps
 from tests.support import planned
 
 D = 1000
+SECRET = new_secret()
 
 
 @pytest.fixture
-def store() -> dist.TCPStore:
+def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_rank_0_says_where_the_records_are(store, workplace, monkeypatch, capsys) -> None:
+@pytest.fixture
+def store(server) -> Sealed:
+    return Sealed(server, SECRET)
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    made = Watch(60.0, "here", "home", 1)
+    yield made
+    made.over()
+
+
+def received(store: Sealed) -> list[tuple[Record, Tensor | None]]:
+    """All that has come, as home hears it."""
+    desk, said = Desk(store.another(), 5, D), []
+    try:
+        first, end = desk.drained, time.monotonic() + 10
+        while desk.drained == first:
+            said += desk.received()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return [*said, *desk.received()]
+    finally:
+        desk.close(End(0))
+
+
+def test_rank_0_says_where_the_records_are(server, store, workplace, monkeypatch, capsys) -> None:
     """With a server they are where that is: on the last machine of a job."""
     config = compose(["cluster=homogeneous", "sync=asp", "tracking=none"])
-    job = jobs.Membership(0, 5, "127.0.0.1", store.port, True)
-    mine = dist.PrefixStore("ashl", store)
+    job = jobs.Membership(0, 5, "127.0.0.1", server.port, True)
     monkeypatch.setattr(jobs, "membership", lambda: job)
-    monkeypatch.setattr(jobs, "play", lambda place, plan: 0)
+    monkeypatch.setattr(jobs, "play", lambda place, plan: End(0, folder="there:/home/me/run"))
+    monkeypatch.setattr(jobs, "secret_of", lambda job: SECRET)
     plan = make_plan(run.joined(config)[0], 5)
-    for key, value in (("plan", plan.to_json()), ("folder", "there:/home/me/run"), ("outcome", "0")):
-        mine.set(key, value)
+    for key, value in (("plan", plan.to_json()), ("home", "there")):
+        store.set(key, value)
     assert run.train(config, []) == 0
     assert capsys.readouterr().out == "run folder  there:/home/me/run\n"
     assert run.train(config, [], quiet=True) == 0
@@ -44,10 +75,10 @@ def test_rank_0_says_where_the_records_are(store, workplace, monkeypatch, capsys
 
 
 @pytest.fixture
-def reporter(store, monkeypatch) -> Iterator[Reporter]:
+def reporter(store, watch, monkeypatch) -> Iterator[Reporter]:
     """One that sends when it is told to."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
-    made = Reporter(store.clone(), 3, rounds=True)
+    made = Reporter(store.another(), 3, rounds=True, watch=watch)
     yield made
     made.close()
 
@@ -61,7 +92,7 @@ def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
     reporter.snapshot(Snapshot(3, 6, 2), None)
     reporter.emit(Left(3))
     reporter.close()
-    said = [(record, vector) for record, vector in received(store, D) if not isinstance(record, Alive)]
+    said = [(record, vector) for record, vector in received(store) if not isinstance(record, Alive)]
     assert [type(record) for record, _ in said] == [Snapshot, UpdateShown] * 2 + [Snapshot, Left]
     for record, vector in said[:4]:
         assert isinstance(record, Snapshot | UpdateShown)
@@ -78,7 +109,7 @@ def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None
             reporter._flush()
     reporter.snapshot(Snapshot(3, 0, final=True), torch.ones(D))
     reporter.close()
-    said = [record for record, _ in received(store, D) if isinstance(record, Snapshot)]
+    said = [record for record, _ in received(store) if isinstance(record, Snapshot)]
     assert [record.tick for record in said] == [*range(PENDING), None], "the last one always comes"
 
 
@@ -86,20 +117,25 @@ def test_a_model_of_another_size_is_an_error(store, reporter) -> None:
     reporter.snapshot(Snapshot(3, 0), torch.zeros(D + 1))
     reporter.close()
     with pytest.raises(AshlError, match=f"rank 3 handed in {D + 1} parameters where {D} were expected"):
-        list(received(store, D))
+        received(store)
 
 
-def test_a_stranger_on_the_port_is_an_error(store) -> None:
-    store.queue_push(RECORDS, dumps(Left(0)) + "\nhello")
-    store.set("pushed", "")
+def test_what_is_no_record_is_an_error(store) -> None:
+    store.push(RECORDS, 0, dumps(Left(0)).encode() + b"\nhello")
     with pytest.raises(AshlError, match="another program using the job's port"):
-        list(received(store, D))
+        received(store)
 
 
-def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, monkeypatch) -> None:
+def test_no_rank_speaks_for_another(store) -> None:
+    store.push(RECORDS, 1, dumps(Left(0)).encode())
+    with pytest.raises(AshlError, match="a record of rank 0 came from rank 1"):
+        received(store)
+
+
+def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, watch, monkeypatch) -> None:
     """The thread died, and after a minute the rank was said not to have been heard of."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 0.001)
-    made = Reporter(store.clone(), 3, rounds=True)
+    made = Reporter(store.another(), 3, rounds=True, watch=watch)
 
     def full() -> Alive:
         raise OSError(28, "No space left on device")
@@ -108,12 +144,12 @@ def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, monkey
     made._thread.join(10)
     made.emit(Left(3))
     made.close()
-    (error,) = [record for record, _ in received(store, D) if not isinstance(record, Alive)]
+    (error,) = [record for record, _ in received(store) if not isinstance(record, Alive)]
     said = "its records cannot be sent: OSError: [Errno 28] No space left on device"
     assert error == RankError(3, said, consequence=False)
 
 
-def test_a_full_disk_under_a_ranks_log(store, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_under_a_ranks_log(server, store, tmp_path, monkeypatch) -> None:
     """Its own log cannot take the traceback: the reason reaches the monitor all the same."""
 
     class Full(io.StringIO):
@@ -122,9 +158,9 @@ def test_a_full_disk_under_a_ranks_log(store, tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr("sys.stderr", Full())
     monkeypatch.setattr("ashl.run.rank.part", lambda *_: 1 / 0)
-    plan = planned("cluster=homogeneous", "sync=asp")
-    place = Place(1, "127.0.0.1", store.port, "ashl", str(tmp_path), True, log=False)
-    assert play(place, plan.to_json()) == 1
-    mine = dist.PrefixStore("ashl", store)
-    errors = [record for record, _ in received(mine, D) if isinstance(record, RankError)]
+    plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
+    place = Place(1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), True, log=True)
+    monkeypatch.setattr("ashl.run.rank.redirect", lambda path: None)
+    assert play(place, plan.to_json()).code == 1
+    errors = [record for record, _ in received(store) if isinstance(record, RankError)]
     assert errors == [RankError(1, "ZeroDivisionError: division by zero", consequence=False)]

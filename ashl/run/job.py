@@ -12,10 +12,13 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.run.launch import PATIENCE_S, POLL_S, attend, children, handled
+from ashl.run.attendance import PATIENCE_S
+from ashl.run.desk import POLL_S
+from ashl.run.launch import conduct, place
 from ashl.run.monitor import Monitor
 from ashl.run.rank import Place, play
-from ashl.run.reporter import RECORDS, STOPPING
+from ashl.run.reporter import RECORDS
+from ashl.run.sealed import Sealed, Secret, shared_secret
 from ashl.runtime.plane import NEVER
 from ashl.runtime.records import RankError, dumps
 
@@ -39,41 +42,37 @@ def membership() -> Membership | None:
     return Membership(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"], int(env["MASTER_PORT"]), agent)
 
 
-def join(plan: Plan, run_dir: Path, monitor: Monitor, job: Membership) -> dict:
+def join(plan: Plan, run_dir: Path, monitor: Monitor, job: Membership) -> dict | None:
     """The home rank's process of a job that someone else has started: its rank is a child, so that evaluating
-    snapshots and writing records never hold it up."""
-    store = connect(job)
-    prefix = dist.PrefixStore("ashl", store)
-    prefix.set("folder", f"{platform.node()}:{run_dir.resolve()}")
-    prefix.set("plan", plan.to_json())
-    place = Place(job.rank, job.host, job.port, "ashl", str(run_dir), monitor.rounds, log=True)
-    with children(plan, [place]) as processes:
-        try:
-            pace = attend(plan, run_dir, monitor, prefix, processes)
-        except BaseException:
-            leave(prefix, job, outcome=1)
-            raise
-        leave(prefix, job, outcome=0)
-        return pace
+    snapshots and writing records never hold it up. See `conduct`."""
+    secret = secret_of(job)
+    store = Sealed(connect(job), secret)
+    store.set("home", platform.node())
+    store.set("plan", plan.to_json())
+    places = [place(plan, job.rank, job.host, job.port, secret, run_dir, monitor)]
+    try:
+        return conduct(plan, run_dir, monitor, store.another(), places)
+    finally:
+        leave(store, job)
 
 
 def take_part(plan: Plan, job: Membership) -> tuple[int, str]:
     """Any other process of such a job: it plays its rank here; returns the exit code, and where the records are."""
-    store = connect(job)
-    prefix = dist.PrefixStore("ashl", store)
-    if prefix.get("plan").decode() != plan.to_json():
+    secret = secret_of(job)
+    store = Sealed(connect(job), secret)
+    if store.get("plan").decode() != plan.to_json():
         sentence = f"composed another configuration than rank {plan.home}; give every node the same overrides"
-        prefix.queue_push(RECORDS, dumps(RankError(job.rank, sentence, consequence=False)))
-        leave(prefix, job)
+        store.push(RECORDS, job.rank, dumps(RankError(job.rank, sentence, consequence=False)).encode())
+        leave(store, job)
         raise AshlError(f"rank {job.rank} {sentence}")
-    place = Place(job.rank, job.host, job.port, "ashl", ".", True, log=False)
-    with handled(lambda number, frame: prefix.set(STOPPING, "interrupted")):
-        code = play(place, plan.to_json())
-    folder = prefix.get("folder").decode()
-    if code == 0:
-        code = int(prefix.get("outcome").decode())
-    leave(prefix, job)
-    return code, folder
+    home = store.get("home").decode()
+    end = play(Place(job.rank, job.host, job.port, secret, home, ".", True, log=False), plan.to_json())
+    leave(store, job)
+    return end.code, end.folder
+
+
+def secret_of(job: Membership) -> Secret:
+    return shared_secret(job.host, job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
 def connect(job: Membership) -> dist.TCPStore:
@@ -81,10 +80,8 @@ def connect(job: Membership) -> dist.TCPStore:
     return dist.TCPStore(job.host, job.port, is_master=master, wait_for_workers=False, timeout=NEVER)
 
 
-def leave(store: dist.Store, job: Membership, outcome: int | None = None) -> None:
-    """Tell the others how it ended (at home), and go. Whoever keeps the store outlives their last question to it."""
-    if outcome is not None:
-        store.set("outcome", str(outcome))
+def leave(store: dist.Store, job: Membership) -> None:
+    """Whoever keeps the store outlives the others' last question to it."""
     store.set(f"out/{job.rank}", "1")
     if job.rank != 0 or job.agent_store:
         return

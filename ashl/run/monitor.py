@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ashl.errors import AshlError
 from ashl.learn.device import to_host
 from ashl.plan.plan import Plan, assigned
 from ashl.planner.assignment import assignment_of
@@ -82,6 +83,7 @@ class Monitor:
         self.final: Counts | None = None
         self.not_finite: str | None = None  # what was no number before any loss was
         self.sha256: str | None = None
+        self.refused = 0  # messages that came to a real run and were not of it
         self._started = time.monotonic()
 
     @property
@@ -264,9 +266,13 @@ def judged(counts: Counts, found: Evaluation) -> Counts:
 
 
 def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]]) -> Plan:
-    """The plan with (H, share, ratio, cycle) by worker as planned during the run, from stage `first` on."""
-    after = [
-        replace(stage, workers=assigned(stage.workers, [assignment_of(row) for row in rows]))
-        for stage, rows in zip(plan.stages[first:], stages, strict=True)
-    ]
+    """The plan with (H, share, ratio, cycle) by worker as planned during the run, from stage `first` on. Raises
+    AshlError where it is none of these workers."""
+    try:
+        after = [
+            replace(stage, workers=assigned(stage.workers, [assignment_of(row) for row in rows]))
+            for stage, rows in zip(plan.stages[first:], stages, strict=True)
+        ]
+    except (ValueError, OverflowError) as error:
+        raise AshlError(f"a plan came that does not fit this run: {error}") from error
     return replace(plan, stages=(*plan.stages[:first], *after))

@@ -11,13 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,15 +32,26 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
 from ashl.planning.device import device_of
 from ashl.run.reporter import Reporter
+from ashl.run.sealed import Sealed, Secret
+from ashl.run.watch import ALONE, Watch, handled, leave
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import Left, Placed, RankError
+from ashl.runtime.records import End, Left, Placed, RankError, StopAsked
 from ashl.stage.program import program
 from ashl.stage.stage import Stage
 
 GOODBYE_S = 30.0
+VERDICT_S = 5.0  # how long a rank that has failed waits to hear why the run ends
+BROKEN = (
+    "closed by peer",
+    "reset by peer",
+    "refused",
+    "Broken pipe",
+    "connectFullMesh",
+    "not connected",
+)  # gloo's words
 ORPHANED = 75  # exit code of a rank whose parent has died
 
 
@@ -49,10 +61,11 @@ class Place(NamedTuple):
     rank: int
     host: str
     port: int
-    prefix: str
+    secret: Secret  # of the job
+    home: str  # the host of the process that keeps the records
     run_dir: str
     rounds: bool
-    log: bool  # whether output goes to rank<r>.log in the run folder
+    log: bool  # whether it is that process's child, and output goes to rank<r>.log in the run folder
 
 
 def play_in_child(place: Place, plan_json: str) -> None:
@@ -60,11 +73,7 @@ def play_in_child(place: Place, plan_json: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    code = play(place, plan_json)
-    with suppress(OSError):  # of a full disk
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # no destructors: gloo's may hang when a peer is already gone
+    leave(End(play(place, plan_json).code))  # no destructors: gloo's may hang when a peer is already gone
 
 
 def die_with_parent() -> None:
@@ -90,32 +99,48 @@ def redirect(path: Path) -> None:
     os.close(out)
 
 
-def play(place: Place, plan_json: str) -> int:
-    """Join the job, play this rank's part, leave; returns the exit code. What goes wrong is reported to the monitor."""
+def play(place: Place, plan_json: str) -> End:
+    """Join the job, play this rank's part, leave; returns how it went. What goes wrong is reported to home. A rank that
+    is no child of home's waits to hear how the run has ended, and where it has failed does not come back."""
     plan = Plan.from_json(plan_json)
-    base: Any = dist.TCPStore(place.host, place.port, is_master=False, timeout=NEVER)
-    store = dist.PrefixStore(place.prefix, base)
-    reporter = Reporter(dist.PrefixStore(place.prefix, base.clone()), place.rank, place.rounds)
+    timeout_s = plan.runtime["timeout_s"]
+    watch = Watch(timeout_s, f"{place.host}:{place.port}", place.home, ALONE if place.log else 1)
+    wait = timedelta(seconds=max(1.0, timeout_s))
+    store = Sealed(dist.TCPStore(place.host, place.port, is_master=False, timeout=wait), place.secret)
+    reporter = Reporter(store.another(), place.rank, place.rounds, watch)
     try:
         if place.log:
             redirect(Path(place.run_dir) / f"rank{place.rank}.log")
-        with own_faults(plan.allow_targets, AshlError):
+            asked: AbstractContextManager = nullcontext()
+        else:
+            asked = handled(lambda number, frame: reporter.emit(StopAsked(place.rank, "interrupted")))
+        with asked, own_faults(plan.allow_targets, AshlError):
             part(place, plan, store, reporter)
         reporter.emit(Left(place.rank))
         reporter.close()
-        return 0
+        end = End(0) if place.log else reporter.verdict() or End(1, "the job's store was gone before the run's end")
     except Exception as error:
-        cause = error.__cause__ or error
-        lost = isinstance(cause, PeerLostError) or "closed by peer" in str(cause) or "reset by peer" in str(cause)
         sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
-        reporter.emit(RankError(place.rank, sentence, consequence=lost))
+        reporter.emit(RankError(place.rank, sentence, *blame(error)))
         reporter.close()
         with suppress(OSError):  # its log may be on a full disk
             traceback.print_exc()
-        return 1
+        if not place.log:
+            leave(reporter.verdict(VERDICT_S) or End(1, f"rank {place.rank}: {sentence}"))
+        end = End(1, sentence)
+    watch.over()
+    return end
 
 
-def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> None:
+def blame(error: Exception) -> tuple[bool, int | None]:
+    """Whether an error is but the consequence of another rank's end, and of whose, if that is known."""
+    cause = error.__cause__ or error
+    if isinstance(cause, PeerLostError):
+        return True, cause.rank
+    return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
+
+
+def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
     """Set up, run, leave in two phases: when all are done, all say goodbye."""
     parts = parts_of(plan)
     device = device_of(parts.runtime)
@@ -148,10 +173,14 @@ def part(place: Place, plan: Plan, store: dist.Store, reporter: Reporter) -> Non
     reporter.beat = kernel.beat
     kernel.run(partial(program, stages=job.stages))
     reporter.emit(kernel.pace.report())
-    store.set(f"done/{place.rank}", "1")
-    everyone = [f"done/{rank}" for rank in range(plan.num_ranks)]
-    while not store.check(everyone):
-        time.sleep(0.01)
+    for rank in range(plan.num_ranks):
+        store.push(f"done/{rank}", place.rank, b"")
+    done: set[int] = set()
+    while len(done) < plan.num_ranks:
+        if item := store.pop(f"done/{place.rank}"):
+            done.add(item[0])
+        else:
+            time.sleep(0.01)
     kernel.goodbye(GOODBYE_S)
 
 

@@ -1,4 +1,4 @@
-"""A rank's line to the monitor: records, heartbeats and snapshots out, the order to stop in.
+"""A rank's line to the monitor: records, heartbeats and snapshots out, news in: the order to stop, and how all ended.
 
 One thread sends what has gathered a few times a second, through the job's key-value store, so that the experiment is
 not disturbed and no message of the algorithm ever waits behind a record. Nothing else is shared between the ranks: no
@@ -7,36 +7,38 @@ folder, no machine.
 
 from __future__ import annotations
 
-import json
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ashl.run import vectors
+from ashl.run.sealed import Sealed
+from ashl.run.watch import Watch, leave
 from ashl.runtime.plane import first_line
-from ashl.runtime.records import Alive, RankError, Record, Snapshot, UpdateShown, dumps
+from ashl.runtime.records import Alive, End, News, RankError, Record, Snapshot, UpdateShown, dumps
 from ashl.size_only import Vector
 
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
 PENDING = 4  # snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are spared
-RECORDS, STOPPING, SCORES = "records", "stopping", "scores"
+RECORDS = "records"  # the queue of all ranks' records
 
 
 class Reporter:
     """The observer of a rank in a process of its own."""
 
-    def __init__(self, store: dist.Store, rank: int, rounds: bool) -> None:
+    def __init__(self, store: Sealed, rank: int, rounds: bool, watch: Watch) -> None:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
+        self.end: End | None = None  # of the run, once it has one
         self.rounds, self._rank, self._broken = rounds, rank, False
         self.beat: Callable[[], Record] = lambda: Alive(rank)
-        self._store = store
+        self._store, self._watch = store, watch
         self._out: deque[tuple[Record, Tensor | None]] = deque()
         self._held: dict[type, int] = {Snapshot: 0, UpdateShown: 0}  # among them, with their vectors
         self._lock, self._flush_lock = threading.Lock(), threading.Lock()
@@ -67,6 +69,15 @@ class Reporter:
             except Exception as error:
                 self._fail(error)
 
+    def verdict(self, limit_s: float = float("inf")) -> End | None:
+        """How the run has ended, once home says so; None where it does not within that time. To be asked at last."""
+        until = time.monotonic() + limit_s
+        with suppress(RuntimeError):  # the store is gone, and whoever kept it
+            while self.end is None and time.monotonic() < until:
+                self._listen()
+                time.sleep(0.02)
+        return self.end
+
     def _loop(self) -> None:
         try:
             while not self._end.wait(EVERY_S):
@@ -78,8 +89,10 @@ class Reporter:
         """Nothing can be recorded of this rank any longer: that is why the run ends, not that it was not heard of."""
         self._broken = True
         text = f"its records cannot be sent: {type(error).__name__}: {first_line(error)}"
-        with suppress(RuntimeError):  # the store is gone, and whoever kept it
+        try:
             self._push([dumps(RankError(self._rank, text, consequence=False))])
+        except RuntimeError:
+            leave(End(1, f"the job's store is gone: {first_line(error)}"))
         with suppress(OSError):  # the rank's log may be on a full disk
             traceback.print_exception(error)
 
@@ -98,14 +111,22 @@ class Reporter:
                     self._push(lines)
                     lines, size = [], 0
             self._push(lines)
-            if self.stopping is None and self._store.check([STOPPING]):
-                self.stopping = self._store.get(STOPPING).decode()
-            if self._store.check([SCORES]):
-                self.scores = json.loads(self._store.get(SCORES))
+            self._listen()
 
     def _push(self, lines: list[str]) -> None:
         if lines:
-            self._store.queue_push(RECORDS, "\n".join(lines))
+            self._store.push(RECORDS, self._rank, "\n".join(lines).encode())
+
+    def _listen(self) -> None:
+        """Take in the news. Where the run has failed, this process ends here, whatever it is doing."""
+        while item := self._store.pop(news_of(self._rank)):
+            news = News.loads(item[1])
+            self._watch.heard()
+            self.stopping = self.stopping or news.stopping
+            self.scores, self.end = news.scores, news.end
+            if news.end and news.end.code:
+                leave(news.end)
+        self._watch.answered()
 
     def _posted(self, record: Record, vector: Tensor) -> Record | None:
         """Send the vector ahead of its record; None where the monitor has not kept up and this one can be spared."""
@@ -114,9 +135,18 @@ class Reporter:
             self._held[type(record)] -= 1
         if not is_last(record) and vectors.waiting(self._store, record, vector) >= PENDING:
             return None
-        beat = lambda: self._push([dumps(self.beat())])  # noqa: E731 (a large model takes its time, and is not late)
-        return record._replace(nbytes=vectors.post(self._store, record, vector, beat))
+
+        def between() -> None:  # a large model takes its time, and is not late
+            self._push([dumps(self.beat())])
+            self._listen()
+
+        return record._replace(nbytes=vectors.post(self._store, record, vector, between))
 
 
 def is_last(record: Record) -> bool:
     return isinstance(record, Snapshot) and record.final
+
+
+def news_of(rank: int) -> str:
+    """The queue of what home tells a rank."""
+    return f"news/{rank}"

@@ -28,6 +28,7 @@ from ashl.run.monitor import Monitor
 from ashl.run.rank import step_here_s
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
+from ashl.run.watch import handled
 from ashl.runtime import checkpoint
 from ashl.tracking import mlflow
 from ashl.tracking.console import Progress, outcome
@@ -117,7 +118,7 @@ def run(
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
-    for text in filter(None, (monitor.books.health.warning, warning)):
+    for text in filter(None, (monitor.books.health.warning, strangers(monitor), warning)):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
         raise failure
@@ -176,6 +177,12 @@ def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
     except AshlError:
         if failure is None:
             raise
+
+
+def strangers(monitor: Monitor) -> str | None:
+    """A warning where others have written into the job's store."""
+    count = monitor.refused
+    return f"{count} messages in the job's store were not of this run and were ignored" if count else None
 
 
 def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
@@ -324,5 +331,5 @@ def interrupts(monitor: Monitor) -> Generator[None]:
             raise KeyboardInterrupt
         monitor.stopping = "interrupted"
 
-    with launch.handled(handle):
+    with handled(handle):
         yield

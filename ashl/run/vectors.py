@@ -9,39 +9,40 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ashl.errors import AshlError
+from ashl.run.sealed import Sealed
 from ashl.runtime.records import NAMES, Snapshot, UpdateShown
 
 PIECE = 4_000_000  # bytes; the store refuses values of more than 8 MB
 
 
-def post(store: dist.Store, record: Snapshot | UpdateShown, vector: Tensor, between: Callable[[], None]) -> int:
+def post(store: Sealed, record: Snapshot | UpdateShown, vector: Tensor, between: Callable[[], None]) -> int:
     """Put a record's vector into its queue, calling `between` ahead of each piece; returns how many bytes it has."""
     content = memoryview(vector.to("cpu", torch.float32).contiguous().numpy()).cast("B")
     for start in range(0, content.nbytes, PIECE):
         between()
-        store.queue_push(queue_of(record), bytes(content[start : start + PIECE]))
+        store.push(queue_of(record), record.rank, content[start : start + PIECE])
     return content.nbytes
 
 
-def waiting(store: dist.Store, record: Snapshot | UpdateShown, vector: Tensor) -> float:
+def waiting(store: Sealed, record: Snapshot | UpdateShown, vector: Tensor) -> float:
     """How many vectors like this one nobody has taken out yet."""
-    return store.queue_len(queue_of(record)) / pieces_of(4 * vector.numel())
+    return store.queued(queue_of(record)) / pieces_of(4 * vector.numel())
 
 
-def fetch(store: dist.Store, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:
+def fetch(store: Sealed, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:
     """Take a record's vector out, if it has one. Raises AshlError for one of another size than the model's."""
     if record.nbytes is None:
         return None
     content = bytearray()
     if record.nbytes == 4 * num_params:
         for _ in range(pieces_of(record.nbytes)):
-            content += store.queue_pop(queue_of(record))
+            item = store.pop(queue_of(record))
+            content += item[1] if item else b""
     if len(content) != 4 * num_params:
-        size = record.nbytes // 4
+        size = (record.nbytes if record.nbytes != 4 * num_params else len(content)) // 4
         raise AshlError(f"rank {record.rank} handed in {size} parameters where {num_params} were expected")
     return torch.frombuffer(content, dtype=torch.float32)
 

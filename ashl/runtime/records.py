@@ -1,7 +1,8 @@
 """What a rank says of its run: a type for each kind of record, and one JSON form for all of them.
 
 In virtual time a record reaches the monitor as it is; a process sends it as a line of JSON, in which `kind` names the
-type. A field that has its default is left out. Nothing is ever unpickled: what comes is checked field by field.
+type. A field that has its default is left out. Nothing is ever unpickled: what comes is checked field by field, and
+text that will be shown loses what a terminal would obey. The other way goes `News`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from ashl.errors import AshlError
+from ashl.errors import AshlError, plain
+from ashl.runtime.ledger import KINDS as TIMES
 from ashl.runtime.ledger import Span
+
+T = TypeVar("T")
+Text = Annotated[str, AfterValidator(plain)]
+
+
+def by_kind(totals: dict[str, int]) -> dict[str, int]:
+    if totals.keys() != set(TIMES):
+        raise ValueError(f"times are by {', '.join(TIMES)}")
+    return totals
+
+
+Totals = Annotated[dict[str, int], AfterValidator(by_kind)]
 
 
 class Counts(NamedTuple):
@@ -32,7 +46,7 @@ class Counts(NamedTuple):
     groups: list[int] | None  # how many each worker has averaged in, where workers meet in groups
     conflicts: int | None  # groups that had to wait for another one
     loss: float  # running mean of the workers' minibatch losses
-    diverged: str | None
+    diverged: Text | None
 
 
 class Measured(NamedTuple):
@@ -43,7 +57,7 @@ class Measured(NamedTuple):
     count: int
 
 
-Measures = Mapping[str, Measured]
+Measures = Mapping[Text, Measured]
 
 
 class Round(NamedTuple):
@@ -69,8 +83,8 @@ class StageEnd(NamedTuple):
 
     rank: int
     stage: int
-    name: str
-    reason: str | None
+    name: Text
+    reason: Text | None
     end_ns: int
     counts: Counts
 
@@ -80,14 +94,14 @@ class Border(NamedTuple):
 
     rank: int
     stage: int
-    totals_ns: dict[str, int]
+    totals_ns: Totals
 
 
 class LedgerTotals(NamedTuple):
     """What a rank's time went into and what it sent and measured, once it has ended."""
 
     rank: int
-    totals_ns: dict[str, int]
+    totals_ns: Totals
     bytes_up: int
     bytes_down: int
     measures: Measures
@@ -102,12 +116,12 @@ class Beat(NamedTuple):
     steps: int
     staleness: int | None
     loss: float | None
-    totals_ns: dict[str, int]
+    totals_ns: Totals
     bytes_up: int
     bytes_down: int
     measures: Measures
     counts: Counts | None = None  # at the home rank
-    waiting: str | None = None
+    waiting: Text | None = None
     idle_s: float = 0.0
     collective_ns: int = 0  # as of `LedgerTotals`
 
@@ -122,8 +136,8 @@ class Placed(NamedTuple):
     """Where a process runs."""
 
     rank: int
-    host: str
-    device: str
+    host: Text
+    device: Text
 
 
 Loss = dict[str, float | None]  # lost, residual and cosine, see `ashl.compression.around.lost`
@@ -141,14 +155,14 @@ class Health(NamedTuple):
     split: tuple[int, int, int, int]  # bytes of headers, scales, values and indices
     nbytes: int
     unbiased: bool
-    layers: dict[str, Loss] | None = None
+    layers: dict[Text, Loss] | None = None
 
 
 class NotFinite(NamedTuple):
     """An update that is no number, in the round that it was made in."""
 
     rank: int
-    where: str
+    where: Text
     round: int
 
 
@@ -206,12 +220,20 @@ class Left(NamedTuple):
     rank: int
 
 
-class RankError(NamedTuple):
-    """A process has failed, by itself or as a consequence of another's failure."""
+class StopAsked(NamedTuple):
+    """Somebody has asked a process to stop, by Ctrl-C say."""
 
     rank: int
-    error: str
+    reason: Text
+
+
+class RankError(NamedTuple):
+    """A process has failed, by itself or as a consequence of another's failure; then perhaps it knows of whose."""
+
+    rank: int
+    error: Text
     consequence: bool
+    blames: int | None = None
 
 
 class Snapshot(NamedTuple):
@@ -251,6 +273,7 @@ Record = (
     | Replan
     | PaceKept
     | Left
+    | StopAsked
     | RankError
     | Snapshot
     | UpdateShown
@@ -270,6 +293,7 @@ KINDS: dict[str, type[Record]] = {
     "replan": Replan,
     "pace": PaceKept,
     "left": Left,
+    "stop_asked": StopAsked,
     "error": RankError,
     "snapshot": Snapshot,
     "update": UpdateShown,
@@ -291,23 +315,56 @@ def dumps(record: Record) -> str:
     return json.dumps(as_fields(record))
 
 
-def loads(line: str) -> Record:
+def loads(line: str | bytes) -> Record:
     """The record of a line. Raises AshlError for anything that none of ours would send, and says what is wrong."""
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     kind = fields.pop("kind", None) if isinstance(fields, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise AshlError(f"a record came that is none (kind {kind!r}); is another program using the job's port?")
+        kind = plain(repr(kind))[:40]
+        raise AshlError(f"a record came that is none (kind {kind}); is another program using the job's port?")
+    return checked(KINDS[kind], fields, f"a record of kind {kind!r}")
+
+
+def checked(of: type[T], fields: object, what: str) -> T:
     try:
-        return checker(KINDS[kind]).validate_python(fields)
+        return checker(of).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise AshlError(f"a record of kind {kind!r} came that is broken: {where}: {first['msg']}") from None
+        raise AshlError(plain(f"{what} came that is broken: {where}: {first['msg']}")) from None
 
 
 @cache
-def checker(of: type[Record]) -> TypeAdapter[Record]:
+def checker(of: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(of)
+
+
+class End(NamedTuple):
+    """How the run ended: exit code, what to say of it (empty: nothing), and where its records are."""
+
+    code: int
+    why: Text = ""
+    folder: Text = ""
+
+
+class News(NamedTuple):
+    """What the process that keeps the records lets every rank know, again and again: that it is there, whether to
+    stop, how the model was judged last, and at last how it all ended."""
+
+    stopping: Text | None = None
+    scores: dict[str, float | None] | None = None
+    end: End | None = None
+
+    def dumps(self) -> str:
+        return json.dumps(self)
+
+    @staticmethod
+    def loads(line: str | bytes) -> News:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            fields = None
+        return checked(News, fields, "news")

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ashl.errors import AshlError
-from ashl.run.launch import KILLED, start_fork_server
+from ashl.run.attendance import KILLED
+from ashl.run.launch import start_fork_server
 from ashl.run.rank import die_with_parent, redirect
 from ashl.run.train import train
 from ashl.tracking import jsonl

@@ -4,18 +4,24 @@ import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from ashl.cli.app import main
+from ashl.run.reporter import RECORDS
+from ashl.run.sealed import Sealed, shared_secret
+from ashl.runtime.records import End, Left, News, RankError, Snapshot, dumps
 from ashl.tracking import jsonl
 
 LONG = [  # two workers and a server, for a minute if nobody ends it
@@ -114,7 +120,61 @@ def test_a_stopped_worker_is_late(train, workplace) -> None:
     check_records(workplace / "run", "failed")
 
 
-MODES = ["sync=ssp", "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]", "sync=ad_psgd topology=gossip"]
+def ports(pid: int) -> set[int]:
+    """Where a process listens."""
+    return {at.laddr.port for at in psutil.Process(pid).net_connections("tcp4") if at.status == psutil.CONN_LISTEN}
+
+
+def intrude(run: Path) -> None:
+    """What somebody on this machine may try who has no secret: at the store of a run, and at its ranks."""
+    ranks = ranks_of(run)
+    store = next(port for port in ports(os.getpid()) if port_answers(port))
+    client = dist.TCPStore("127.0.0.1", store, is_master=False, timeout=timedelta(seconds=5))
+    for key in client.list_keys():
+        client.set(key, "forged")
+        client.delete_key(key)
+    impostor = Sealed(client, shared_secret("127.0.0.1", store))
+    end = News("interrupted", None, End(1, "\x1b[2Jforged")).dumps().encode()
+    for rank in range(3):
+        for record in (RankError(rank, "\x1b[2Jforged", consequence=False), Left(rank), Snapshot(rank, 0, nbytes=4)):
+            impostor.push(RECORDS, rank, dumps(record).encode())
+            client.queue_push("records", dumps(record))
+        impostor.push(f"news/{rank}", -1, end)
+        for key in ("stopping", f"done/{rank}", f"news/{rank}"):
+            client.set(f"ashl/{key}", "interrupted")
+            client.queue_push(key, end)
+    for port in (store, *(port for pid in ranks.values() for port in ports(pid))):
+        for garbage in (b"", b"hello" * 1000, bytes(64), b"\xff" * 64):
+            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                connection.sendall(garbage)
+    recorded = (run / "events.jsonl").stat().st_size
+    wait_for(lambda: (run / "events.jsonl").stat().st_size > recorded)
+
+
+def port_answers(port: int) -> bool:
+    """Whether it is that of a store of torch's."""
+    try:
+        dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_strangers_change_nothing_and_ctrl_c_ends_the_run(train, workplace) -> None:
+    def act(run: Path) -> None:
+        config = (run / "config.yaml").read_text()
+        intrude(run)
+        assert (run / "config.yaml").read_text() == config
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(act) == (130, "")
+    summary = check_records(workplace / "run", "interrupted")
+    assert summary["steps"] > 0
+    assert summary["params_sha256"], "the model was handed in, as at any other end"
+    assert summary["exit_reason"] == "interrupted"
+
+
+MODES = ["sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]", "sync=ad_psgd topology=gossip"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
-from ashl.run.launch import kept_pace
+from ashl.run.pace_kept import kept_pace
 from ashl.runtime import pace as pacing
 from ashl.runtime.compute_unit import ComputeUnit
 from ashl.runtime.effects import Compute

@@ -1,0 +1,179 @@
+"""Home's judgement of a real run: who has left, who is gone, and whether the run ends for it, and by whose fault.
+
+That a process is gone is a fact (`Attendance.gone`), that the run ends a decision (`attend`).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from torch import Tensor
+
+from ashl.errors import AshlError
+from ashl.plan.plan import Plan
+from ashl.run.desk import POLL_S, Desk
+from ashl.run.monitor import Monitor
+from ashl.run.pace_kept import kept_pace
+from ashl.run.watch import ALONE
+from ashl.runtime.records import (
+    Alive,
+    Border,
+    Left,
+    PaceKept,
+    RankError,
+    Record,
+    Replan,
+    Round,
+    Snapshot,
+    StageEnd,
+    StopAsked,
+    UpdateShown,
+)
+
+KILLED = "was killed by"  # how it is told, followed by the signal's name
+SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
+QUIET_S = 0.7  # of a rank that speaks five times a second, when others have lost a connection: it has vanished
+PATIENCE_S = 5.0  # after Ctrl-C: time for the ranks to leave in order
+
+
+@dataclass
+class Attendance:
+    """What the ranks have said of themselves, and what is seen of them."""
+
+    plan: Plan
+    desk: Desk
+    processes: Mapping[int, BaseProcess]  # of the ranks that run here
+    left: set[int] = field(default_factory=set)
+    errors: list[RankError] = field(default_factory=list)
+    pace: list[PaceKept] = field(default_factory=list)
+
+    def hear(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
+        match record:
+            case Round() | StageEnd() | Border() | Replan() if record.stage not in range(len(self.plan.stages)):
+                raise AshlError(f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not have")
+            case Alive():
+                pass
+            case Left():
+                self.left.add(record.rank)
+            case RankError():
+                self.errors.append(record)
+            case StopAsked():
+                monitor.stopping = monitor.stopping or record.reason
+            case PaceKept():
+                self.pace.append(record)
+            case Snapshot() | UpdateShown():
+                monitor.snapshot(record, vector)
+            case _:
+                monitor.emit(record)
+
+    def gone(self) -> dict[int, str]:
+        """The ranks here whose process has ended before it had said all, and how."""
+        ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in self.left}
+        return {rank: how_ended(code) for rank, code in ended.items() if code is not None}
+
+    def silent(self, for_s: float) -> list[int]:
+        """Of whom nothing was heard for longer than that, as far as home has listened; longest first."""
+        since = {rank: self.desk.drained - at for rank, at in self.desk.heard.items() if rank not in self.left}
+        return sorted((rank for rank in since if since[rank] > for_s), key=lambda rank: -since[rank])
+
+
+def attend(
+    plan: Plan, run_dir: Path, monitor: Monitor, desk: Desk, processes: Mapping[int, BaseProcess]
+) -> dict | None:
+    """Take in what the ranks tell until all have left, as `conduct` says."""
+    timeout_s = monitor.job.parts.runtime.timeout_s
+    seen = Attendance(plan, desk, processes)
+    desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
+    told, failed_at, interrupted_at = None, None, None
+    while len(seen.left) < plan.num_ranks:
+        for record, vector in desk.received():
+            seen.hear(monitor, record, vector)
+            if isinstance(record, Snapshot):
+                desk.tell(desk.news._replace(scores=monitor.scores))
+        now = time.monotonic()
+        if monitor.stopping and not told:
+            told, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
+            desk.tell(desk.news._replace(stopping=told))
+        if failed_at is None and (seen.errors or seen.gone()):
+            failed_at = now
+        if failed_at is not None and now - failed_at > SETTLE_S:
+            rank, what = culprit(seen.errors, seen.gone(), seen.silent(QUIET_S))
+            log = log_of(run_dir, rank)
+            raise AshlError(f"{who(plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else ""))
+        if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
+            return None
+        if now - desk.answered > timeout_s:
+            raise AshlError(
+                f"the job's store did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here"
+            )
+        check_late(plan, monitor, seen, timeout_s)
+        monitor.tick()
+        time.sleep(POLL_S)
+    for process in processes.values():
+        process.join(PATIENCE_S)
+    return kept_pace(seen.pace, plan.num_workers)
+
+
+def how_ended(code: int) -> str:
+    if code == ALONE:
+        return "heard nothing of this process for runtime.timeout_s, and left"
+    return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: Collection[int]) -> tuple[int, str]:
+    """Whose fault a failure is, and what to say of it: an error of a rank's own comes first, then a process that has
+    ended, then one that others have lost and nothing is heard of, whoever complains of it. `silent`: longest first."""
+    own = next((error for error in errors if not error.consequence), None)
+    if own is not None:
+        return own.rank, f": {own.error}"
+    reported = {error.rank for error in errors}
+    if killed := [rank for rank in gone if rank not in reported]:
+        return killed[0], f" {gone[killed[0]]}"
+    blamed = {error.blames for error in errors}
+    quiet = [rank for rank in silent if rank not in reported]
+    if vanished := [rank for rank in quiet if rank in blamed] or quiet:
+        return vanished[0], " vanished: its connections were closed, and nothing more was heard of it"
+    return errors[0].rank, f": {errors[0].error}"
+
+
+def log_of(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"rank{rank}.log"
+
+
+def role(plan: Plan, rank: int) -> str:
+    if rank < plan.num_workers:
+        return f"worker {rank}"
+    server = plan.stages[0].topology["_target_"].startswith("ashl.topology.parameter_server.")
+    return f"the {'server' if server else 'coordinator'} (rank {rank})"
+
+
+def who(plan: Plan, monitor: Monitor, rank: int) -> str:
+    """A rank by its role and, where there are several, its host."""
+    hosts = {place.host for place in monitor.hosts.values()}
+    place = monitor.hosts.get(rank)
+    return role(plan, rank) + (f" on {place.host}" if place and len(hosts) > 1 else "")
+
+
+def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float) -> None:
+    """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
+    for_so_long = f"for {timeout_s:g} s (runtime.timeout_s)"
+    if late := seen.silent(timeout_s):
+        here = {rank for rank in range(plan.num_ranks) if rank in seen.processes}
+        elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
+        if len(elsewhere) > 1 and not here & {*late} and here | seen.left | {*late} == {*range(plan.num_ranks)}:
+            raise AshlError(
+                f"nothing was heard of any other machine {for_so_long}; has {monitor.hosts[min(here)].host}, which "
+                "keeps the records, lost its network?"
+            )
+        names = ", ".join(who(plan, monitor, rank) for rank in sorted(late))
+        raise AshlError(f"{names} was not heard of {for_so_long} and is late; the run ends here")
+    beats = [monitor.beats.get(rank) for rank in range(plan.num_ranks)]
+    stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
+    if len(stuck) == plan.num_ranks:
+        waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
+        raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")

@@ -1,0 +1,87 @@
+"""A rank's watch over what it cannot do without: the job's store, and the process that keeps the records.
+
+A call to a store whose link is cut never returns, nor does a sum of gloo's. So a thread that calls neither counts for
+how long the store has not answered and nothing was heard of home, and ends the process when one of them lasts for
+`runtime.timeout_s`. It counts only while this process is awake: one that was stopped and goes on has no right to call
+the others silent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from ashl.runtime.records import End
+
+TICK_S = 0.1
+ALONE = 76  # exit code of a home's child that has heard nothing of it
+INTERRUPTS = {signal.SIGINT, signal.SIGTERM}
+AWAKE_S = 0.5  # longer between two ticks, and the process was stopped
+
+
+class Watch:
+    """Ends this process when the store, or home, is silent for too long."""
+
+    def __init__(self, timeout_s: float, store: str, home: str, code: int) -> None:
+        """`store` is the address, `home` the host of the process that keeps the records, `code` the exit code."""
+        self._timeout_s, self._store, self._home, self._code = timeout_s, store, home, code
+        self._answered = self._heard = 0.0  # seconds since
+        self._end = threading.Event()
+        threading.Thread(target=self._loop, daemon=True, name="watch").start()
+
+    def answered(self) -> None:
+        """The store has answered."""
+        self._answered = 0.0
+
+    def heard(self) -> None:
+        """There was news from home."""
+        self._heard = 0.0
+
+    def over(self) -> None:
+        """There is nothing to wait for any longer."""
+        self._end.set()
+
+    def _loop(self) -> None:
+        last = time.monotonic()
+        while not self._end.wait(TICK_S):
+            last, awake_s = time.monotonic(), min(time.monotonic() - last, AWAKE_S)
+            self._answered += awake_s
+            self._heard += awake_s
+            if max(self._answered, self._heard) > self._timeout_s:
+                leave(End(self._code, self._what_is_missing()))
+
+    def _what_is_missing(self) -> str:
+        for_so_long = f"for {self._timeout_s:g} s (runtime.timeout_s)"
+        if self._answered > self._timeout_s:
+            return f"the job's store at {self._store} did not answer {for_so_long}"
+        return f"nothing was heard of the process that keeps the records, on {self._home}, {for_so_long}"
+
+
+def leave(end: End) -> NoReturn:
+    """The last words of a process whose other threads may be blocked for good. Its destructors would wait for them."""
+    with suppress(OSError, ValueError):  # a full disk; a closed terminal
+        if end.why:
+            sys.stderr.write(f"ashl: {end.why}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(end.code)
+
+
+@contextmanager
+def handled(handle: Callable[[int, object], None]) -> Generator[None]:
+    """Ctrl-C and SIGTERM are handled like this for a while, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,135 @@
+"""Three machines under a starter like torchrun, of which one loses its network, or its process, or stands still: every
+process of every machine ends within twice the timeout, and who fell silent is named."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.namespaces import address, cut, machines, missing, start
+
+TIMEOUT_S = 6.0
+RUN = (
+    f"runtime=torchrun runtime.timeout_s={TIMEOUT_S} cluster=real tracking=none model.hidden=[8] stop.seconds=100 "
+    "run.dir=run --quiet"
+)
+MODES = {
+    "bsp": "sync=bsp",  # workers 0 and 1, the server on the last machine
+    "ssp": "sync=ssp",
+    "all_reduce": "topology=all_reduce sync=bsp",
+    "ad_psgd": "topology=gossip sync=ad_psgd",
+}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class Job(NamedTuple):
+    names: list[str]
+    processes: list[subprocess.Popen]
+
+    def home(self) -> int:
+        """On which machine the records are kept."""
+        found = [k for k, process in enumerate(self.processes) if Path(folder_of(process), "run").exists()]
+        return found[0]
+
+
+def folder_of(process: subprocess.Popen) -> str:
+    return os.readlink(f"/proc/{process.pid}/cwd")
+
+
+@pytest.fixture
+def job(tmp_path: Path, request) -> Iterator[Job]:
+    """A run that has got under way on three machines."""
+    if why := missing():
+        pytest.skip(why)
+    with machines(1000, 1000, 1000) as names:
+        world = {"WORLD_SIZE": "3", "MASTER_ADDR": address(names[0]), "MASTER_PORT": "29500"}
+        world |= {"GLOO_SOCKET_IFNAME": "eth0"}
+        command = [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *MODES[request.param].split()]
+        folders = [tmp_path / str(rank) for rank in range(3)]
+        made = Job(names, [start(name, command, folders[k], world | {"RANK": str(k)}) for k, name in enumerate(names)])
+        try:
+            end = time.monotonic() + 60
+            while not any((folder / "run/metrics.jsonl").exists() for folder in folders):
+                assert time.monotonic() < end, [process.poll() for process in made.processes]
+                time.sleep(0.05)
+            yield made
+        finally:
+            for process in made.processes:
+                for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+                    child.kill()
+                process.kill()
+
+
+def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[str]:
+    """Do it to a run; what each machine said, but for these, in good time and with nothing left behind."""
+    family = [child for process in job.processes for child in psutil.Process(process.pid).children(recursive=True)]
+    act()
+    since, said = time.monotonic(), []
+    for k, process in enumerate(job.processes):
+        left = 2 * TIMEOUT_S - (time.monotonic() - since)
+        printed = process.communicate(timeout=max(0.1, left))[0]
+        if k not in but:
+            assert process.returncode == 1, printed
+            said.append(next(line for line in reversed(printed.splitlines()) if line.startswith("ashl: ")))
+    _, alive = psutil.wait_procs(family, timeout=3)
+    assert not alive
+    return said
+
+
+SECONDS = rf"for {TIMEOUT_S:g} s \(runtime.timeout_s\)"
+
+
+@pytest.mark.parametrize("job", MODES, indirect=True)
+def test_a_workers_link_is_cut(job: Job) -> None:
+    who = next(k for k in (1, 2) if k != job.home())
+    said = ended(job, lambda: cut(job.names[who]))
+    alone = said.pop(who)
+    assert "the job's store at " in alone
+    assert len({*said}) == 1, "the others say the same"
+    assert f" on {job.names[who]} was not heard of for {TIMEOUT_S:g} s" in said[0]
+
+
+@pytest.mark.parametrize("job", MODES, indirect=True)
+def test_the_link_of_the_store_is_cut(job: Job) -> None:
+    said = ended(job, lambda: cut(job.names[0]))
+    for k, sentence in enumerate(said):
+        if k != job_home(job, said):
+            assert "the job's store" in sentence or "was not heard of" in sentence
+
+
+def job_home(job: Job, said: Sequence[str]) -> int:
+    return next((k for k, sentence in enumerate(said) if "nothing was heard of any other machine" in sentence), -1)
+
+
+@pytest.mark.parametrize("job", MODES, indirect=True)
+def test_a_process_is_killed(job: Job) -> None:
+    who = next(k for k in (1, 2) if k != job.home())
+    said = ended(job, lambda: os.kill(job.processes[who].pid, signal.SIGKILL), but=[who])
+    assert len({*said}) == 1, said
+    assert f" on {job.names[who]} vanished" in said[0]
+
+
+@pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)
+def test_a_process_stands_still(job: Job) -> None:
+    """For less than the timeout it is only late; for longer it ends the run, and itself when it goes on."""
+    who = next(k for k in (1, 2) if k != job.home())
+    os.kill(job.processes[who].pid, signal.SIGSTOP)
+    time.sleep(0.6 * TIMEOUT_S)
+    os.kill(job.processes[who].pid, signal.SIGCONT)
+    time.sleep(2)
+    assert [process.poll() for process in job.processes] == [None] * 3
+
+    def act() -> None:
+        os.kill(job.processes[who].pid, signal.SIGSTOP)
+        time.sleep(1.3 * TIMEOUT_S)
+        os.kill(job.processes[who].pid, signal.SIGCONT)
+
+    said = ended(job, act)
+    assert f" on {job.names[who]} was not heard of for {TIMEOUT_S:g} s" in said[0]

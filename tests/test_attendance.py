@@ -1,0 +1,51 @@
+"""Whose fault it is that a real run fails, as home sees it: what ranks say, whose process is gone, who fell silent."""
+
+import pytest
+
+from ashl.run.attendance import culprit, how_ended
+from ashl.run.rank import blame
+from ashl.run.watch import ALONE
+from ashl.runtime.effects import PeerLostError
+from ashl.runtime.records import RankError
+
+BUG = RankError(2, "ValueError: no", consequence=False)
+KILLED = {3: "was killed by SIGKILL"}
+VANISHED = " vanished: its connections were closed, and nothing more was heard of it"
+
+
+def lost(rank: int, whom: int | None = None) -> RankError:
+    return RankError(rank, "Connection closed by peer", consequence=True, blames=whom)
+
+
+@pytest.mark.parametrize(
+    ("errors", "gone", "silent", "who", "what"),
+    [
+        ([BUG], {}, [], 2, ": ValueError: no"),
+        ([lost(0, 2), BUG], {}, [2], 2, ": ValueError: no"),  # the first to complain is not the cause
+        ([BUG], KILLED, [3], 2, ": ValueError: no"),
+        ([], KILLED, [], 3, " was killed by SIGKILL"),
+        ([lost(0, 3), lost(1)], KILLED, [], 3, " was killed by SIGKILL"),
+        ([lost(3, 1)], {3: "ended with exit code 1"}, [1], 1, VANISHED),  # it has said why it ended
+        ([lost(0, 1), lost(2, 0)], {}, [3, 1], 1, VANISHED),  # of two that are silent, the one that is missed
+        ([lost(0), lost(2)], {}, [1], 1, VANISHED),  # sums do not know whom they miss
+        ([lost(0, 1), lost(1, 0)], {}, [], 0, ": Connection closed by peer"),  # the link between two that live
+        ([lost(0, 1), lost(1, 2)], {}, [0, 2], 2, VANISHED),  # who has said why is silent by right
+    ],
+)
+def test_the_culprit(errors, gone, silent, who, what) -> None:
+    assert culprit(errors, gone, silent) == (who, what)
+
+
+def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
+    assert blame(PeerLostError(4, "Connection reset by peer")) == (True, 4)
+    assert blame(RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:4711")) == (True, None)
+    assert blame(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == (False, None)
+    wrapped = ValueError("an option of your own failed")
+    wrapped.__cause__ = PeerLostError(1)
+    assert blame(wrapped) == (True, 1)
+
+
+def test_how_a_process_has_ended() -> None:
+    assert how_ended(-9) == "was killed by SIGKILL"
+    assert how_ended(3) == "ended with exit code 3"
+    assert "heard nothing" in how_ended(ALONE)
