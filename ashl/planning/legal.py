@@ -17,7 +17,7 @@ from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
 from ashl.plan.plan import AVERAGE, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
-from ashl.planning.device import device_of
+from ashl.planning.device import by_nccl, device_of
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.rule import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.task.classification import Classification
@@ -101,11 +101,8 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
                 f"runtime=sim needs cluster.{missing[0]}, which is not declared (a missing cost is never zero); give "
                 "it a value, or measure with runtime=local"
             )
-    elif runtime.backend == "nccl":
-        raise UsageError(
-            "runtime.backend=nccl is not built yet; take runtime.backend=gloo, which carries the vectors of CUDA "
-            "workers through the host's memory"
-        )
+    else:
+        by_nccl(runtime, topology)
 
 
 def topologies_of(sync: Rule) -> list[str]:

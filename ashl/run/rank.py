@@ -30,7 +30,7 @@ from ashl.learn.device import HOST, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
-from ashl.planning.device import device_of
+from ashl.planning.device import by_nccl, device_of
 from ashl.run.reporter import Reporter
 from ashl.run.sealed import Sealed, Secret
 from ashl.run.watch import ALONE, Watch, handled, leave
@@ -147,8 +147,9 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
     reporter.emit(Placed(place.rank, platform.node(), device))
     torch.set_num_threads(parts.runtime.threads)
     job = assemble(plan, device, parts)
+    nccl = by_nccl(parts.runtime, job.stages[0].topology)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=plan.num_ranks,
@@ -166,6 +167,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
         groups=process_groups(job.stages),
         device=device,
         settle=None if device == HOST else torch.cuda.synchronize,
+        nccl=nccl,
     )
     if place.rank < plan.num_workers:
         assert isinstance(stage.trainer, Trainer)

@@ -17,6 +17,11 @@ from ashl.runtime.sums import HALVES, sum_in_rank_order
 HOPS_COUNT = 2**15  # elements: up to here a hop takes longer than the bytes in it
 
 
+def nccl_is_there() -> bool:
+    """Whether this build of torch has NCCL."""
+    return dist.is_nccl_available()
+
+
 def all_reduce(tensor: Tensor, group: tuple[int, ...], op: str, pg: dist.ProcessGroup | None, exact: bool) -> Tensor:
     """A new tensor with the sum or maximum over the group."""
     g = len(group)

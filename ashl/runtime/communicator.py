@@ -148,10 +148,12 @@ class Communicator:
         pace: Pace,
         clock_ns: Callable[[], int],
         max_bytes: int,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """`groups` are those that the plan lists; a sum over any other part of the ranks does without."""
+        """`groups` are those that the plan lists; a sum over any other part of the ranks does without. They carry what
+        lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done."""
         self._rank, self._groups, self._exact, self._pace, self._clock = rank, groups, exact, pace, clock_ns
-        self._max_bytes = max_bytes
+        self._max_bytes, self._settle = max_bytes, settle
         self._ends: dict[Team, End] = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
         self._starts: list[Start] = []
@@ -184,7 +186,9 @@ class Communicator:
             pending = end.committed[0]
         asked_ns = max(self._clock(), free_ns)
         value, moved, begin, cost = self._transfer(pending.effect, pending.number, asked_ns)
-        if isinstance(value, torch.Tensor):
+        if self._settle is not None:
+            self._settle()
+        elif isinstance(value, torch.Tensor):
             value = to_device(value, str(pending.effect.tensor.device))
         end_ns = self._clock()
         if cost is not None:
@@ -209,8 +213,9 @@ class Communicator:
         return -int(told[0]), int(told[1])
 
     def _transfer(self, effect: Collective, number: int, asked_ns: int) -> tuple[Any, int, int, int | None]:
-        """(value in the host's memory, bytes moved each way, when it began, declared cost if there is one)."""
-        group, tensor, g = effect.group, to_host(effect.tensor), len(effect.group)
+        """(value where it was carried, bytes moved each way, when it began, declared cost if there is one)."""
+        group, g = effect.group, len(effect.group)
+        tensor = effect.tensor if self._settle is not None else to_host(effect.tensor)
         pg, loose = self._groups.get(group), self._loose(group)
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.riders * tensor.element_size()

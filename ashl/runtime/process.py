@@ -50,14 +50,18 @@ class TorchKernel:
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         device: str = HOST,
         settle: Callable[[], None] | None = None,
+        nccl: bool = False,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
-        goes on with a computation when its function has returned, `settle` waits until all are done."""
+        goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
+        carry what lies there."""
         self.observer = observer
         self.node = Node(self, rank)
         self._zero = 0
         self.pace = make_pace(self.clock_ns)
-        self._communicator = Communicator(rank, groups, exact, self.pace, self.clock_ns, max_bytes)
+        self._communicator = Communicator(
+            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None
+        )
         self._peers, self._max_bytes, self._device = peers, max_bytes, device
         self._settle, self._unsettled = settle, False
         self._mail = Mailbox()
@@ -339,7 +343,7 @@ class TorchKernel:
 def common_zero() -> int:
     """When the clock starts, in this process's monotonic nanoseconds: when all ranks have come. Ranks on the machine of
     rank 0 share its monotonic clock, and so its very start; others start when the barrier lets them go."""
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))  # a barrier, which would go by NCCL where there is one
     machine = zlib.crc32(platform.node().encode())
     own = time.monotonic_ns()
     first = torch.tensor([own, machine])

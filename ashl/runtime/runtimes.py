@@ -30,7 +30,7 @@ class LocalRuntime:
 
     name: ClassVar[str] = "local"
     gradients: ClassVar[bool] = True
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["auto", "gloo", "nccl"]
     sums: Literal["exact", "native"]
     threads: Threads
     device: Device
@@ -44,7 +44,7 @@ class TorchrunRuntime:
 
     name: ClassVar[str] = "torchrun"
     gradients: ClassVar[bool] = True
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["auto", "gloo", "nccl"]
     sums: Literal["exact", "native"]
     threads: Threads
     device: Device

@@ -81,7 +81,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ("sync=local_sgd outer.lr=0.7", "outer=average has no key lr; these have one: adam, co2, heavy_ball, nesterov"),
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
         ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
-        ("runtime=local runtime.backend=nccl", "take runtime.backend=gloo"),
+        ("runtime=local runtime.backend=nccl", "this run is on CPUs; take auto"),
         ("runtime=torchrun", "start it as `torchrun"),
         # data and model
         ("dataset.batch_size=361", "Worker 1's shard holds 359 samples, fewer than its batch of 361; take "),

@@ -1,13 +1,16 @@
 """What the tasks of one node share, alike on both kernels: one compute unit, ports, and one channel for each team."""
 
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ashl.cluster.spec import RealCluster
 from ashl.errors import AshlError
-from ashl.runtime import communicator
+from ashl.runtime import collectives, communicator
 from ashl.runtime.effects import AllReduce
 from tests import overlapping as play
 from tests.kernels import in_virtual_time, on_processes
@@ -238,3 +241,39 @@ def test_what_a_device_has_not_done_yet_is_computing():
     (ended,) = on_processes(two_steps, RealCluster(num_workers=1), 1, settle=lag)
     assert ended.error is None
     assert ended.spent["compute"] >= 0.07
+
+
+async def watched(node):
+    """What the backend was asked by this rank, in order; nothing while something else was under way."""
+    asked, busy = [], threading.Lock()
+
+    def one_at_a_time(name):
+        carry_out = getattr(collectives.dist, name)
+
+        def call(*args, **kwargs):
+            assert busy.acquire(blocking=False), "two operations of a rank at once"
+            try:
+                asked.append((name, [x.numel() for x in args if isinstance(x, torch.Tensor)]))
+                return carry_out(*args, **kwargs)
+            finally:
+                busy.release()
+
+        return call
+
+    names = ("all_reduce", "all_gather_into_tensor", "all_to_all_single")
+    collectives.dist = SimpleNamespace(
+        ProcessGroup=None, ReduceOp=dist.ReduceOp, **{n: one_at_a_time(n) for n in names}
+    )
+    tasks = [node.spawn(play.summed(node, 1.0, key=k, team=(0, 1, 2), size=1000 + k, credit=4000)) for k in (3, 1, 2)]
+    await play.computing(node, 0.01)
+    sums = [(await node.join(task))[0] for task in tasks]
+    sums.append((await play.summed(node, 2.0, team=(0, 1, 2)))[0])
+    return sums, asked
+
+
+def test_a_rank_asks_the_backend_one_thing_at_a_time_and_all_in_one_order():
+    """What NCCL needs, which would hang where it is not so."""
+    ended = results(on_processes(watched, RealCluster(num_workers=3), 3))
+    assert [sums for sums, _ in ended] == [[3.0, 3.0, 3.0, 6.0]] * 3
+    assert ended[0][1] == ended[1][1] == ended[2][1]
+    assert len(ended[0][1]) == 8
