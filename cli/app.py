@@ -12,6 +12,7 @@ from ashl import __version__
 from ashl.config.catalog import meant, nearest
 from ashl.errors import AshlError, UsageError
 
+from .advise import advise
 from .compare import compare
 from .doctor import doctor
 from .export import export
@@ -46,6 +47,7 @@ COMMANDS = {
     "train": train,
     "profile": profile,
     "sweep": sweep,
+    "advise": advise,
     "compare": compare,
     "export": export,
     "list": show_options,

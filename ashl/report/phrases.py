@@ -48,9 +48,9 @@ def _answer(board: Leaderboard) -> Answer:
         return Answer(text, (*board.notes, "Name other runs beside it for a comparison."))
     if not math.isfinite(first.spread.middle):
         return Answer(f"No setting has an answer: {measure.title} was reached by no majority of seeds.", _nobody(board))
-    leading = "leads" if _unsure(board) else "is first"
+    leading = "leads" if unsure(board) else "is first"
     headline = f"{first.label} {leading}: {measure.title} {_of(first, measure)}{_against(board, first)}."
-    return Answer(headline, tuple(filter(None, (_second(board), _unsure(board), _needed(board), *board.notes))))
+    return Answer(headline, tuple(filter(None, (_second(board), unsure(board), _needed(board), *board.notes))))
 
 
 def _of(row: Row, measure: Measure) -> str:
@@ -120,7 +120,7 @@ def _second(board: Leaderboard) -> str:
     return f"{begin}; {board.rows[0].label} is {better} it ({certainty(found)})."
 
 
-def _unsure(board: Leaderboard) -> str:
+def unsure(board: Leaderboard) -> str:
     """Why the winner is not sure to be the winner; empty where it is."""
     found = board.second
     if found is None:
@@ -151,7 +151,7 @@ def _too_coarse(board: Leaderboard) -> bool:
 def _needed(board: Leaderboard) -> str:
     """What would settle it."""
     found, count = board.second, board.rows[0].spread.count
-    if not _unsure(board):
+    if not unsure(board):
         return (
             f"The first two are separated: in {found.wins} of {found.pairs} seeds the winner was ahead."
             if found

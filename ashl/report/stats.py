@@ -53,6 +53,18 @@ class Effect:
         return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n)
 
     @property
+    def probability(self) -> float | None:
+        """How likely it is better on average, by Student's t over the pairs; None without an interval."""
+        if self.middle is None or self.noise is None:
+            return None
+        from scipy.stats import t
+
+        mean = math.log(self.middle) if self.ratio else self.middle
+        if not self.noise:
+            return 0.5 + math.copysign(0.5, mean) * (mean != 0)
+        return float(t.cdf(mean / self.noise * math.sqrt(self.pairs), self.pairs - 1))
+
+    @property
     def ahead(self) -> bool:
         """Whether it is surely better: the whole interval is; where there is none, the sign test says so."""
         if self.low is None:

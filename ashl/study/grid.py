@@ -41,7 +41,7 @@ class Setting:
 def label(setting: Setting, without: str = "") -> str:
     """What tells this setting from the others."""
     values = [f"{key}={value}" for key, value in setting.axes.items() if key != without]
-    return (f"{setting.label}: " if setting.label else "") + " ".join(values) or setting.hash
+    return ": ".join(filter(None, [setting.label, " ".join(values)])) or setting.hash
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ashl.tracking.recorder import METRICS
 
 class Race:
     """`dropped` is the list in `sweep.json`: those of an earlier race in this folder stay dropped. `stays` is the label
-    of the setting that the others are compared with."""
+    of the setting that the others are compared with. `seeds`: how many a setting will have, where not all are here."""
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class Race:
         dropped: list[dict[str, Any]],
         stays: str,
         say: Callable[[str], None],
+        seeds: int = 1,
     ) -> None:
         self.dropped, self.say = dropped, say
         self.gone = {str(entry["hash"]) for entry in dropped}  # runs that need not be made
@@ -34,7 +35,7 @@ class Race:
             self.teams.setdefault(config_hash({**setting.config, "seed": 0}), []).append(setting)
         self.stays = {name for name, team in self.teams.items() if label(team[0], without="seed") == stays}
         self.stays |= {name for name, team in self.teams.items() if any(setting.hash in self.gone for setting in team)}
-        self.seeds = max(map(len, self.teams.values()))
+        self.seeds = max(seeds, *map(len, self.teams.values()))
         self.seen = {setting.hash: Seen(folder / setting.hash, setting.config) for setting in settings}
         self.longest_s = max(setting.predicted_s or 0.0 for setting in settings)
 

@@ -42,6 +42,8 @@ SWEEPS = Path("runs/sweeps")
 MAX_ROWS = 40
 MLFLOW_S = 120.0  # how long the end of a sweep waits for its copy in MLflow
 
+RunJobs = Callable[[Sequence[Job], Callable[[list[Job]], None], Callable[[Job], bool]], Iterator[Job]]
+
 
 def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
     """Where a grid's runs lie: named by the configurations in it, in whatever order they were asked for."""
@@ -67,32 +69,55 @@ def sweep(
     shows no progress, `silent` not even the outcome. Raises AshlError where the folder cannot be
     used or the launcher fails, and KeyboardInterrupt when interrupted: what has ended by then is kept."""
     with locked(folder):
-        before = jsonl.whole(folder / SWEEP) or {}
-        record = document(grid, overrides, folder.name, before.get("dropped", []) if race else [])
-        jsonl.write_json(folder / SWEEP, record)
+        record = begun(grid, overrides, folder, keep_dropped=race)
         missing = [s for s in grid.settings if not ended(folder / s.hash, rerun_failed)]
-        for setting in missing:
-            clear(folder / setting.hash)
         console = Console(highlight=False, quiet=silent)
         if not quiet:
             announce(console, grid, folder, len(missing))
         command = " ".join(["ashl sweep", *overrides])
         progress = SweepProgress(console, len(missing), quiet=quiet)
         with copied_to_mlflow(grid, folder, command, console) as tell:
-            for setting in grid.settings:
-                if setting not in missing:
-                    tell(setting)
             run_jobs = partial(run_elsewhere, folder, launch) if launch else partial(run_all, slots or slots_for(grid))
             stays = kept_in(grid, baseline)
-            contest = Race(grid.settings, folder, record["dropped"], stays, progress.say) if race else None
-            order = [s for s in contest.order if s in missing and s.hash not in contest.gone] if contest else missing
-            try:
-                run_on(folder, run_jobs, progress, tell, order, contest)
-            finally:
-                progress.close()
-                jsonl.write_json(folder / SWEEP, record)
+            fill(grid, record, folder, missing, run_jobs, progress, tell, stays if race else None)
             conclude(folder, command, console, baseline)
         return [summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None]
+
+
+def begun(grid: Grid, overrides: Sequence[str], folder: Path, *, keep_dropped: bool) -> dict[str, Any]:
+    """The sweep's record, written; with `keep_dropped`, whom an earlier race in this folder has dropped stays out."""
+    before = jsonl.whole(folder / SWEEP) or {}
+    record = document(grid, overrides, folder.name, before.get("dropped", []) if keep_dropped else [])
+    jsonl.write_json(folder / SWEEP, record)
+    return record
+
+
+def fill(
+    grid: Grid,
+    record: dict[str, Any],
+    folder: Path,
+    missing: Sequence[Setting],
+    run_jobs: RunJobs,
+    progress: SweepProgress,
+    tell: Callable[[Setting], None] = lambda setting: None,
+    stays: str | None = None,
+    over: Callable[[], bool] = lambda: False,
+    seeds: int = 1,
+) -> None:
+    """Run what is missing; with `stays`, the setting that is never dropped, as much of it as decides. Once it is
+    `over`, what runs leaves in order, and nothing more is begun. `seeds`: how many each will have at least."""
+    for setting in missing:
+        clear(folder / setting.hash)
+    for setting in grid.settings:
+        if setting not in missing:
+            tell(setting)
+    contest = None if stays is None else Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
+    order = [s for s in contest.order if s in missing and s.hash not in contest.gone] if contest else missing
+    try:
+        run_on(folder, run_jobs, progress, tell, order, contest, over)
+    finally:
+        progress.close()
+        jsonl.write_json(folder / SWEEP, record)
 
 
 def kept_in(grid: Grid, baseline: str | None) -> str:
@@ -128,7 +153,9 @@ def winner(found: Comparison) -> str:
 
 
 @contextmanager
-def copied_to_mlflow(grid: Grid, folder: Path, command: str, console: Console) -> Generator[Callable[[Setting], None]]:
+def copied_to_mlflow(
+    grid: Grid, folder: Path, command: str, console: Console, wait_s: Callable[[], float] = lambda: MLFLOW_S
+) -> Generator[Callable[[Setting], None]]:
     """MLflow hears of each run that has ended, by a process of its own, and in the end of the sweep."""
     config = grid.settings[0].config
     if construct(config["tracking"], "tracking", config["allow_targets"]).sink == "none":
@@ -143,7 +170,7 @@ def copied_to_mlflow(grid: Grid, folder: Path, command: str, console: Console) -
 
         yield tell
     finally:
-        link, warning = mlflow.finish(writer, MLFLOW_S)
+        link, warning = mlflow.finish(writer, wait_s())
         if warning:
             Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
         elif link:
@@ -153,13 +180,14 @@ def copied_to_mlflow(grid: Grid, folder: Path, command: str, console: Console) -
 
 def run_on(
     folder: Path,
-    run_jobs: Callable[[Sequence[Job], Callable[[list[Job]], None], Callable[[Job], bool]], Iterator[Job]],
+    run_jobs: RunJobs,
     progress: SweepProgress,
     tell: Callable[[Setting], None],
     settings: Sequence[Setting],
     race: Race | None,
+    over: Callable[[], bool],
 ) -> None:
-    """Run these settings to their end, or as far as the race lets them."""
+    """Run these settings to their end, or as far as the race lets them, or until it is over."""
     by_folder = {folder / setting.hash: setting for setting in settings}
     jobs = [
         Job(path, inside(s.config, path), s.overrides, resume=(path / FILE).exists()) for path, s in by_folder.items()
@@ -170,7 +198,10 @@ def run_on(
         if race:
             race.judge()
 
-    for job in run_jobs(jobs, show, lambda job: race is not None and by_folder[job.folder].hash in race.gone):
+    def unwanted(job: Job) -> bool:
+        return over() or (race is not None and by_folder[job.folder].hash in race.gone)
+
+    for job in run_jobs(jobs, show, unwanted):
         summary, setting = read_summary(job.folder), by_folder[job.folder]
         if summary is not None and summary["status"] in ENDED:
             progress.ended(label(setting), summary)

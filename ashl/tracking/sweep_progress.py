@@ -6,20 +6,22 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ashl.tracking.console import number, percent, seconds
+from ashl.tracking.deadline import Deadline
 
 MAX_LINES = 12
 
 
 class SweepProgress:
-    """Draws on a terminal, prints lines in a pipe, and nothing at all when quiet."""
+    """Draws on a terminal, prints lines in a pipe, and nothing at all when quiet. `deadline`: what all may take."""
 
-    def __init__(self, console: Console, total: int, *, quiet: bool) -> None:
-        self.console, self.total, self.quiet = console, total, quiet
+    def __init__(self, console: Console, total: int, *, quiet: bool, deadline: Deadline | None = None) -> None:
+        self.console, self.total, self.quiet, self.deadline = console, total, quiet, deadline
         self.done = self.failed = 0
         self._began = time.monotonic()
         self._seen: dict[str, float] = {}
@@ -46,7 +48,9 @@ class SweepProgress:
         now = time.monotonic()
         self._seen = {label: self._seen.get(label, now) for label in running}
         if self._live:
-            self._live.update(self._table(now))
+            table, deadline = self._table(now), self.deadline
+            bars = [ProgressBar(deadline.budget_s, deadline.spent_s, width=40)] if deadline else []
+            self._live.update(Group(*bars, table))
 
     def _table(self, now: float) -> Table:
         spent = now - self._began

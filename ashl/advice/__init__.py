@@ -1,0 +1,1 @@
+"""Which combination to take on this cluster: the candidates, their race, and the answer."""

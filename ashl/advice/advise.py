@@ -1,0 +1,141 @@
+"""`ashl advise`: from a cluster and a task to the combination to take, how sure that is, and what would change it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from ashl.advice.answer import Answered, announce, answered, show, show_field
+from ashl.advice.candidates import Asked, Field, asked, field_of
+from ashl.advice.contest import Place, final, judged, tuned
+from ashl.advice.scale import Scale, scale_of
+from ashl.config.compose import compose
+from ashl.config.identity import config_hash
+from ashl.config.override import key_of
+from ashl.errors import UsageError
+from ashl.run.rank import step_here_s
+from ashl.run.train import is_virtual
+from ashl.run.train import profile as measure
+from ashl.study.sweep import locked
+from ashl.tracking import jsonl
+from ashl.tracking.deadline import Deadline
+
+ADVICE = Path("runs/advice")
+FILE = "advice.json"
+KEPT = ("runtime.device", "runtime.threads")  # of what was typed of the runtime, in virtual time
+TUNING, RACING = 0.55, 0.88  # of the budget, at the latest; the rest is for the answer
+HOLD = 2  # evaluations in a row at the target, where nothing is said: a lucky one does not count
+
+
+def advise(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    console: Console,
+    *,
+    target: float | None,
+    budget_s: float,
+    slots: int | None,
+    explain: bool,
+    dry_run: bool,
+    quiet: bool,
+) -> None:
+    """Build the candidates, race them in virtual time, print the answer and keep it.
+
+    Raises UsageError and DataMissingError for what cannot be asked, and AshlError where no candidate has an answer.
+    """
+    deadline = Deadline(budget_s)
+    typed = with_target(overrides, target)
+    wanted, real = virtual(asked(typed, config_dir), config_dir, console)
+    with console.status("planning candidates") as status:
+        field = field_of(wanted, config_dir, lambda name: status.update(f"planning candidates: {name}"))
+    if dry_run:
+        show_field(console, field)
+        return
+    command, folder = " ".join(["ashl advise", *overrides]), folder_of(field, wanted)
+    place = Place(folder, command, wanted.fixed, slots or len(os.sched_getaffinity(0)), deadline, console, quiet)
+    with locked(folder):
+        scale = scaled(field, wanted, place)
+        if not quiet:
+            announce(console, field, scale, folder)
+        tries = tuned(field, scale, place, TUNING * budget_s)
+        scale = judged(field, scale, place)
+        found = final(field, tries, scale, place, RACING * budget_s)
+        told = answered(field, tries, scale, found, real, deadline)
+        keep(folder, told, scale)
+    show(console, field, told, explain=explain)
+
+
+def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
+    """What was typed with the target, which has to hold. Raises UsageError."""
+    found = list(overrides)
+    if target is not None:
+        if not 0 < target <= 1:
+            raise UsageError(f"--target {target:g} is no accuracy; give a share, as in --target 0.9")
+        found.append(f"stop.target_accuracy={target:g}")
+    keys = {key_of(text) for text in found}
+    if keys & {"stop.target_accuracy", "stop.target_loss"} and "stop.target_hold" not in keys:
+        found.append(f"stop.target_hold={HOLD}")
+    return found
+
+
+def virtual(wanted: Asked, config_dir: Path | None, console: Console) -> tuple[Asked, tuple[str, ...]]:
+    """What was typed, as it is in virtual time, and as it is for the real run: processes that are there are measured
+    first, where no profile of them is given. Raises UsageError and AshlError."""
+    config, typed = compose(wanted.fixed, config_dir), wanted.fixed
+    if is_virtual(config):
+        return wanted, typed
+    fixed = [text for text in typed if key_of(text).partition(".")[0] != "runtime" or key_of(text) in KEPT]
+    if config["choices"]["cluster"] == "real":
+        if config["profile"] is None:
+            place = ADVICE / f"profile-{config_hash(config)}"
+            if not (place / "profile.json").exists():
+                console.print(f"measuring what steps and exchanges cost here, into {place}", soft_wrap=True)
+                shutil.rmtree(place, ignore_errors=True)
+                measure({**config, "run": {**config["run"], "dir": str(place)}}, list(typed), quiet=True)
+            typed = (*typed, f"profile={place / 'profile.json'}")
+        fixed = [text for text in fixed if key_of(text) not in ("cluster", "profile")]
+        fixed += ["cluster=profile", *(text for text in typed if key_of(text) == "profile")]
+    return wanted._replace(fixed=(*fixed, "runtime=sim")), typed
+
+
+def folder_of(field: Field, wanted: Asked) -> Path:
+    """Where the study lies: named by what competes, whatever the budget."""
+    first = field.candidates[0].config
+    if first["run"]["dir"]:
+        return Path(first["run"]["dir"]).expanduser()
+    digests = sorted(config_hash(own.config) for own in field.candidates)
+    digest = hashlib.sha256("".join([*digests, *map(str, wanted.rates)]).encode()).hexdigest()[:8]
+    return ADVICE / f"{first['name'] or 'advice'}-{digest}"
+
+
+def scaled(field: Field, wanted: Asked, place: Place) -> Scale:
+    """How large the race is: as when it began, where it is taken up."""
+    with suppress(TypeError, KeyError):
+        before = (jsonl.whole(place.folder / FILE) or {})["scale"]
+        return Scale(before["length"], tuple(before["rates"]), before["every_s"], before["target"])
+    limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
+    scale = scale_of(
+        field,
+        wanted.rates,
+        step_here_s(*field.host),
+        RACING * place.deadline.budget_s - place.deadline.spent_s,
+        place.deadline.budget_s,
+        place.slots,
+        target=any(limits[key] is not None for key in ("target_accuracy", "target_loss")),
+        evaluates=any(value is not None for value in evaluation.values()),
+    )
+    jsonl.write_json(place.folder / FILE, {"schema": 1, "scale": asdict(scale)})
+    return scale
+
+
+def keep(folder: Path, told: Answered, scale: Scale) -> None:
+    """The plan of the winner, and all that was told, for machines."""
+    (folder / "plan.json").write_text(told.plan.to_json(), encoding="utf-8")
+    jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), **told.record})

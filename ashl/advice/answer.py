@@ -1,0 +1,226 @@
+"""What the race says: as a record for machines, and in words and tables."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ashl.advice.candidates import Candidate, Field
+from ashl.advice.contest import Tuned
+from ashl.advice.flips import Racer, flips_of
+from ashl.advice.scale import Scale
+from ashl.config.override import key_of
+from ashl.errors import AshlError
+from ashl.plan.plan import Plan
+from ashl.planning.make import make_plan
+from ashl.report.compare import Comparison
+from ashl.report.leaderboard import Leaderboard, Row
+from ashl.report.measure import describe
+from ashl.report.phrases import answer, interval, unsure
+from ashl.report.shares import KINDS, parts_of
+from ashl.tracking.console import megabytes, number, percent, seconds
+from ashl.tracking.deadline import Deadline
+
+FLIPPED = 5  # candidates whose times elsewhere are predicted
+LEAST = 0.02  # of the budget is left when that ends
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer: sentences, labelled lines, the plan of the winner, and the record of it all."""
+
+    board: Leaderboard
+    sentences: tuple[str, ...]
+    lines: tuple[tuple[str, str], ...]
+    plan: Plan
+    record: dict[str, Any]
+
+
+def show_field(console: Console, field: Field) -> None:
+    """Who competes and why, and who does not and why not."""
+    table = Table("candidate", "steps/s", "because", box=None, padding=(0, 2, 0, 0))
+    table.columns[1].justify = "right"
+    for own in field.candidates:
+        table.add_row(own.name, number(own.rate), own.reason)
+    console.print(table)
+    if field.left_out:
+        console.print("left out:")
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for out in field.left_out:
+            table.add_row(out.name, out.reason)
+        console.print(table)
+
+
+def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None:
+    """What will run, before anything does."""
+    rest = f"{len(field.left_out)} left out (--explain says why)"
+    rates = f"{len(scale.rates)} learning rates each" if len(scale.rates) > 1 else "one learning rate for all"
+    console.print(f"{len(field.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True)
+    for note in notes_of(scale):
+        console.print(note, soft_wrap=True)
+
+
+def notes_of(scale: Scale) -> list[str]:
+    """What the budget has cost the answer."""
+    notes = []
+    if scale.length < 1:
+        notes.append(
+            f"A proxy, as the budget is too small for whole runs: each has {percent(scale.length, 0)} of the steps."
+        )
+    if scale.target is not None:
+        notes.append(f"The target is the best accuracy that all reached in the tuning: {percent(scale.target)}.")
+    if len(scale.rates) == 1:
+        notes.append("Nothing was tuned: each candidate has one learning rate, which may suit some better than others.")
+    return notes
+
+
+def answered(
+    field: Field, tries: Sequence[Tuned], scale: Scale, found: Comparison, real: Sequence[str], deadline: Deadline
+) -> Answered:
+    """`real` is what was typed, for the run that follows. Raises AshlError where no candidate has an answer."""
+    board = found.board
+    first, *others = board.ranked
+    if not math.isfinite(first.spread.middle):
+        raise AshlError(nobody(board, deadline))
+    own, rate = named(field, first), first.runs[0].config["optimizer.lr"]
+    kept = [text for text in real if key_of(text) not in ("optimizer.lr", "seed", "run.dir")]
+    command = shlex.join(["ashl", "train", *kept, *own.overrides, f"optimizer.lr={rate:g}"])
+    plan = make_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
+    flips = flipped(field, board, lambda: deadline.left_s < LEAST * deadline.budget_s)
+    said, notes, sure = answer(board), notes_of(scale), board.second.probability if board.second else None
+    up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
+    value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
+    lines = [("flips", text) for text, _ in flips]
+    lines += [("", "as far as learning needs as many steps there as here")] if flips else []
+    lines += [("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")]
+    lines += [("run it", command)]
+    if sure is not None:
+        lines.insert(0, ("sure", f"{percent(sure)}, that {first.label} is better than {others[0].label} on average"))
+    record = {
+        "winner": row_record(first),
+        "runner_up": row_record(others[0]) if others else None,
+        "baseline": row_record(board.baseline) if board.baseline else None,
+        "measure": board.measure.title,
+        "headline": said.headline,
+        "separated": not others or not unsure(board),
+        "probability": sure,
+        "flips": [each for _, each in flips],
+        "notes": notes,
+        "command": command,
+        "expected": {"value": first.spread.middle, "bytes_up": up, "bytes_down": down},
+        "spent_s": deadline.spent_s,
+        "budget_s": deadline.budget_s,
+        "candidates": [candidate_record(own, board) for own in tries],
+        "left_out": [out._asdict() for out in field.left_out],
+    }
+    return Answered(board, (said.headline, *said.sentences, *notes), tuple(lines), plan, record)
+
+
+def named(field: Field, row: Row) -> Candidate:
+    """The candidate of a row."""
+    return next(own for own in field.candidates if own.name == row.runs[0].label)
+
+
+def flipped(field: Field, board: Leaderboard, over: Callable[[], bool]) -> list[tuple[str, dict[str, Any]]]:
+    """What would flip it, where settings are ranked by times to a target."""
+    if not board.measure.is_time:
+        return []
+    racers = [racer for row in board.ranked if (racer := racer_of(row, named(field, row), board))]
+    base = [racer for racer in racers if racer.candidate is field.candidates[0]]
+    return flips_of(list(dict.fromkeys([*racers[:FLIPPED], *base])), board.measure, over)
+
+
+def row_record(row: Row) -> dict[str, Any]:
+    run, against, shares = row.runs[0], row.against, parts_of(row)
+    return {
+        "name": run.label,
+        "optimizer.lr": run.config.get("optimizer.lr"),
+        "value": row.spread.middle if math.isfinite(row.spread.middle) else None,
+        "seeds": row.spread.count,
+        "against_baseline": against and {"mean": against.middle, "low": against.low, "high": against.high},
+        "steps_per_s": row.steps_per_s,
+        "shares": {kind: fmean(worker[kind] for worker in shares) for kind in KINDS} if shares else None,
+    }
+
+
+def candidate_record(own: Tuned, board: Leaderboard) -> dict[str, Any]:
+    """A candidate, how far it came, and what it showed in the tuning."""
+    course = own.course
+    rows = [row for row in board.rows if row.runs[0].label == own.candidate.name]
+    return {
+        "name": own.candidate.name,
+        "overrides": list(own.candidate.overrides),
+        "reason": own.candidate.reason,
+        "predicted_steps_per_s": own.candidate.rate,
+        "optimizer.lr": own.rate,
+        "tuning": None if course is None else {"reached_s": course.reached_s, "seen_s": course.now_s},
+        "final": row_record(rows[0]) if rows else None,
+    }
+
+
+def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
+    """A row with its steps until the target, on average over its runs that came there."""
+    runs = [(run, board.measure.value(run)) for run in row.runs]
+    runs = [(run, at_s) for run, at_s in runs if math.isfinite(at_s) and run.summary.get("stages")]
+    if not runs or not math.isfinite(row.spread.middle):
+        return None
+    stages = list[tuple[float | None, float]]()
+    for k, stage in enumerate(own.plan.stages):
+        parts = [until(run.summary["stages"][k], at_s) for run, at_s in runs if k < len(run.summary["stages"])]
+        steps, spent_s = (fmean(part[i] for part in parts) if parts else 0.0 for i in (0, 1))
+        stages.append((steps if stage.predicted_steps_per_s else None, spent_s))
+    return Racer(own, row.spread.middle, tuple(stages))
+
+
+def until(stage: dict[str, Any], at_s: float) -> tuple[float, float]:
+    """(steps, seconds) of a stage up to a moment of the run."""
+    length_s = stage["end_s"] - stage["start_s"]
+    spent_s = min(max(0.0, at_s - stage["start_s"]), length_s)
+    return (stage["steps"] * spent_s / length_s if length_s else 0.0), spent_s
+
+
+def nobody(board: Leaderboard, deadline: Deadline) -> str:
+    """That no candidate got there, who came closest, and how close."""
+    nearest = max(board.rows, key=lambda row: row.best or 0.0)
+    far = f"; {nearest.label} came closest"
+    if nearest.best is not None:
+        far += f", with {percent(nearest.best)}"
+    elif nearest.loss is not None:
+        far += f", with a training loss of {nearest.loss:.3g}"
+    what = describe(board.target) if board.target else board.measure.title
+    return (
+        f"no candidate reached {what}, in {seconds(deadline.spent_s)} of this machine{far}; lower the target, let runs "
+        "go on longer (stop.epochs), or give --budget more: the same command goes on"
+    )
+
+
+def show(console: Console, field: Field, told: Answered, *, explain: bool) -> None:
+    """The answer on the terminal."""
+    console.print(told.sentences[0], style="bold", markup=False, soft_wrap=True)
+    for sentence in told.sentences[1:]:
+        console.print(sentence, markup=False, soft_wrap=True)
+    console.print()
+    for key, text in told.lines:
+        console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
+    if explain:
+        console.print()
+        show_time(console, told.board)
+        show_field(console, field)
+
+
+def show_time(console: Console, board: Leaderboard) -> None:
+    """Where the workers' time went, by candidate of the last round."""
+    table = Table("where time goes", board.measure.title, *KINDS[:-1], box=None, padding=(0, 2, 0, 0))
+    for row in board.rows:
+        shares = parts_of(row)
+        cells = [percent(fmean(worker[kind] for worker in shares), 0) if shares else "-" for kind in KINDS[:-1]]
+        table.add_row(row.label, board.measure.text(row.spread.middle, row.bound), *cells)
+    console.print(table)

@@ -1,0 +1,205 @@
+"""From the rules and what was typed to the candidates: composed, planned, and thinned out by what is safe to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ashl.advice.rules import BSP, RULES, Rule
+from ashl.advice.situation import Situation, situation
+from ashl.config.compose import alternatives, compose
+from ashl.config.identity import config_hash
+from ashl.config.override import key_of
+from ashl.errors import UsageError
+from ashl.plan.plan import Plan
+from ashl.planning.build import declared_profile
+from ashl.planning.make import Prepared, make_plan, prepared
+from ashl.planning.settings import STAGE_GROUPS
+from ashl.run.rank import evaluation_here
+
+RATE = "optimizer.lr"
+CHOSEN = ("schedule", "planner", *(group for group in STAGE_GROUPS if group != "optimizer"))  # what rules choose
+GAIN = 1.01  # in predicted steps per second, for which something may be given up
+MOST = 24  # candidates
+PLAIN = (("sync=bsp", "topology=parameter_server"), ("sync=bsp", "topology=all_reduce"))
+TYPED = Rule(name="as typed", overrides="", why="what the command line says")
+
+
+class Asked(NamedTuple):
+    """What was typed: overrides that hold for every candidate, and the values that a key with several may have."""
+
+    fixed: tuple[str, ...]
+    several: dict[str, tuple[str, ...]]
+    rates: tuple[float, ...]  # learning rates; () = as the race finds them
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A rule that was taken, as a configuration for virtual time and its plan. `overrides` are the rule's own."""
+
+    rule: Rule
+    overrides: tuple[str, ...]
+    config: dict[str, Any]
+    plan: Plan
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    @property
+    def rate(self) -> float:
+        """Predicted steps per second, of the slowest of its stages."""
+        return min((s.predicted_steps_per_s for s in self.plan.stages if s.predicted_steps_per_s), default=0.0)
+
+
+class LeftOut(NamedTuple):
+    """A rule that gave no candidate, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Field:
+    """Who competes, the baseline first and then by predicted speed; `host` is a run to try what things cost here."""
+
+    situation: Situation
+    candidates: tuple[Candidate, ...]
+    left_out: tuple[LeftOut, ...]
+    host: Prepared
+    evaluation_s: float  # of one evaluation on this host
+
+
+def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
+    """Raises UsageError for several values of what no candidate chooses."""
+    fixed, several, rates = list[str](), dict[str, tuple[str, ...]](), tuple[float, ...]()
+    for text in {key_of(text): text for text in overrides}.values():
+        key, values = key_of(text), [single.partition("=")[2] for single in alternatives(text, config_dir)]
+        if key == RATE:
+            try:
+                rates = tuple(map(float, values))
+            except ValueError:
+                raise UsageError(f"{text}: a learning rate is a number, as in {RATE}=0.1") from None
+            fixed.append(f"{RATE}={values[0]}")
+        elif len(values) == 1:
+            fixed.append(text)
+        elif key in CHOSEN:
+            several[key] = tuple(values)
+        else:
+            raise UsageError(
+                f"{text} gives several values, and advise chooses {', '.join(CHOSEN)} and {RATE} alone; give one, or "
+                "compare them with `ashl sweep`"
+            )
+    return Asked(tuple(fixed), several, rates)
+
+
+def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[str], None]) -> Field:
+    """Every rule tried. Raises UsageError where fewer than two are left."""
+    free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
+    plain = [prepared(compose([*free, *texts], config_dir), None, texts) for texts in PLAIN]
+    host = plain[0]
+    evaluation_s, first_loss = evaluation_here(*host)
+    found = situation_of(plain, first_loss)
+    typed = (TYPED,) if any(key_of(text).partition(".")[0] in CHOSEN for text in wanted.fixed) else ()
+    taken, left_out = list[Candidate](), list[LeftOut]()
+    for rule in (*RULES, *typed):
+        progress(rule.name)
+        try:
+            taken.append(candidate(rule, found, wanted, config_dir))
+        except UsageError as error:
+            left_out.append(LeftOut(rule.name, str(error)))
+    taken, worse = thinned(taken)
+    if len(taken) < 2:
+        only = f"only {taken[0].name} goes" if taken else "no candidate goes"
+        why = f" ({left_out[0].name}: {left_out[0].reason.rstrip('.')})" if left_out else ""
+        raise UsageError(
+            f"nothing is left to compare: {only} with {' '.join(wanted.fixed)}{why}; drop some of that, or take "
+            "`ashl sweep`"
+        )
+    return Field(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
+
+
+def situation_of(plain: Sequence[Prepared], first_loss: float) -> Situation:
+    """From BSP at a server and in a ring."""
+    plan, parts, _ = plain[0]
+    batch = plan.stages[0].workers[0].batch
+    profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
+    assert profile is not None  # virtual time has costs
+    machines = len(set(parts.cluster.node or range(plan.num_workers)))
+    rates = [each.plan.stages[0].predicted_steps_per_s or 0.0 for each in plain]
+    return situation(profile, plan, machines, (rates[0], rates[1]), first_loss)
+
+
+def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) -> Candidate:
+    """Raises UsageError, whose text is why it is left out."""
+    if not rule.taken(s):
+        raise UsageError(rule.reason(s))
+    own = tuple(rule.overrides.format(**s.values).split())
+    typed = {key_of(text): text for text in wanted.fixed}
+    if "experiment" in typed and "topology" not in {*typed, *map(key_of, own)} and rule is not TYPED:
+        own = ("topology=parameter_server", *own)  # which a preset may have changed
+    for text in own:
+        if (other := typed.get(key_of(text), text)) != text:
+            raise UsageError(f"the command line says {other}, and this is {text}.")
+    if "sync" in typed and any(key_of(text) == "schedule" for text in own):
+        raise UsageError(f"the command line says {typed['sync']}, and this names the sync mode of each of its stages.")
+    own = tuple(text for text in own if text not in wanted.fixed)
+    overrides = [*wanted.fixed, *own]
+    config = compose(overrides, config_dir)
+    for key, values in wanted.several.items():
+        chosen = config["choices"].get(key)
+        if chosen not in values:
+            has = "names those of its stages" if chosen is None else f"has {chosen}"
+            raise UsageError(f"the command line says {key}={','.join(values)}, and this {has}.")
+    return Candidate(rule, own, config, make_plan(config, None, overrides), rule.reason(s))
+
+
+def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:
+    """Without those that cannot be the best, as far as that is safe to say from predicted steps per second alone."""
+    left_out = list[LeftOut]()
+    kept = dict[str, Candidate]()  # by configuration
+    for own in taken:
+        digest = config_hash(own.config)
+        if digest in kept:
+            left_out.append(LeftOut(own.name, f"with what was typed it is the same as {kept[digest].name}."))
+        else:
+            kept[digest] = own
+    fastest = dict[str, Candidate]()  # of those that make the same updates
+    for own in kept.values():
+        kind = own.rule.same or own.name
+        if kind not in fastest or own.rate > fastest[kind].rate:
+            fastest[kind] = own
+    stays = list[Candidate]()
+    for own in kept.values():
+        best = fastest[own.rule.same or own.name]
+        than = max((fastest[name] for name in origins(own.rule) if name in fastest), key=lambda c: c.rate, default=None)
+        if best is not own:
+            left_out.append(LeftOut(own.name, f"it makes the same updates as {best.name}, and {rates(own, best)}."))
+        elif than is not None and own.rate <= GAIN * than.rate:
+            gives_up = own.rule.gives_up
+            left_out.append(
+                LeftOut(own.name, f"it gives up {gives_up} against {than.name} for less than 1 %: {rates(own, than)}.")
+            )
+        else:
+            stays.append(own)
+    base = next((own for own in stays if BSP in (own.name, own.rule.same)), None)
+    stays.sort(key=lambda own: (own is not base, -own.rate))
+    most = f"{MOST} others are predicted to take more steps a second, and more are not compared."
+    left_out += [LeftOut(own.name, most) for own in stays[MOST:]]
+    return stays[:MOST], left_out
+
+
+def origins(rule: Rule) -> list[str]:
+    """The rules that it departs from, one after the other."""
+    by_name, found, known = {known.name: known for known in RULES}, list[str](), rule
+    while known is not None and known.departs:
+        found.append(known.departs)
+        known = by_name.get(known.departs)
+    return found
+
+
+def rates(own: Candidate, than: Candidate) -> str:
+    return f"{own.rate:.4g} steps/s are predicted, against {than.rate:.4g}"

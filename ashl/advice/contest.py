@@ -1,0 +1,232 @@
+"""The race: every candidate at a few learning rates with one seed, then those in front with seeds of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from ashl.advice.candidates import RATE, Candidate, Field, LeftOut
+from ashl.advice.scale import Scale
+from ashl.config.identity import config_hash
+from ashl.config.override import key_of
+from ashl.errors import AshlError, UsageError
+from ashl.report.compare import Comparison, compare
+from ashl.report.phrases import unsure
+from ashl.study.grid import Grid, Setting, Skipped, label
+from ashl.study.race import Course
+from ashl.study.racing import Seen
+from ashl.study.slots import run_all
+from ashl.study.sweep import begun, clear, copied_to_mlflow, ended, fill
+from ashl.tracking.deadline import Deadline
+from ashl.tracking.sweep_progress import SweepProgress
+
+TUNING = "tuning"  # the sweep inside the study that chose the learning rates
+FRONT, SHARE = 4, 1 / 3  # candidates that go on from the tuning: so many at least, and this share of all
+ROUNDS = (3, 5, 8)  # seeds, until the first two are told apart
+
+
+class Tuned(NamedTuple):
+    """How a candidate came out of the tuning: its best rate there, and what that showed."""
+
+    candidate: Candidate
+    rate: float
+    course: Course | None  # None = it has not begun
+
+
+class Place(NamedTuple):
+    """Where and with what means the race is run."""
+
+    folder: Path
+    command: str
+    fixed: Sequence[str]  # what holds for all runs
+    slots: int
+    deadline: Deadline
+    console: Console
+    quiet: bool
+
+
+def setting_of(own: Candidate, place: Place, scale: Scale, rate: float, seed: int, axes: Sequence[str]) -> Setting:
+    """A run of a candidate; of its rate and its seed, those that are `axes` are part of its name."""
+    config, limits = own.config, dict(own.config["stop"])
+    texts = {RATE: f"{rate:g}", "seed": str(seed)}
+    changes = {"seed": seed, "optimizer": {**config["optimizer"], "lr": rate}}
+    if scale.every_s is not None:
+        texts["eval.every_s"] = f"{scale.every_s:g}"
+        changes["eval"] = {**config["eval"], "every_s": scale.every_s}
+    if scale.length < 1:
+        bounds = {key: limits[key] * scale.length for key in ("epochs", "seconds") if limits[key] is not None}
+        if limits["steps"] is not None:
+            bounds["steps"] = math.ceil(limits["steps"] * scale.length)
+        bounds = bounds or {"epochs": config["dataset"]["epochs"] * scale.length}
+        limits |= bounds | {"target_accuracy": None, "target_loss": None}
+    if scale.target is not None:
+        limits["target_accuracy"] = scale.target
+    changed = {key: value for key, value in limits.items() if value != config["stop"][key]}
+    texts |= {f"stop.{key}": "null" if value is None else f"{value:g}" for key, value in changed.items()}
+    typed = [text for text in (*place.fixed, *own.overrides) if key_of(text) not in texts]
+    config = {**config, **changes, "stop": limits}
+    return Setting(
+        hash=config_hash(config),
+        overrides=(*typed, *(f"{key}={value}" for key, value in texts.items())),
+        axes={key: texts[key] for key in axes},
+        config=config,
+        predicted_s=None if own.plan.predicted_s is None else own.plan.predicted_s * scale.length,
+        label=own.name,
+    )
+
+
+def grid_of(settings: Sequence[Setting], left_out: Sequence[LeftOut]) -> Grid:
+    keys = dict.fromkeys(key for setting in settings for key in setting.axes)
+    axes = {key: list(dict.fromkeys(setting.axes[key] for setting in settings)) for key in keys}
+    return Grid(axes, tuple(settings), tuple(Skipped((out.name,), out.reason) for out in left_out), {}, 0)
+
+
+def run(
+    grid: Grid,
+    folder: Path,
+    place: Place,
+    until_s: float,
+    tell: Callable[[Setting], None] = lambda setting: None,
+    seeds: int = 1,
+) -> set[str]:
+    """Race what is missing of a grid in its folder, as long as the budget lets it; returns the hashes of those that
+    were dropped. With more `seeds` than there are in the grid, nobody is dropped for what may be chance, and nobody
+    stays as the baseline."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = begun(grid, place.fixed, folder, keep_dropped=True)
+    waiting = [setting for setting in grid.settings if open_in(folder, setting, record)]
+    if not waiting or place.deadline.spent_s >= until_s:
+        return {entry["hash"] for entry in record["dropped"]}
+    progress = SweepProgress(place.console, len(waiting), quiet=place.quiet, deadline=place.deadline)
+    fill(
+        grid,
+        record,
+        folder,
+        waiting,
+        partial(run_all, place.slots),
+        progress,
+        tell,
+        stays=label(grid.settings[0], without="seed") if seeds == 1 else "",
+        over=lambda: place.deadline.spent_s >= until_s,
+        seeds=seeds,
+    )
+    for setting in waiting:
+        if open_in(folder, setting, record):
+            clear(folder / setting.hash)  # cut off by the budget: the same command runs it again
+    return {entry["hash"] for entry in record["dropped"]}
+
+
+def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
+    """Whether it has neither ended nor been dropped."""
+    dropped = any(entry["hash"] == setting.hash for entry in record["dropped"])
+    return not dropped and not ended(folder / setting.hash, rerun_failed=False)
+
+
+def judged(field: Field, scale: Scale, place: Place) -> Scale:
+    """The race after the tuning: without a target, it goes to the best accuracy that all reached there."""
+    limits = field.candidates[0].config["stop"]
+    own = scale.length == 1 and (limits["target_accuracy"] is not None or limits["target_loss"] is not None)
+    if own or scale.target is not None or len(scale.rates) == 1:
+        return scale
+    with suppress(UsageError):  # nothing has come to its end
+        found = compare([place.folder / TUNING]).board.target
+        return replace(scale, target=found[0] if found else None)
+    return scale
+
+
+def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tuned]:
+    """Each candidate at its best learning rate, the best candidate first. All try the configured rate, and the others
+    those that are not far behind at that one, and the baseline. Where there is one rate, nothing is run for it."""
+    base, folder = field.candidates[0], place.folder / TUNING
+    seed, scale = base.config["seed"], replace(scale, target=None)
+    rates = {own: rates_of(own, scale) for own in field.candidates}
+    teams = {
+        own: [setting_of(own, place, scale, rate, seed, (RATE,)) for rate in rates[own]] for own in field.candidates
+    }
+    if len(scale.rates) == 1:
+        return [Tuned(own, rates[own][0], None) for own in field.candidates]
+    order = [teams[own][0] for own in field.candidates]
+    gone = run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
+    near = [own for own in field.candidates if own is base or teams[own][0].hash not in gone]
+    order += [teams[own][k] for k in range(1, len(scale.rates)) for own in near]
+    run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
+    found = []
+    for own in field.candidates:
+        courses = [Seen(folder / setting.hash, setting.config).course() for setting in teams[own]]
+        found.append(ranked([Tuned(own, *tried) for tried in zip(rates[own], courses, strict=True)])[0])
+    return ranked(found)
+
+
+def rates_of(own: Candidate, scale: Scale) -> list[float]:
+    """The learning rates that a candidate tries."""
+    return [float(f"{own.config['optimizer']['lr'] * factor:.6g}") for factor in scale.rates]
+
+
+def ranked(tries: Sequence[Tuned]) -> list[Tuned]:
+    """By when they had reached the target, and else by their loss at the last moment that all of them have come to."""
+    going = [own.course for own in tries if own.course and own.course.times and not own.course.failed]
+    at_s = min((course.now_s for course in going), default=0.0)
+
+    def order(own: Tuned) -> tuple[int, float]:
+        course = own.course
+        if course is None:
+            return 3, 0.0
+        if course.reached_s is not None:
+            return 0, course.reached_s
+        standing = course.at(at_s)
+        return (2, 0.0) if standing is None or course.failed else (1, standing.loss)
+
+    return sorted(tries, key=order)
+
+
+def front(tries: Sequence[Tuned], base: Candidate) -> list[Tuned]:
+    """Who goes on: the baseline first, and the best of the others."""
+    count = max(FRONT, math.ceil(len(tries) * SHARE))
+    if all(own.course is None for own in tries):  # nothing was tuned
+        return list(tries)
+    others = [own for own in tries if own.candidate is not base and own.course is not None and not own.course.failed]
+    whole = [own for own in others if own.course is not None and own.course.ended]
+    return [own for own in tries if own.candidate is base] + (whole if len(whole) > 1 else others[:2])[:count]
+
+
+def final(field: Field, tries: Sequence[Tuned], scale: Scale, place: Place, until_s: float) -> Comparison:
+    """Those in front with more and more seeds, until the first two are told apart or the budget is used up; where they
+    have not come to an end, the tuning.
+
+    Raises AshlError where nothing has.
+    """
+    seed, ahead = field.candidates[0].config["seed"], front(tries, field.candidates[0])
+    grids = []
+    for count in ROUNDS:
+        pairs = [(own, seed + 1 + k) for own in ahead for k in range(count)]
+        settings = [setting_of(own.candidate, place, scale, own.rate, k, ("seed",)) for own, k in pairs]
+        grids.append(grid_of(settings, field.left_out))
+    wait_s = lambda: max(1.0, place.deadline.left_s / 2)  # noqa: E731
+    with copied_to_mlflow(grids[0], place.folder, place.command, place.console, wait_s) as tell:
+        for grid in grids:
+            began_s = place.deadline.spent_s
+            run(grid, place.folder, place, until_s, tell)
+            now_s, found = place.deadline.spent_s, compared(place)
+            enough = len(found.board.ranked) < 2 or not unsure(found.board)
+            if enough or now_s + (now_s - began_s) / 2 > until_s:
+                break
+    return found
+
+
+def compared(place: Place) -> Comparison:
+    """The last round's outcome; the tuning's, where that has more to tell."""
+    for folder in (place.folder, place.folder / TUNING):
+        with suppress(UsageError):
+            found = compare([folder], command=place.command)
+            if len(found.board.ranked) > 1 or folder.name == TUNING:
+                return found
+    raise AshlError(
+        f"no run came to its end in {place.deadline.budget_s:g} s; give --budget more: the same command goes on"
+    )

@@ -1,0 +1,152 @@
+"""What would flip the answer: the bandwidth, the slowest worker or the number of workers at which another one wins.
+
+Time to target at another point = steps to the target, as the race measured them on this cluster, over the steps per
+second that planning predicts there; scaled so that this cluster comes out as measured. It assumes that the steps that
+learning needs stay what they are, which other paces and other numbers of workers change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ashl.advice.candidates import Candidate
+from ashl.config.workers import LISTS, repeated
+from ashl.errors import AshlError
+from ashl.planning.make import make_plan
+from ashl.report.crossover import Axis, Cell, Terrain, flip
+from ashl.report.measure import Measure
+
+MEASURED = ("jitters", "encode_s", "latencies", "up_bytes_s", "down_bytes_s")  # lists of a measured cluster, by worker
+RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "inner_bandwidth_mbit_s", "server_bytes_s")
+FACTORS = tuple(2.0**k for k in range(-4, 5))
+SLOWNESS = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
+
+Spec = dict[str, Any]
+
+
+class Racer(NamedTuple):
+    """A candidate with its time to the target, and its steps until then by stage (None = a stage without steps) with
+    the seconds of that stage."""
+
+    candidate: Candidate
+    time_s: float
+    stages: tuple[tuple[float | None, float], ...]
+
+
+class Way(NamedTuple):
+    """A number of the cluster to vary: the axis, and the cluster's spec at a value of it."""
+
+    axis: Axis
+    spec: Callable[[float], Spec]
+
+
+def faster_links(spec: Spec, factor: float) -> Spec:
+    """Every link and port with that many times the bandwidth; latencies stay."""
+    found = {key: spec[key] * factor for key in RATES if spec.get(key) is not None}
+    for key in ("up_bytes_s", "down_bytes_s"):
+        if spec.get(key) is not None:
+            found[key] = [None if rate is None else rate * factor for rate in spec[key]]
+    if spec["exchange_s"] is not None:
+        found["exchange_s"] = spec["exchange_s"] / factor
+    if spec.get("all_reduce") is not None:
+        found["all_reduce"] = {**spec["all_reduce"], "s_per_byte": spec["all_reduce"]["s_per_byte"] / factor}
+    return {**spec, **found}
+
+
+def with_slowest(spec: Spec, worker: int, slowness: float) -> Spec:
+    """This worker so many times slower than the fastest."""
+    compute = list(spec["compute"])
+    compute[worker] = slowness * min(c for rank, c in enumerate(compute) if rank != worker)
+    return {**spec, "compute": compute}
+
+
+def with_workers(spec: Spec, count: int) -> Spec:
+    """The workers over and over, or cut."""
+    lists = {key: repeated(key, spec[key], count) for key in (*LISTS, *MEASURED) if isinstance(spec.get(key), list)}
+    return {**spec, **lists, "num_workers": count}
+
+
+def ways(spec: Spec) -> list[Way]:
+    """What there is to vary, with the cluster as it is among the values."""
+    compute, n = spec["compute"], len(spec["compute"])
+    bandwidth = axis_of("bandwidth", "the bandwidth of all links, in times of now", FACTORS, 1.0)
+    found = [Way(bandwidth, lambda f: faster_links(spec, f))]
+    if n > 1 and not spec["events"]:
+        slowest = max(range(n), key=lambda rank: (compute[rank], rank))
+        others = [c for rank, c in enumerate(compute) if rank != slowest]
+        least, now = max(others) / min(others), compute[slowest] / min(others)
+        values = {value for value in SLOWNESS if value >= least} | {now}
+        name = f"the slowness of worker {slowest}, in times of the fastest's step"
+        found.append(Way(axis_of("slowness", name, values, now), lambda v: with_slowest(spec, slowest, v)))
+    counts = {float(max(2, round(n * factor))) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)} | {float(n)}
+    if not spec["events"]:
+        workers = axis_of("workers", "the number of workers", counts, n)
+        found.append(Way(workers, lambda m: with_workers(spec, round(m))))
+    return found
+
+
+def axis_of(key: str, name: str, values: Sequence[float] | set[float], now: float) -> Axis:
+    ordered = tuple(sorted(float(value) for value in values))
+    return Axis(key, name, ordered, ordered.index(float(now)))
+
+
+def predicted_s(own: Racer, spec: Spec) -> float | None:
+    """Seconds for its steps at the predicted rates of its stages there; None where nothing is predicted."""
+    config = {**own.candidate.config, "cluster": spec, "profile": None}
+    try:
+        plan = make_plan(config, None, [])
+    except AshlError:
+        return None
+    total_s = 0.0
+    for stage, (steps, seconds) in zip(plan.stages, own.stages, strict=False):
+        if steps is None:
+            total_s += seconds
+        elif not stage.predicted_steps_per_s:
+            return None
+        else:
+            total_s += steps / stage.predicted_steps_per_s
+    return total_s or None
+
+
+def terrain_of(racers: Sequence[Racer], way: Way, measure: Measure, over: Callable[[], bool]) -> Terrain | None:
+    """Who would win along a way; what could not be predicted in time is no cell."""
+    now = way.axis.values[way.axis.first]
+    bases = {own: predicted_s(own, way.spec(now)) for own in racers}
+    cells = dict[tuple[int, ...], Cell]()
+    for index in sorted(range(len(way.axis.values)), key=lambda k: abs(k - way.axis.first)):
+        if over():
+            break
+        times = list[tuple[str, float]]()
+        for own in racers:
+            base_s = bases[own]
+            here_s = base_s and predicted_s(own, way.spec(way.axis.values[index]))
+            times.append((own.candidate.name, own.time_s * here_s / base_s if here_s and base_s else math.inf))
+        if len(times) > 1 and any(math.isfinite(time_s) for _, time_s in times):
+            cells[index,] = Cell(tuple(sorted(times, key=lambda named: named[1])), sure=True)
+    names = tuple(own.candidate.name for own in racers)
+    return Terrain((way.axis,), names, cells, measure) if (way.axis.first,) in cells else None
+
+
+def said(ground: Terrain) -> tuple[str, dict[str, Any]]:
+    """Where the winner changes along this axis, in a sentence and as a record."""
+    axis, base = ground.axes[0], ground.base
+    assert base is not None
+    tried = [axis.values[point[0]] for point in ground.cells]
+    change = flip(ground, base)
+    record: dict[str, Any] = {"axis": axis.key, "now": axis.values[axis.first], "from": min(tried), "to": max(tried)}
+    if change is None:
+        return f"{axis.name}: nobody else wins from {min(tried):.3g} to {max(tried):.3g}", record | {"flip": None}
+    start, to = change.changes[axis]
+    about = "about" if change.exact else "at the latest"
+    record |= {"flip": to, "winner": change.new}
+    return f"{axis.name}: from {start:.3g} to {about} {to:.3g}, and {change.new} wins", record
+
+
+def flips_of(racers: Sequence[Racer], measure: Measure, over: Callable[[], bool]) -> list[tuple[str, dict[str, Any]]]:
+    """A sentence and a record for each number of the cluster, as far as time allows."""
+    plan = racers[0].candidate.plan
+    spec = {**plan.cluster, "num_workers": plan.num_workers}
+    grounds = [None if over() else terrain_of(racers, way, measure, over) for way in ways(spec)]
+    return [said(ground) for ground in grounds if ground is not None]

@@ -1,0 +1,314 @@
+"""`ashl advise`: candidates by rules, the race's arithmetic on made-up courses and clusters, and one small race."""
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ashl.advice import candidates, contest, flips
+from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
+from ashl.advice.contest import Tuned, front, ranked
+from ashl.advice.flips import Racer, Way, axis_of, faster_links, said, terrain_of, with_slowest, with_workers
+from ashl.advice.rules import RULES, Rule
+from ashl.advice.scale import RATES, scale_of
+from ashl.advice.situation import Situation
+from ashl.cli.app import main
+from ashl.config.catalog import catalog, parameters
+from ashl.errors import UsageError
+from ashl.report.measure import time_to
+from ashl.study.race import Course
+from ashl.study.slots import Job
+from ashl.tracking import jsonl
+from tests.run_folders import write_run
+
+EQUAL = Situation(
+    num_workers=4,
+    machines=4,
+    fast_step_s=0.02,
+    slow_step_s=0.02,
+    second_step_s=0.02,
+    slow_exchange_s=0.01,
+    server=0.5,
+    ring=0.375,
+    layers=4,
+    skewed=False,
+    first_loss=2.3,
+)
+ONE_SLOW = replace(EQUAL, slow_step_s=0.1, server=0.1, ring=0.075)
+MIXED = replace(EQUAL, slow_step_s=0.06, second_step_s=0.04, slow_exchange_s=0.02, server=0.33, ring=0.25)
+PAPER = replace(
+    EQUAL,
+    num_workers=3,
+    fast_step_s=0.04,
+    slow_step_s=0.08,
+    second_step_s=0.06,
+    slow_exchange_s=0.16,
+    server=2.0,
+    ring=1.33,
+)
+CROWD = replace(EQUAL, num_workers=16, machines=4, server=4.8, ring=0.3)
+ON = {  # situation: some that compete there, and some that do not
+    "homogeneous": (EQUAL, "BSP, SSP, local SGD 4, D-PSGD, BSP Top-K", "ASP, ADSP, ASHL, AD-PSGD, Ripples smart"),
+    "one_slow": (ONE_SLOW, "BSP, ASP, AD-PSGD, ASHL+, ADSP, Rennala, backup workers", "D-PSGD, BSP Top-K, ADSP Top-K"),
+    "mixed": (MIXED, "ASP, LB-BSP, ASHL, one stage H=4", "Rennala, FedBuff, backup workers, one stage H=4 late"),
+    "ashl_paper": (PAPER, "ADSP Top-K, one stage H=4 late, local SGD 4 Top-K, ASHL+", "Rennala, Ripples smart, D-PSGD"),
+    "four_nodes": (CROWD, "AD-PSGD, Ripples smart, D-PSGD, BSP Top-K", "ASP, ASHL, Ripples first-come, LB-BSP"),
+}
+
+
+def names(text: str) -> set[str]:
+    return set(text.split(", "))
+
+
+@pytest.mark.parametrize("cluster", ON)
+def test_who_competes_follows_from_the_cluster(cluster: str) -> None:
+    found, some, others = ON[cluster]
+    taken = {rule.name for rule in RULES if rule.taken(found)}
+    assert names(some) <= taken
+    assert not names(others) & taken
+    assert all(rule.reason(found).endswith(".") and "{" not in rule.reason(found) for rule in RULES)
+
+
+def test_different_classes_leave_out_who_meets_rarely() -> None:
+    taken = {rule.name for rule in RULES if rule.taken(replace(PAPER, skewed=True))}
+    assert "local SGD planned FedNova" in taken
+    assert not {"local SGD 16 ring", "one stage H=4", "one stage H=4 late"} & taken
+
+
+def test_rules_name_options_keys_and_each_other() -> None:
+    known, by_name = catalog(), {rule.name: rule for rule in RULES}
+    assert len(by_name) == len(RULES)
+    for rule in RULES:
+        assert {rule.same, rule.departs} - {""} <= by_name.keys()
+        assert bool(rule.departs) == bool(rule.gives_up)
+        overrides = dict(text.split("=", 1) for text in rule.overrides.format(**PAPER.values).split())
+        groups = {key: value for key, value in overrides.items() if key in known}
+        for key, value in overrides.items():
+            group, _, name = key.partition(".")
+            option = groups.get(group, {"topology": "parameter_server", "schedule": "single"}.get(group))
+            assert option in known[group], f"{rule.name}: {key}={value}"
+            assert not name or name in {parameter.key for parameter in parameters(known[group][option])}, rule.name
+
+
+def made(name: str, rate: float, **more: Any) -> Candidate:
+    plan: Any = SimpleNamespace(stages=[SimpleNamespace(predicted_steps_per_s=rate)], predicted_s=10.0, limits=None)
+    rule = next((rule for rule in RULES if rule.name == name), Rule(name=name, overrides="", why=""))
+    return Candidate(rule, (), {"what": name, "seed": 0, "optimizer": {"lr": 0.1}, **more}, plan, "")
+
+
+def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
+    field = [
+        made("BSP", 30),
+        made("BSP ring", 40),  # the same updates, and faster
+        made("BSP ring late", 40.3),  # gives something up for less than 1 %
+        made("local SGD 4", 39),  # slower than BSP, and another algorithm
+        made("local SGD 16 ring", 60),
+        made("SSP", 20),
+        made("ASP", 50),
+    ]
+    kept, left_out = thinned(field)
+    assert [own.name for own in kept] == ["BSP ring", "local SGD 16 ring", "ASP", "local SGD 4", "SSP"]
+    reasons = {out.name: out.reason for out in left_out}
+    assert reasons["BSP"] == "it makes the same updates as BSP ring, and 30 steps/s are predicted, against 40."
+    assert reasons["BSP ring late"].startswith("it gives up gradients of the latest model against BSP ring for less")
+    assert origins(next(rule for rule in RULES if rule.name == "one stage H=4 late")) == [
+        "one stage H=4",
+        "one stage H=2",
+    ]
+
+
+def test_a_candidate_that_comes_to_the_same_is_none_of_its_own() -> None:
+    kept, left_out = thinned([made("BSP", 30), made("SSP", 20, what="same"), made("ASP", 20, what="same")])
+    assert ([own.name for own in kept], [out.name for out in left_out]) == (["BSP", "SSP"], ["ASP"])
+
+
+# --- the race ---------------------------------------------------------------------------------------------------------
+
+
+def course(*losses: float, reached_s: float | None = None, ended: bool = True, failed: bool = False) -> Course:
+    return Course([float(k + 1) for k in range(len(losses))], losses, reached_s, ended, failed)
+
+
+def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_the_same_moment() -> None:
+    own = made("BSP", 1)
+    late, early = Tuned(own, 0.1, course(1, 1, reached_s=2.0)), Tuned(own, 0.2, course(1, reached_s=1.0))
+    low, high = Tuned(own, 0.3, course(0.5, ended=False)), Tuned(own, 0.4, course(0.6, 0.1, ended=False))
+    unseen, broken = Tuned(own, 0.5, None), Tuned(own, 0.6, course(9, failed=True))
+    assert ranked([unseen, broken, high, low, late, early]) == [early, late, low, high, broken, unseen]
+
+
+def test_who_goes_on() -> None:
+    base = made("BSP", 1)
+    tries = [Tuned(made(str(k), 1), 0.1, course(1, reached_s=k + 1.0)) for k in range(6)]
+    last = Tuned(base, 0.1, course(3, ended=False))
+    assert [own.candidate.name for own in front([*tries, last], base)] == ["BSP", "0", "1", "2", "3"]
+    behind = [Tuned(made(str(k), 1), 0.1, course(k + 1, ended=False)) for k in range(3)]
+    assert [own.candidate.name for own in front([tries[0], *behind, last], base)] == ["BSP", "0", "0"]
+
+
+def field_with(predicted_s: float, step_samples: int = 1) -> Field:
+    limits = SimpleNamespace(seconds=None)
+    plan: Any = SimpleNamespace(
+        stages=[SimpleNamespace(predicted_steps_per_s=10.0)],
+        limits=limits,
+        predicted_s=predicted_s,
+        num_steps=lambda epoch: 1000,
+    )
+    own = replace(made("BSP", 1), plan=plan)
+    host: Any = SimpleNamespace(data=SimpleNamespace(train=[0] * 100))
+    return Field(EQUAL, (own,) * 9, (), host, evaluation_s=0.001)
+
+
+def test_the_race_is_as_large_as_the_budget() -> None:
+    scales = [
+        scale_of(field_with(100.0), (), 0.01, left, left, 2, target=True, evaluates=False)
+        for left in (1000.0, 60.0, 12.0)
+    ]
+    assert [scale.length for scale in scales] == [1.0, 0.5, 0.125]
+    assert scales[0].rates == RATES
+    assert scales[0].every_s == 0.5  # 200 readings of the whole run
+    typed = scale_of(field_with(100.0), (0.1, 0.3), 0.01, 1000.0, 1000.0, 2, target=True, evaluates=True)
+    assert (typed.rates, typed.every_s) == (pytest.approx((1.0, 3.0)), None)
+    with pytest.raises(UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"):
+        scale_of(field_with(100.0), (), 0.01, 0.5, 1.0, 2, target=True, evaluates=False)
+
+
+# --- what would flip it -----------------------------------------------------------------------------------------------
+
+SPEC = {"compute": [1.0, 1.0, 4.0], "link": [1.0, 1.0, 2.0], "node": [0, 0, 1], "exchange_s": 0.1, "events": []}
+SPEC |= {"bandwidth_mbit_s": 10.0, "server_bandwidth_mbit_s": None, "num_workers": 3}
+
+
+def test_the_cluster_is_changed_in_one_number() -> None:
+    faster = faster_links(SPEC, 2.0)
+    assert (faster["exchange_s"], faster["bandwidth_mbit_s"], faster["server_bandwidth_mbit_s"]) == (0.05, 20.0, None)
+    measured = {**SPEC, "up_bytes_s": [1.0, None], "all_reduce": {"latency_s": 1.0, "s_per_byte": 4.0}}
+    faster = faster_links(measured, 2.0)
+    assert (faster["up_bytes_s"], faster["all_reduce"]) == ([2.0, None], {"latency_s": 1.0, "s_per_byte": 2.0})
+    assert with_slowest(SPEC, 2, 8.0)["compute"] == [1.0, 1.0, 8.0]
+    more = with_workers(SPEC, 5)
+    assert (more["compute"], more["num_workers"]) == ([1.0, 1.0, 4.0, 1.0, 1.0], 5)
+    assert {way.axis.key: way.axis.values[way.axis.first] for way in flips.ways(SPEC)} == {
+        "bandwidth": 1.0,
+        "slowness": 4.0,
+        "workers": 3.0,
+    }
+
+
+def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A takes 1 + 1/f and B always 4, so they cross at f = 1/3: near it on straight lines between 1/4 and 1/2."""
+    a, b = Racer(made("A", 1), 2.0, ((1.0, 1.0),)), Racer(made("B", 1), 4.0, ((1.0, 1.0),))
+    times = {"A": lambda spec: 1 + spec["exchange_s"] / 0.1, "B": lambda spec: 4.0}
+    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: times[own.candidate.name](spec))
+    axis = axis_of("bandwidth", "the bandwidth", flips.FACTORS, 1.0)
+    way = Way(axis, lambda factor: faster_links(SPEC, factor))
+    ground = terrain_of([a, b], way, time_to((0.9, None, 1), False), lambda: False)
+    assert ground is not None
+    text, record = said(ground)
+    assert record["flip"] == pytest.approx(1 / 3, rel=0.03)
+    assert (record["winner"], text) == ("B", f"the bandwidth: from 1 to about {record['flip']:.3g}, and B wins")
+    alone = terrain_of([a, b], Way(axis, lambda factor: SPEC), time_to((0.9, None, 1), False), lambda: False)
+    assert alone is not None
+    assert said(alone)[0] == "the bandwidth: nobody else wins from 0.0625 to 16"
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+
+TINY = ["cluster=one_slow", "model.hidden=[8]", "tracking=none", "run.dir=study", "runtime=sim", "stop.epochs=8"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "sentence"),
+    [
+        (["--target", "1.5"], 2, "--target 1.5 is no accuracy; give a share, as in --target 0.9"),
+        (["seed=0,1"], 2, "seed=0,1 gives several values, and advise chooses"),
+        (["optimizer.lr=a,b"], 2, "a learning rate is a number"),
+        (["profile=broken.json"], 2, "profile=broken.json is no usable profile: the profile is not JSON"),
+        (["cluster=real", "runtime=sim"], 2, "cluster=real is what is there, and virtual time needs declared costs"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    args: list[str], code: int, sentence: str, workplace: Path, capsys: pytest.CaptureFixture
+) -> None:
+    Path("broken.json").write_text("{")
+    assert main(["advise", *args]) == code
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert "bug in ashl" not in err
+
+
+def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "RULES", RULES[:1])
+    with pytest.raises(
+        UsageError,
+        match=r"nothing is left to compare: only as typed goes with .*sync=rennala \(BSP: the command line says",
+    ):
+        field_of(asked([*TINY, "sync=rennala"], None), None, lambda name: None)
+
+
+def written(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]) -> Iterator[Job]:
+    """Runs that are made up: ASP takes 1 s and BSP 2 s at a rate of 0.1, both longer at others, and a bit by seed."""
+    for job in jobs:
+        if unwanted(job):
+            continue
+        sync, rate, seed = job.config["choices"]["sync"], job.config["optimizer"]["lr"], job.config["seed"]
+        reach_s = {"asp": 1.0, "bsp": 2.0}[sync] * (1 + abs(math.log(rate / 0.1))) * (1 + 0.01 * seed)
+        stages = [{"name": sync, "start_s": 0.0, "end_s": reach_s, "steps": 100}]
+        values, target = {"optimizer.lr": rate}, job.config["stop"]["target_accuracy"]
+        run = {"reach_s": reach_s, "target": target, "choices": {"sync": sync}, "values": values, "every_s": 0.01}
+        write_run(job.folder, seed=seed, stages=stages, **run)
+        yield job
+
+
+def test_the_answer_of_a_race_and_the_same_command_again(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K")))
+    monkeypatch.setattr(contest, "run_all", written)
+    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)  # anywhere
+    command = ["advise", *TINY, "--target", "0.9", "-q", "--explain"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    told = jsonl.whole(Path("study/advice.json"))
+    assert told is not None
+    assert out.startswith("ASP is first: time to 90.0 % accuracy 1.02 s (median of 3 seeds")
+    assert (told["winner"]["name"], told["winner"]["optimizer.lr"], told["winner"]["seeds"]) == ("ASP", 0.1, 3)
+    assert (told["runner_up"]["name"], told["baseline"]["name"], told["separated"]) == ("BSP", "BSP", True)
+    assert told["probability"] > 0.99
+    assert {flip["axis"] for flip in told["flips"]} == {"bandwidth", "slowness", "workers"}
+    assert {own["name"] for own in told["candidates"]} == {"BSP", "ASP"}
+    assert [out["name"] for out in told["left_out"]] == ["BSP Top-K"]
+    assert "this pays from 0.3 on" in out
+    assert told["command"].endswith("stop.target_accuracy=0.9 stop.target_hold=2 sync=asp optimizer.lr=0.1")
+    assert json.loads(Path("study/plan.json").read_text())["stages"][0]["name"] == "asp"
+    before = {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")}
+    assert len(before) == 2 * 3 + 2 * 3  # rates in the tuning, seeds after it
+    assert main([*command, "--budget", "200"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")} == before
+
+
+@pytest.mark.slow  # a minute on a busy machine
+def test_a_real_race_and_a_target_that_nobody_reaches(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    assert main(["advise", *TINY, "optimizer.lr=0.1,0.3", "--target", "0.8", "--budget", "90"]) == 0
+    told = jsonl.whole(Path("study/advice.json"))
+    assert told is not None
+    assert told["winner"]["seeds"] >= 3
+    assert told["expected"]["bytes_up"] > 0
+    assert told["command"] in capsys.readouterr().out
+    assert main([*shlex.split(told["command"])[1:], "--dry-run"]) == 0
+    capsys.readouterr()
+    unreached = ["--target", "0.999", "--budget", "90", "-q", "optimizer.lr=0.1", "stop.epochs=1", "run.dir=other"]
+    assert main(["advise", *TINY, *unreached]) == 1
+    err = capsys.readouterr().err
+    assert "no candidate reached 99.9 % accuracy" in err
+    assert "came closest, with" in err
