@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ashl.config.compose import compose
 from ashl.errors import AshlError
-from ashl.planning.make import make_plan
-from ashl.run import job as jobs
-from ashl.run import train as run
 from ashl.run import vectors
 from ashl.run.desk import Desk
 from ashl.run.rank import Place, play
@@ -56,22 +52,6 @@ def received(store: Sealed) -> list[tuple[Record, Tensor | None]]:
         return [*said, *desk.received()]
     finally:
         desk.close(End(0))
-
-
-def test_rank_0_says_where_the_records_are(server, store, workplace, monkeypatch, capsys) -> None:
-    """With a server they are where that is: on the last machine of a job."""
-    config = compose(["cluster=homogeneous", "sync=asp", "tracking=none"])
-    job = jobs.Membership(0, 5, "127.0.0.1", server.port, True)
-    monkeypatch.setattr(jobs, "membership", lambda: job)
-    monkeypatch.setattr(jobs, "play", lambda place, plan: End(0, folder="there:/home/me/run"))
-    monkeypatch.setattr(jobs, "secret_of", lambda job: SECRET)
-    plan = make_plan(run.joined(config)[0], 5)
-    for key, value in (("plan", plan.to_json()), ("home", "there")):
-        store.set(key, value)
-    assert run.train(config, []) == 0
-    assert capsys.readouterr().out == "run folder  there:/home/me/run\n"
-    assert run.train(config, [], quiet=True) == 0
-    assert not capsys.readouterr().out
 
 
 @pytest.fixture

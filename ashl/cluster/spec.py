@@ -183,6 +183,20 @@ class RealCluster:
     paced: ClassVar[bool] = False
     node: ClassVar[tuple[int, ...] | None] = None  # nothing is known of machines
     num_workers: Count | None
+    hosts: tuple[Annotated[str, Field(min_length=1)], ...] | None
+    server_host: Annotated[str, Field(min_length=1)] | None
+
+    def __post_init__(self) -> None:
+        if self.hosts is None:
+            return
+        if not self.hosts:
+            raise UsageError("cluster.hosts=[] names no host; give one for each worker, or null")
+        if self.num_workers not in (None, n := len(self.hosts)):
+            raise UsageError(
+                f"cluster.hosts has {n} entr{'y' if n == 1 else 'ies'} and cluster.num_workers is {self.num_workers}; "
+                "name the host of each worker, a host of several workers several times, or drop one of them"
+            )
+        object.__setattr__(self, "num_workers", n)
 
 
 @option

@@ -20,6 +20,7 @@ from ashl.plan.line import Line
 SCHEMA = 3
 SOURCES = ("declared", "measured")
 TICK_S = 1e-9  # of the experiment's clock
+PORT_SHARE = 0.9  # of what a server's port lets through: who is seen to have that may have more
 NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_noise_s"}  # of each cost
 LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
@@ -48,6 +49,8 @@ class WorkerProfile:
     backward_s: tuple[float, ...] = ()
     push_line: Line | None = None  # what messages to the server cost by their bytes; None = not measured
     pull_line: Line | None = None
+    host: str | None = None  # where it was measured, and on which device; None = not known
+    device: str | None = None
 
     def __post_init__(self) -> None:
         for name in (*NOISES, *NOISES.values(), "step_spread_s", "latency_s", "compress_s", *LOADED):
@@ -66,6 +69,7 @@ class WorkerProfile:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, where seconds of each layer group are expected")
         for name in LINES:
             check_line(getattr(self, name), name)
+        check_names(self.host, self.device)
         if not is_count(self.batch):
             raise ValueError(f"batch is {self.batch!r}, where a whole number from 1 up is expected")
 
@@ -91,6 +95,7 @@ class Profile:
     workers: tuple[WorkerProfile, ...]
     group_bytes: tuple[int, ...] = ()  # of each layer group, the last layers first; empty = not measured
     all_reduce: Line | None = None  # what a sum over all workers costs by its bytes; None = not measured
+    server_host: str | None = None
 
     def __post_init__(self) -> None:
         check_schema(self.schema)
@@ -108,6 +113,7 @@ class Profile:
         if not self.workers:
             raise ValueError("the profile has no workers; it needs one entry for each")
         check_line(self.all_reduce, "the profile's all_reduce")
+        check_names(self.server_host)
         groups = len(self.group_bytes)
         if any(len(getattr(worker, name)) != groups for worker in self.workers for name in PASSES):
             raise ValueError(f"the profile has {groups} layer groups, and workers with another number of costs of them")
@@ -117,6 +123,24 @@ class Profile:
     @property
     def num_workers(self) -> int:
         return len(self.workers)
+
+    @property
+    def better_host(self) -> str | None:
+        """The host whose link is at least as good as the server's, as far as the measurements tell; None = none is.
+
+        Workers beside the server used no link. Where nobody was slowed down when all pushed at once, the server's port
+        carries as much as all others together; where it did not, nobody is seen to have more than it lets through.
+        """
+        bound = self.server_bytes_s
+        if self.server_host is None or bound is None:
+            return None
+        rates = {
+            worker.host: min(worker.push_bytes_s or bound, worker.pull_bytes_s or bound)
+            for worker in self.workers
+            if worker.host not in (None, self.server_host)
+        }
+        best = max(rates, key=lambda host: rates[host], default=None)
+        return best if best is not None and rates[best] >= PORT_SHARE * bound else None
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -138,7 +162,7 @@ class Profile:
 
     def without_parts(self) -> Profile:
         """The same without costs by layer group and message, as a run measures it for itself."""
-        bare = dict.fromkeys(PASSES, ()) | dict.fromkeys(LINES)
+        bare = dict.fromkeys(PASSES, ()) | dict.fromkeys((*LINES, "host", "device"))
         return replace(self, workers=tuple(replace(w, **bare) for w in self.workers), group_bytes=(), all_reduce=None)
 
     def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
@@ -204,6 +228,8 @@ class Profile:
             raise ValueError(f"the profile is not JSON: {error}") from error
         if isinstance(data, dict) and "schema" in data:
             check_schema(data["schema"])
+        if isinstance(data, dict):
+            data.setdefault("server_host", None)  # profiles did not name hosts once
         require_keys(data, [field.name for field in fields(Profile)], "the profile")
         data["all_reduce"] = _line(data["all_reduce"], "the profile's all_reduce")
         data["group_bytes"] = _list(data["group_bytes"], "the profile's group_bytes")
@@ -217,6 +243,9 @@ class Profile:
 
 def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
     where = f"worker {rank} of the profile"
+    if isinstance(entry, dict):
+        entry.setdefault("host", None)
+        entry.setdefault("device", None)
     require_keys(entry, [field.name for field in fields(WorkerProfile)], where)
     entry |= {name: _list(entry[name], f"{where}: {name}") for name in PASSES}
     entry |= {name: _line(entry[name], f"{where}: {name}") for name in LINES}
@@ -241,6 +270,12 @@ def _line(entry: Any, what: str) -> Line | None:
         return None
     require_keys(entry, [field.name for field in fields(Line)], what)
     return Line(**entry)
+
+
+def check_names(*names: object) -> None:
+    for name in names:
+        if name is not None and not (isinstance(name, str) and name.isprintable()):
+            raise ValueError(f"{name!r} stands where the name of a host or device is expected")
 
 
 def check_line(line: Line | None, what: str) -> None:

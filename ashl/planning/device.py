@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,15 +15,34 @@ from ashl.stage.rule import Topology
 from ashl.topology.all_reduce import AllReduce
 
 
-def device_of(runtime: Any) -> str:
-    """Raises UsageError where CUDA is asked for, or arithmetic that only CUDA has, and is not there."""
+def device_of(runtime: Any, local_rank: int = 0) -> str:
+    """The device of a process that is the `local_rank`-th of its machine: GPUs are dealt in that order.
+
+    Raises UsageError where CUDA is asked for, or arithmetic that only CUDA has, and is not there.
+    """
     there = torch.cuda.is_available()
     if runtime.device == "cuda" and not there:
         raise UsageError("runtime.device=cuda, but torch sees no CUDA device here; take runtime.device=cpu")
-    device = ("cuda" if there else HOST) if runtime.device == "auto" else runtime.device
-    if runtime.precision == "tf32" and device == HOST:
+    kind = ("cuda" if there else HOST) if runtime.device == "auto" else runtime.device
+    if runtime.precision == "tf32" and kind == HOST:
         raise UsageError("runtime.precision=tf32 is arithmetic of CUDA devices; on a CPU take fp32, or bf16")
-    return device
+    return kind if kind == HOST else f"{kind}:{local_rank % torch.cuda.device_count()}"
+
+
+def gpu_of(device: str) -> str | None:
+    """Which of the machine's GPUs that is, whatever this process sees of them; None = none."""
+    if device == HOST:
+        return None
+    index, visible = device.partition(":")[2], os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[int(index)].strip() if visible[0] else index
+
+
+def use_device(device: str) -> str:
+    """Make it this process's own; returns what it is called."""
+    if device == HOST:
+        return device
+    torch.cuda.set_device(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
 def by_nccl(runtime: Any, topology: Topology) -> bool:
@@ -43,3 +64,14 @@ def by_nccl(runtime: Any, topology: Topology) -> bool:
     if asked:
         raise UsageError(f"runtime.backend=nccl: {why}; take runtime.backend=auto")
     return False
+
+
+def one_each(gpus: Sequence[object], runtime: Any) -> bool:
+    """Whether each of these ranks has a GPU of its own (None: it has none): NCCL takes no others.
+
+    Raises UsageError where NCCL is asked for.
+    """
+    apart = None not in gpus and len({*gpus}) == len(gpus)
+    if runtime.backend == "nccl" and not apart:
+        raise UsageError("runtime.backend=nccl needs a GPU of its own for each rank; start no more, or take auto")
+    return apart

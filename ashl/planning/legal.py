@@ -323,6 +323,8 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
     """How many workers there are. Raises UsageError where the job's size says otherwise."""
     cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
     given, extra = cluster.num_workers, extra_ranks(topology, parts["sync"])
+    if isinstance(cluster, RealCluster):
+        check_places(cluster, runtime.name, extra)
     if runtime.name != "torchrun":
         if given is None:
             raise UsageError("cluster=real needs the number of processes: give cluster.num_workers=2, say")
@@ -338,6 +340,21 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
             f"{(given or 1) + extra}; change --nproc-per-node or the cluster"
         )
     return given
+
+
+def check_places(cluster: RealCluster, runtime: str, extra: int) -> None:
+    """Refuse hosts where nobody can be sent to them."""
+    for key, given in (("hosts", cluster.hosts), ("server_host", cluster.server_host)):
+        if given is not None and runtime != "torchrun":
+            raise UsageError(
+                f"cluster.{key} says where processes of a job are, and runtime={runtime} has none but its own; start "
+                f"the command on these hosts, by torchrun say, or drop cluster.{key}"
+            )
+    if cluster.server_host is not None and not extra:
+        text = (
+            "cluster.server_host names a place for a server, and here there is none; drop it, or take another topology"
+        )
+        raise UnusedKeyError(text, "cluster.server_host")
 
 
 def check_targets(limits: Limits, gradients: bool, task: Task, name: str) -> None:

@@ -1,86 +1,219 @@
-"""A job that others have started, torchrun say: what the environment tells of it, joining it, and leaving in order."""
+"""A job that others have started, torchrun say: its processes meet, one joins and records it, the others take part, and
+all leave in order."""
 
 from __future__ import annotations
 
 import os
-import platform
+import socket
+import threading
 import time
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ashl.errors import AshlError
+from ashl.cluster.spec import RealCluster
+from ashl.errors import AshlError, UsageError, plain
+from ashl.learn.device import HOST
+from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
-from ashl.run.attendance import PATIENCE_S
+from ashl.planning.build import Parts
+from ashl.planning.device import device_of, gpu_of, one_each
+from ashl.run import interface
+from ashl.run.attendance import PATIENCE_S, role
 from ashl.run.desk import POLL_S
-from ashl.run.launch import conduct, place
+from ashl.run.handshake import Hello, alike, digest, gathered, hello, publish
+from ashl.run.launch import conduct
 from ashl.run.monitor import Monitor
+from ashl.run.placing import Wanted, check_gpus, check_profile, placed, said_of_server, wanted_by
 from ashl.run.rank import Place, play
-from ashl.run.reporter import RECORDS
 from ashl.run.sealed import Sealed, Secret, shared_secret
-from ashl.runtime.plane import NEVER
-from ashl.runtime.records import RankError, dumps
+from ashl.run.starter import Membership
+from ashl.runtime.plane import NEVER, first_line
+
+T = TypeVar("T")
 
 
-class Membership(NamedTuple):
-    """What the environment says of a job that someone else has started."""
+class Seat(NamedTuple):
+    """What a process of a job knows once all have met."""
 
-    rank: int
-    world_size: int
-    host: str
-    port: int
-    agent_store: bool  # whether the launcher keeps the store; else rank 0 does
-
-
-def membership() -> Membership | None:
-    """The job of torchrun, or of whoever sets the same variables; None where there is none."""
-    env = os.environ
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        return None
-    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Membership(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"], int(env["MASTER_PORT"]), agent)
+    job: Membership
+    store: Sealed
+    place: Place
+    notes: tuple[str, ...]  # what is worth saying of who is where
 
 
-def join(plan: Plan, run_dir: Path, monitor: Monitor, job: Membership) -> dict | None:
-    """The home rank's process of a job that someone else has started: its rank is a child, so that evaluating
-    snapshots and writing records never hold it up. See `conduct`."""
-    secret = secret_of(job)
-    store = Sealed(connect(job), secret)
-    store.set("home", platform.node())
-    store.set("plan", plan.to_json())
-    places = [place(plan, job.rank, job.host, job.port, secret, run_dir, monitor)]
+def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) -> Seat:
+    """Meet the others, and find out who plays which rank. Raises AshlError, in all processes, where that cannot be."""
+    runtime = parts.runtime
+    with telling(job):
+        chosen = interface.named(runtime.interface) or interface.towards(job.host, job.port)
+        device = device_of(runtime, job.local_rank or 0)
+    text = alike(config, plan.to_json())
+    own = hello(
+        job,
+        plan=digest(text),
+        device=device,
+        gpu=gpu_of(device),
+        address=chosen and chosen.address,
+        interface_by=chosen and chosen.by,
+    )
+    store, came = met(job, own, text, runtime.timeout_s)
     try:
-        return conduct(plan, run_dir, monitor, store.another(), places)
-    finally:
+        check_interfaces(came)
+        processes, note = seated(plan, parts, config["profile"], came)
+        check_gpus(came, processes[: plan.num_workers], bool(runtime.share_gpu))
+        gpus = [said.gpu and (said.machine, said.gpu) for said in (came[process] for process in processes)]
+        apart = one_each(gpus, runtime)
+    except UsageError:
         leave(store, job)
+        raise
+    elsewhere = [said.address for said in came if said.machine != own.machine]
+    rank = processes.index(job.rank)
+    if rank >= plan.num_workers and gpus[rank] in gpus[:rank]:
+        device = HOST  # the GPU is a worker's
+    through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
+    where = job.host, job.port, secret_of(job), came[0].host
+    return Seat(job, store, Place(rank, *where, ".", True, False, through, device, apart), note)
 
 
-def take_part(plan: Plan, job: Membership) -> tuple[int, str]:
-    """Any other process of such a job: it plays its rank here; returns the exit code, and where the records are."""
-    secret = secret_of(job)
-    store = Sealed(connect(job), secret)
-    if store.get("plan").decode() != plan.to_json():
-        sentence = f"composed another configuration than rank {plan.home}; give every node the same overrides"
-        store.push(RECORDS, job.rank, dumps(RankError(job.rank, sentence, consequence=False)).encode())
-        leave(store, job)
-        raise AshlError(f"rank {job.rank} {sentence}")
-    home = store.get("home").decode()
-    end = play(Place(job.rank, job.host, job.port, secret, home, ".", True, log=False), plan.to_json())
-    leave(store, job)
-    return end.code, end.folder
+def seated(
+    plan: Plan, parts: Parts, path: str | None, came: tuple[Hello, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The process of each rank of the plan, and what is to be said of the one that is no worker's."""
+    cluster, profile = parts.cluster, read_profile(path) if path else None
+    wanted = Wanted(cluster.hosts, server=cluster.server_host) if isinstance(cluster, RealCluster) else Wanted()
+    wanted = wanted_by(profile, came, wanted, str(path))
+    processes = placed(came, plan.num_workers, plan.num_ranks, wanted)
+    check_profile(profile, came, processes, str(path))
+    if plan.num_ranks == plan.num_workers:
+        return processes, ()
+    who = role(plan, plan.num_workers).removeprefix("the ").partition(" (")[0]
+    return processes, (said_of_server(who, came, processes[-1], wanted, profile, str(path)),)
+
+
+def check_interfaces(came: tuple[Hello, ...]) -> None:
+    """Raises UsageError where one was told to use loopback, and others are on other machines."""
+    for said in came:
+        there = next((other for other in came if other.machine != said.machine), None)
+        if there and said.interface_by and said.address and interface.is_loopback(said.address):
+            raise UsageError(
+                f"{said.interface_by} of rank {said.rank} on {said.host} names loopback, and rank {there.rank} is on "
+                f"{there.host}; name the interface between them, or drop it"
+            )
+
+
+def met(job: Membership, own: Hello, text: str, timeout_s: float) -> tuple[Sealed, tuple[Hello, ...]]:
+    """The job's store, and what everybody says in it."""
+
+    def meet() -> tuple[Sealed, tuple[Hello, ...]]:
+        store = connect(job, timeout_s)
+        try:
+            publish(store, own, text)
+            return store, gathered(store, job, timeout_s)
+        except AshlError:
+            leave(store, job)
+            raise
+
+    return within(
+        2 * timeout_s + PATIENCE_S, meet, f"the master {job.host}:{job.port} has stopped answering; is it reachable?"
+    )
+
+
+def within(limit_s: float, act: Callable[[], T], late: str) -> T:
+    """What `act` returns or raises. What the store does cannot be interrupted, so that another thread waits for it.
+    Raises AshlError where it takes longer."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="handshake").start()
+    try:
+        return outcome.result(limit_s)
+    except TimeoutError:
+        raise AshlError(late) from None
+
+
+@contextmanager
+def telling(job: Membership | None) -> Generator[None]:
+    """What keeps this process from taking part is told to the others, who would wait for it."""
+    try:
+        yield
+    except AshlError as error:
+        if job is not None:
+            with suppress(AshlError):
+                met(job, hello(job, error=plain(str(error)), exit_code=error.exit_code), "", PATIENCE_S)
+        raise
 
 
 def secret_of(job: Membership) -> Secret:
-    return shared_secret(job.host, job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    return shared_secret(job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""), job.attempt)
 
 
-def connect(job: Membership) -> dist.TCPStore:
+def connect(job: Membership, timeout_s: float) -> Sealed:
+    """The job's store. Raises AshlError where its port is taken, or nobody answers there in time."""
     master = job.rank == 0 and not job.agent_store
-    return dist.TCPStore(job.host, job.port, is_master=master, wait_for_workers=False, timeout=NEVER)
+    if not master:
+        await_master(job, timeout_s)
+    try:
+        limit = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(job.host, job.port, is_master=master, wait_for_workers=False, timeout=limit)
+    except RuntimeError as error:
+        if master and "EADDRINUSE" in str(error):
+            raise UsageError(
+                f"the port {job.port} (MASTER_PORT) is taken on {socket.gethostname()}; choose another, or end the job "
+                "that has it"
+            ) from error
+        raise AshlError(
+            f"the master {job.host}:{job.port} does not answer as a job's store does ({first_line(error)}); is another "
+            "program using the port?"
+        ) from error
+    store.set_timeout(NEVER)
+    return Sealed(store, secret_of(job))
 
 
-def leave(store: dist.Store, job: Membership) -> None:
+def await_master(job: Membership, timeout_s: float) -> None:
+    """Wait until something listens there."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((job.host, job.port), timeout=max(0.1, end - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise AshlError(
+                    f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer within {timeout_s:g} "
+                    f"s (runtime.timeout_s): {error.strerror or error}; is rank 0 running, and reachable?"
+                ) from error
+        time.sleep(3 * POLL_S)
+
+
+def join(plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat) -> dict | None:
+    """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating snapshots and writing
+    records never hold it up. See `conduct`."""
+    place = seat.place._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
+    try:
+        return conduct(plan, run_dir, monitor, seat.store.another(), [place])
+    finally:
+        leave(seat.store, seat.job)
+
+
+def take_part(plan: Plan, seat: Seat) -> int:
+    """Any other process of the job: it plays its rank here; returns the exit code."""
+    end = play(seat.place, plan.to_json())
+    leave(seat.store, seat.job)
+    return end.code
+
+
+def leave(store: Sealed, job: Membership) -> None:
     """Whoever keeps the store outlives the others' last question to it."""
     store.set(f"out/{job.rank}", "1")
     if job.rank != 0 or job.agent_store:

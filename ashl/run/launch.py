@@ -17,34 +17,53 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ashl.errors import plain
+from ashl.errors import UsageError, plain
+from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
+from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run.attendance import attend
 from ashl.run.desk import Desk
+from ashl.run.interface import LOOPBACK, Chosen, named
 from ashl.run.monitor import Monitor
 from ashl.run.rank import Place, play_in_child
-from ashl.run.sealed import Sealed, Secret, new_secret
+from ashl.run.sealed import Sealed, new_secret
 from ashl.run.watch import INTERRUPTS
 from ashl.runtime.plane import NEVER
 from ashl.runtime.records import End
 
 
+def check(plan: Plan, runtime: Any) -> None:
+    """Raises UsageError where the ranks cannot be started here as they are asked for."""
+    named(runtime.interface)
+    devices = devices_of(plan, runtime)[: plan.num_workers]
+    if runtime.share_gpu is False and HOST not in devices and len(set(devices)) < len(devices):
+        raise UsageError(
+            f"{len(devices)} workers on {len(set(devices))} GPUs, and runtime.share_gpu is false; take as many workers "
+            "as there are GPUs, or runtime.share_gpu=true"
+        )
+    one_each([*map(gpu_of, devices)], runtime)
+
+
+def devices_of(plan: Plan, runtime: Any) -> list[str]:
+    """By rank."""
+    return [device_of(runtime, rank) for rank in range(plan.num_ranks)]
+
+
 def launch(plan: Plan, run_dir: Path, monitor: Monitor) -> dict | None:
     """All ranks on this machine; see `conduct`."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    runtime = monitor.job.parts.runtime
+    through = named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1")
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=NEVER, master_listen_fd=listener.detach()
     )
     secret = new_secret()
-    places = [place(plan, rank, "127.0.0.1", port, secret, run_dir, monitor) for rank in range(plan.num_ranks)]
+    place = Place(0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through)
+    devices = devices_of(plan, runtime)
+    apart = one_each([*map(gpu_of, devices)], runtime)
+    places = [place._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]
     return conduct(plan, run_dir, monitor, Sealed(store, secret), places)
-
-
-def place(plan: Plan, rank: int, host: str, port: int, secret: Secret, run_dir: Path, monitor: Monitor) -> Place:
-    """Of a rank that is a child of home's process."""
-    return Place(rank, host, port, secret, platform.node(), str(run_dir), monitor.rounds, log=True)
 
 
 def conduct(plan: Plan, run_dir: Path, monitor: Monitor, store: Sealed, places: Sequence[Place]) -> dict | None:
@@ -57,7 +76,7 @@ def conduct(plan: Plan, run_dir: Path, monitor: Monitor, store: Sealed, places: 
         with children(plan, places) as processes:
             pace = attend(plan, run_dir, monitor, desk, processes)
         if pace is not None:
-            end = End(0, folder=f"{platform.node()}:{run_dir.resolve()}")
+            end = End(0)
         return pace
     except Exception as error:
         end = End(1, plain(str(error)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.learn.device import to_host
 from ashl.plan.plan import Plan, assigned
+from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
 from ashl.planning.build import Job
 from ashl.run import weights
@@ -137,10 +138,21 @@ class Monitor:
             case NotFinite(_, where, number):
                 self.not_finite = self.not_finite or f"{where} is not finite in its round {number + 1}"
             case ProfileMeasured(_, profile):
-                self.recorder.document("profile.json", profile)
+                self.recorder.document("profile.json", self.measured_where(profile))
             case PlanMade(_, first, stages):
                 self.plan = replanned(self.plan, first, stages)
                 self.recorder.document("plan.json", self.plan.to_json())
+
+    def measured_where(self, profile: str) -> str:
+        """A profile with the host and the device of each worker, and the server's host, where ranks have told them."""
+        known = Profile.from_json(profile)
+        workers = list(known.workers)
+        for rank, placed in self.hosts.items():
+            if rank < len(workers):
+                workers[rank] = replace(workers[rank], host=placed.host, device=placed.device)
+            else:
+                known = replace(known, server_host=placed.host)
+        return replace(known, workers=tuple(workers)).to_json()
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         """Evaluate a model: metrics, best so far, target. Where every worker has its own, wait until all have come."""

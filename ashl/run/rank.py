@@ -30,7 +30,8 @@ from ashl.learn.device import HOST, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
-from ashl.planning.device import by_nccl, device_of
+from ashl.planning.device import by_nccl, device_of, use_device
+from ashl.run.interface import Chosen, use
 from ashl.run.reporter import Reporter
 from ashl.run.sealed import Sealed, Secret
 from ashl.run.watch import ALONE, Watch, handled, leave
@@ -66,6 +67,9 @@ class Place(NamedTuple):
     run_dir: str
     rounds: bool
     log: bool  # whether it is that process's child, and output goes to rank<r>.log in the run folder
+    interface: Chosen | None = None  # of its messages; None = what gloo takes by itself
+    device: str = HOST
+    one_each: bool = False  # whether all ranks of the job have a GPU of their own
 
 
 def play_in_child(place: Place, plan_json: str) -> None:
@@ -143,11 +147,11 @@ def blame(error: Exception) -> tuple[bool, int | None]:
 def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
     """Set up, run, leave in two phases: when all are done, all say goodbye."""
     parts = parts_of(plan)
-    device = device_of(parts.runtime)
-    reporter.emit(Placed(place.rank, platform.node(), device))
+    reporter.emit(Placed(place.rank, platform.node(), use_device(place.device)))
     torch.set_num_threads(parts.runtime.threads)
-    job = assemble(plan, device, parts)
-    nccl = by_nccl(parts.runtime, job.stages[0].topology)
+    job = assemble(plan, place.device, parts)
+    use(place.interface)
+    nccl = place.one_each and by_nccl(parts.runtime, job.stages[0].topology)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=dist.PrefixStore("group", store),
@@ -165,8 +169,8 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
         max_bytes=max(stage.most_bytes for stage in job.stages),
         exact=parts.runtime.sums == "exact",
         groups=process_groups(job.stages),
-        device=device,
-        settle=None if device == HOST else torch.cuda.synchronize,
+        device=place.device,
+        settle=None if place.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
     )
     if place.rank < plan.num_workers:

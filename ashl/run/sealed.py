@@ -41,10 +41,9 @@ def new_secret() -> Secret:
 
 
 def shared_secret(*known: object) -> Secret:
-    """Of a job that others have started: the variable ASHL_JOB_SECRET, if it is set. Else it follows from what all of
-    them know (where the store is, say), which keeps two jobs apart and nobody out who knows it, too."""
-    given = os.environ.get(SECRET, "")
-    text = f"given {given}" if given else "known " + " ".join(map(str, known))
+    """Of a job that others have started: from the variable ASHL_JOB_SECRET, if it is set, and from what all of them
+    know (the store's port, say), which alone keeps two jobs apart and nobody out who knows it, too."""
+    text = f"given {os.environ.get(SECRET, '')} known {' '.join(map(str, known))}"
     return Secret(hashlib.blake2b(text.encode(), digest_size=32, person=b"ashl job").digest())
 
 

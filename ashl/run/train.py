@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ashl.run import job as jobs
 from ashl.run import launch
 from ashl.run.monitor import Monitor
 from ashl.run.rank import step_here_s
+from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
 from ashl.run.watch import handled
@@ -74,14 +76,17 @@ def run(
     Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
     KeyboardInterrupt when it was interrupted; the records are complete by then.
     """
-    tracking = construct(config["tracking"], "tracking", config["allow_targets"])
     config, job = joined(config)
-    plan, parts, data = prepared(config, job.world_size if job else None, overrides)
-    if job and job.rank != plan.home:
-        code, where = jobs.take_part(plan, job)
-        if job.rank == 0 and not quiet:  # where one looks for them
-            Console(highlight=False).print(f"run folder  {where}", soft_wrap=True, markup=False)
-        return Ran(code)
+    with jobs.telling(job):
+        tracking = construct(config["tracking"], "tracking", config["allow_targets"])
+        plan, parts, data = prepared(config, job.world_size if job else None, overrides)
+    seat = jobs.enter(plan, parts, config, job) if job else None
+    if seat and seat.job.rank != 0:
+        return Ran(jobs.take_part(plan, seat))
+    if seat:
+        plan = replace(plan, notes=(*plan.notes, *seat.notes))
+    elif parts.runtime.name == "local":
+        launch.check(plan, parts.runtime)
     saved = None if resume is None else taken_up(resume, config)
     run_dir = resume or folder(config, plan)
     recorder = Recorder(run_dir, tracking.events, saved and saved["sizes"])
@@ -92,7 +97,7 @@ def run(
     runtime = parts.runtime
     torch.set_num_threads(runtime.threads)
     progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
-    whole = assemble(plan, device_of(runtime), parts, data)
+    whole = assemble(plan, seat.place.device if seat else device_of(runtime), parts, data)
     monitor = Monitor(
         plan,
         whole,
@@ -107,7 +112,7 @@ def run(
         try:
             with own_faults(plan.allow_targets, AshlError):
                 saving = Saving(identity(config), config["run"]["checkpoint_s"])
-                pace = drive(plan, run_dir, monitor, job, saving, saved)
+                pace = drive(plan, run_dir, monitor, seat, saving, saved)
         except Exception as error:  # whatever it was, the records are finished first
             failure, pace = error, None
         finally:
@@ -129,10 +134,10 @@ def run(
     return Ran(0, run_dir, summary)
 
 
-def joined(config: dict[str, Any]) -> tuple[dict[str, Any], jobs.Membership | None]:
+def joined(config: dict[str, Any]) -> tuple[dict[str, Any], Membership | None]:
     """The job that the environment names, if real processes are wanted: `ashl train` under torchrun joins it."""
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
-    job = jobs.membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
+    job = membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
     if job and kind == "LocalRuntime":
         config = {
             **config,
@@ -143,14 +148,14 @@ def joined(config: dict[str, Any]) -> tuple[dict[str, Any], jobs.Membership | No
 
 
 def drive(
-    plan: Plan, run_dir: Path, monitor: Monitor, job: jobs.Membership | None, saving: Saving, saved: dict | None
+    plan: Plan, run_dir: Path, monitor: Monitor, seat: jobs.Seat | None, saving: Saving, saved: dict | None
 ) -> dict | None:
     """Run the plan where it wants to be run; returns how a paced run kept its pace."""
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
-    if job:
-        return jobs.join(plan, run_dir, monitor, job)
+    if seat:
+        return jobs.join(plan, run_dir, monitor, seat)
     return launch.launch(plan, run_dir, monitor)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import platform
 import queue
 import time
 import zlib
@@ -27,6 +26,7 @@ from ashl.runtime.channel import Collective
 from ashl.runtime.communicator import Communicator, End, Outcome
 from ashl.runtime.compute_unit import IDLE, ComputeUnit, Ran
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
+from ashl.runtime.machine import boot
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
@@ -344,7 +344,7 @@ def common_zero() -> int:
     """When the clock starts, in this process's monotonic nanoseconds: when all ranks have come. Ranks on the machine of
     rank 0 share its monotonic clock, and so its very start; others start when the barrier lets them go."""
     dist.all_reduce(torch.zeros(1))  # a barrier, which would go by NCCL where there is one
-    machine = zlib.crc32(platform.node().encode())
+    machine = zlib.crc32(boot().encode())
     own = time.monotonic_ns()
     first = torch.tensor([own, machine])
     dist.broadcast(first, 0)

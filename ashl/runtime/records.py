@@ -343,11 +343,10 @@ def checker(of: type[T]) -> TypeAdapter[T]:
 
 
 class End(NamedTuple):
-    """How the run ended: exit code, what to say of it (empty: nothing), and where its records are."""
+    """How the run ended: exit code, and what to say of it (empty: nothing)."""
 
     code: int
     why: Text = ""
-    folder: Text = ""
 
 
 class News(NamedTuple):

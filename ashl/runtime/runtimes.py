@@ -35,12 +35,14 @@ class LocalRuntime:
     threads: Threads
     device: Device
     precision: Precision
+    share_gpu: bool | None
+    interface: str | None
     timeout_s: Positive
 
 
 @option
 class TorchrunRuntime:
-    """The processes of a job that torchrun (or whoever sets RANK and WORLD_SIZE) has started, on any nodes."""
+    """The processes of a job that torchrun, mpirun or srun has started, or whoever sets RANK and WORLD_SIZE."""
 
     name: ClassVar[str] = "torchrun"
     gradients: ClassVar[bool] = True
@@ -49,4 +51,6 @@ class TorchrunRuntime:
     threads: Threads
     device: Device
     precision: Precision
+    share_gpu: bool | None
+    interface: str | None
     timeout_s: Positive

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -22,13 +23,15 @@ MODES = {
 OTHERS = [name for name in MODES if name != "gossip"]
 
 
-def start(folder: Path, topology: str, command: Sequence[str], **env: str) -> subprocess.Popen:
+def start(
+    folder: Path, topology: str, command: Sequence[str], more: Sequence[str] = (), **env: str
+) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    overrides = [f"topology={topology}", *MODES[topology][1], *SHORT]
+    overrides = [f"topology={topology}", *MODES[topology][1], *SHORT, *more]
     return subprocess.Popen(
         [sys.executable, "-m", *command, "train", *overrides],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env},
+        env=os.environ | {"OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,6 +71,19 @@ def test_ranks_on_machines_of_their_own(topology: str, tmp_path: Path) -> None:
     check(jobs, folders, topology)
 
 
+def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -> None:
+    """It hung, on the first one for ever."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    given = ([], ["seed=2"])
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    jobs = [start(folder, "gossip", ["ashl.cli"], given[r], RANK=str(r), **world) for r, folder in enumerate(folders)]
+    host = platform.node()
+    said = f"ashl: rank 1 on {host} has seed=2 and rank 0 on {host} has seed=0; give every process the same overrides\n"
+    assert [job.communicate(timeout=60)[0] for job in jobs] == [said, said]
+    assert [job.returncode for job in jobs] == [2, 2]
+    assert not [path for folder in folders for path in folder.iterdir()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", MODES)
 def test_a_job_of_torchrun(topology: str, tmp_path: Path) -> None:
@@ -85,11 +101,11 @@ def test_a_job_of_two_agents(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_profile_lies_with_the_rank_that_made_it(tmp_path: Path) -> None:
+def test_a_profile_lies_with_rank_0_and_says_where_it_was_measured(tmp_path: Path) -> None:
     """The server is the last rank; the others leave without a word."""
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "ashl.cli", "profile", *TWO, "runtime=torchrun", "run.dir=run", "--quiet"]
-    quiet = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | world
+    quiet = os.environ | {"OMP_NUM_THREADS": "1"} | world
     folders = [tmp_path / str(rank) for rank in range(3)]
     jobs = []
     for rank, folder in enumerate(folders):
@@ -97,4 +113,8 @@ def test_a_profile_lies_with_the_rank_that_made_it(tmp_path: Path) -> None:
         jobs.append(subprocess.Popen(command, cwd=folder, env=quiet | {"RANK": str(rank)}, stderr=subprocess.PIPE))
     said = [job.communicate(timeout=100)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], said
-    assert [len(list(folder.glob("run/profile.json"))) for folder in folders] == [0, 0, 1]
+    assert [len(list(folder.glob("run/profile.json"))) for folder in folders] == [1, 0, 0]
+    profile = json.loads((folders[0] / "run" / "profile.json").read_text())
+    host = platform.node()
+    assert [(w["host"], w["device"]) for w in profile["workers"]] == [(host, "cpu")] * 2
+    assert profile["server_host"] == host

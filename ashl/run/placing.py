@@ -1,0 +1,136 @@
+"""Which process of a job plays which rank of the plan: the order in which nodes were numbered decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ashl.errors import UsageError
+from ashl.plan.profile import Profile
+from ashl.run.handshake import Hello
+
+
+class Wanted(NamedTuple):
+    """What is known of it before the processes have met: where the workers are, and the server, and what says so."""
+
+    hosts: tuple[str, ...] | None = None  # `host` or `host:local_rank` of each worker
+    hosts_by: str = "cluster.hosts"
+    server: str | None = None
+
+
+def placed(came: Sequence[Hello], num_workers: int, num_ranks: int, wanted: Wanted) -> tuple[int, ...]:
+    """The rank in the job of each rank of the plan. Raises UsageError where what is wanted is not there.
+
+    The workers of `wanted.hosts` take the processes of these hosts, else they keep the order of processes; a server, or
+    coordinator, is at `wanted.server`, else on the process that is left, or the last one of the node of process 0.
+    """
+    named = dict(enumerate(wanted.hosts or ()))
+    by = dict.fromkeys(named, wanted.hosts_by)
+    if num_ranks > num_workers and wanted.server is not None:
+        named[num_workers], by[num_workers] = wanted.server, "cluster.server_host"
+    taken: dict[int, int] = {}
+    for rank in sorted(named, key=lambda rank: (":" not in named[rank], rank < num_workers)):
+        found = fitting(came, named[rank], by[rank])
+        free = [process for process in found if process not in taken.values()]
+        if not free:
+            raise UsageError(crowded(named, by[rank], rank, num_workers, len(found)))
+        taken[rank] = free[0] if rank < num_workers else free[-1]
+    left = [process for process in range(len(came)) if process not in taken.values()]
+    if num_ranks > num_workers not in taken:
+        beside = [process for process in left if came[process].machine == came[0].machine]
+        taken[num_workers] = left.pop(left.index((beside or left)[-1]))
+    rest = iter(left)
+    return tuple(taken[rank] if rank in taken else next(rest) for rank in range(num_ranks))
+
+
+def fitting(came: Sequence[Hello], name: str, by: str) -> list[int]:
+    """The processes that a name stands for. Raises UsageError where there are none, or not on one machine."""
+    host, colon, local = name.partition(":")
+    found = [said for said in came if host in (said.host, said.host.partition(".")[0], said.address)]
+    if not found:
+        there = Counter(said.host for said in came)
+        listed = ", ".join(f"{other} ({count} process{'es' if count > 1 else ''})" for other, count in there.items())
+        raise UsageError(f"{by} names {host}, and no process of the job is there; there are: {listed}")
+    if len({said.machine for said in found}) > 1:
+        known = ", ".join(dict.fromkeys(said.address or "?" for said in found))
+        raise UsageError(f"{by} names {host}, and several machines call themselves so; take their addresses: {known}")
+    if not colon:
+        return [said.rank for said in found]
+    exact = [said.rank for index, said in enumerate(found) if str(local_rank(said, index)) == local]
+    if not exact:
+        raise UsageError(f"{by} names {name}, and {host} has {len(found)} process{'es' if len(found) > 1 else ''}")
+    return exact
+
+
+def local_rank(said: Hello, index: int) -> int:
+    """As its starter says, else by its place among the processes of its machine."""
+    return index if said.local_rank is None else said.local_rank
+
+
+def crowded(named: dict[int, str], by: str, rank: int, num_workers: int, there: int) -> str:
+    """Why the last process of a host is gone."""
+    name, host = named[rank], named[rank].partition(":")[0]
+    if ":" in name:
+        return f"{by} names {name}, and it is named already; name each process once"
+    workers = sum(other.partition(":")[0] == host for who, other in named.items() if who < num_workers)
+    server = " beside the server" if num_workers in named and named[num_workers].partition(":")[0] == host else ""
+    return (
+        f"{by} names {name} for {workers} worker{'s' if workers > 1 else ''}{server}, and the job has {there} "
+        f"process{'es' if there > 1 else ''} there; start more, or name other hosts"
+    )
+
+
+def wanted_by(profile: Profile | None, came: Sequence[Hello], wanted: Wanted, path: str) -> Wanted:
+    """The same, with the workers where a profile has measured them, if it says where and these hosts are in the job."""
+    there = {said.host for said in came}
+    hosts = [worker.host for worker in profile.workers if worker.host in there] if profile else []
+    if profile is None or wanted.hosts is not None or len(hosts) < profile.num_workers:
+        return wanted
+    return wanted._replace(hosts=tuple(map(str, hosts)), hosts_by=f"profile={path}")
+
+
+def check_profile(profile: Profile | None, came: Sequence[Hello], processes: Sequence[int], path: str) -> None:
+    """Raises UsageError where a worker is on a host of the job that is not the one where the profile has measured it:
+    what is known are another machine's costs."""
+    there = {said.host for said in came}
+    for rank, worker in enumerate(profile.workers if profile else ()):
+        host = came[processes[rank]].host
+        if worker.host in there and worker.host != host:
+            raise UsageError(
+                f"profile={path} has measured worker {rank} on {worker.host}, and here it is on {host}; profile again "
+                "with `ashl profile`, or drop profile="
+            )
+
+
+def check_gpus(came: Sequence[Hello], workers: Sequence[int], share: bool) -> None:
+    """Raises UsageError where two workers take one GPU and nobody has said that they may."""
+    taken: dict[tuple[str, str], int] = {}
+    for process in workers:
+        said = came[process]
+        if said.gpu is None or share:
+            continue
+        if (other := taken.setdefault((said.machine, said.gpu), process)) != process:
+            raise UsageError(
+                f"ranks {other} and {process} on {said.host} both take its GPU {said.gpu}; give each process a GPU of "
+                "its own by LOCAL_RANK, or say runtime.share_gpu=true or runtime.device=cpu"
+            )
+
+
+def said_of_server(
+    role: str, came: Sequence[Hello], process: int, wanted: Wanted, profile: Profile | None, path: str
+) -> str:
+    """Where the server, or coordinator, runs, and what has decided it."""
+    host = came[process].host
+    if wanted.server is not None:
+        why = "as cluster.server_host says"
+    elif wanted.hosts is not None:
+        why = f"on the process that {wanted.hosts_by} leaves"
+    else:
+        why = "the node of process 0; no profile says which link is best, and cluster.server_host chooses another"
+    if profile is not None and wanted.server is None and (better := profile.better_host):
+        why += (
+            f"; by profile={path} the link of {better} is no worse, perhaps better: `ashl profile "
+            f"cluster.server_host={better}` would tell"
+        )
+    return f"the {role} runs on host {host}: {why}"

@@ -1,0 +1,26 @@
+"""Which machine this process is on: its name serves people, and is not always its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn anew at each start of a machine
+
+
+def boot() -> str:
+    """Alike for the processes that share a monotonic clock."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def machine() -> str:
+    """Alike for the processes that share a loopback: containers of one machine do not."""
+    try:
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        network = ""
+    return f"{boot()}/{network}"

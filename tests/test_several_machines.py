@@ -1,0 +1,369 @@
+"""What a job on several machines is made of: what starters say, who plays which rank, what messages go through."""
+
+import json
+import os
+import re
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from ashl.cluster.spec import RealCluster
+from ashl.errors import AshlError, DataMissingError, UsageError
+from ashl.plan.profile import Profile, declared
+from ashl.run import interface
+from ashl.run import job as jobs
+from ashl.run.handshake import Hello, alike, difference, gathered, publish, read
+from ashl.run.interface import Chosen
+from ashl.run.placing import Wanted, check_gpus, check_profile, placed, said_of_server, wanted_by
+from ashl.run.sealed import Sealed, new_secret
+from ashl.run.starter import Membership, hosts, membership
+from tests.conf_option import conf_option
+from tests.support import planned
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+SRUN = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "n[07-09]"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        (TORCHRUN, Membership(1, 4, "a", 29500, 1)),
+        (
+            TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"},
+            Membership(1, 4, "a", 29500, 1, True, "2"),
+        ),
+        (TORCHRUN | SRUN, Membership(1, 4, "a", 29500, 1)),
+        (MPIRUN | SRUN | {"MASTER_ADDR": "b"}, Membership(2, 3, "b", 29500, 1)),
+        (SRUN | {"SLURM_JOB_ID": "40017"}, Membership(2, 3, "n07", 12017, 0)),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "77"}, Membership(2, 3, "b", 77, 0)),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (SRUN | {"ENVIRONMENT": "BATCH"}, None),
+        ({"MASTER_ADDR": "a", "SLURM_PROCID": "0"}, None),
+        ({}, None),
+    ],
+)
+def test_what_starters_say(env: dict[str, str], found: Membership | None) -> None:
+    assert membership(env) == found
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (TORCHRUN | {"RANK": "x"}, "RANK='x' in the environment, where a whole number"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4 counts ranks from 0 to 3"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' in the environment"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "RANK is set and MASTER_ADDR is not"),
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        (MPIRUN, "mpirun does not say where the process of rank 0 is; .* -x MASTER_ADDR="),
+        ({k: v for k, v in MPIRUN.items() if "SIZE" not in k}, "OMPI_COMM_WORLD_SIZE is not"),
+        (SRUN, "srun does not say SLURM_JOB_ID"),
+        (SRUN | {"SLURM_JOB_NODELIST": "n[7-"}, "SLURM_JOB_NODELIST='n.7-' is no list of nodes"),
+        (SRUN | {"SLURM_JOB_NODELIST": "n[9-7]"}, "the range '9-7' is none; set MASTER_ADDR"),
+        (SRUN | {"SLURM_JOB_NODELIST": ""}, "srun does not say SLURM_JOB_NODELIST"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(env: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        membership(env)
+
+
+def test_lists_of_nodes() -> None:
+    assert list(hosts("a,b[1-3,07]c,gpu-[08-10]")) == ["a", "b1c", "b2c", "b3c", "b07c", "gpu-08", "gpu-09", "gpu-10"]
+    assert list(hosts("r[1-2]n[01-02].x")) == ["r1n01.x", "r1n02.x", "r2n01.x", "r2n02.x"]
+
+
+# --- who plays which rank ---------------------------------------------------------------------------------------------
+
+
+def process(rank: int, host: str, local_rank: int | None = None, **known: str | None) -> Hello:
+    return Hello(rank, host, f"machine of {host}", local_rank, "1", "2", "3.11", address=f"10.0.0.{host}", **known)
+
+
+JOB = (process(0, "a"), process(1, "a"), process(2, "b.lan"), process(3, "c"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (Wanted(), (0, 2, 3, 1)),  # the server beside process 0, and behind it
+        (Wanted(server="c"), (0, 1, 2, 3)),
+        (Wanted(server="a:0"), (1, 2, 3, 0)),
+        (Wanted(("c", "b", "a")), (3, 2, 0, 1)),
+        (Wanted(("c", "a:1", "a")), (3, 1, 0, 2)),  # the server is what is left
+        (Wanted(("c", "a", "a"), server="b.lan"), (3, 0, 1, 2)),
+        (Wanted(("10.0.0.c", "b", "a"), server="a"), (3, 2, 0, 1)),
+    ],
+)
+def test_workers_and_a_server_find_their_processes(wanted: Wanted, found: tuple[int, ...]) -> None:
+    assert placed(JOB, 3, 4, wanted) == found
+
+
+def test_without_a_server_all_keep_their_order() -> None:
+    assert placed(JOB, 4, 4, Wanted()) == (0, 1, 2, 3)
+    assert placed(JOB, 4, 4, Wanted(("c", "a", "b", "a"))) == (3, 0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            Wanted(("a", "d", "c")),
+            r"cluster.hosts names d, and .* there are: a \(2 processes\), b.lan \(1 process\), c",
+        ),
+        (Wanted(("a", "c", "c")), "cluster.hosts names c for 2 workers, and the job has 1 process there"),
+        (Wanted(("a", "b", "c"), server="c"), "names c for 1 worker beside the server, and the job has 1 process"),
+        (Wanted(("a:0", "a:0", "c")), "cluster.hosts names a:0, and it is named already"),
+        (Wanted(("a:2", "b", "c")), "cluster.hosts names a:2, and a has 2 processes"),
+        (Wanted(server="d"), "cluster.server_host names d"),
+    ],
+)
+def test_hosts_that_cannot_be(wanted: Wanted, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        placed(JOB, 3, 4, wanted)
+
+
+def test_two_machines_of_one_name() -> None:
+    twins = (process(0, "pi"), process(1, "pi")._replace(machine="another", address="10.0.0.9"))
+    with pytest.raises(UsageError, match=r"several machines call .* so; take their addresses: 10.0.0.pi, "):
+        placed(twins, 2, 2, Wanted(("pi", "pi")))
+    assert placed(twins, 2, 2, Wanted(("10.0.0.9", "10.0.0.pi"))) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers", "said"),
+    [([], None, "names no host"), (["a"], 2, "has 1 entry and cluster.num_workers is 2"), (["a", "b"], 3, "2 entries")],
+)
+def test_fewer_hosts_than_workers(hosts: list[str], workers: int | None, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        RealCluster(num_workers=workers, hosts=tuple(hosts), server_host=None)
+    assert RealCluster(num_workers=None, hosts=("a", "b"), server_host=None).num_workers == 2
+
+
+def test_two_workers_on_one_gpu() -> None:
+    job = (process(0, "a", gpu="0"), process(1, "a", gpu="1"), process(2, "b", gpu="0"), process(3, "a", gpu="0"))
+    check_gpus(job, (0, 1, 2), share=False)
+    check_gpus(job, (0, 1, 2, 3), share=True)
+    with pytest.raises(UsageError, match=r"ranks 0 and 3 on a both take its GPU 0; .* runtime.share_gpu=true"):
+        check_gpus(job, (0, 1, 2, 3), share=False)
+
+
+# --- what a profile says of places ------------------------------------------------------------------------------------
+
+
+def profile(*hosts: str | None, server: str | None = None, bound: float | None = None, rates: tuple[float, ...] = ()):
+    """A measured one, with the host and the rate of each worker, and the server's."""
+    known = declared(conf_option("cluster", "homogeneous", compute=[1] * len(hosts)), "mlp", 1000, 8)
+    pairs = zip(known.workers, hosts, rates or (1e6,) * len(hosts), strict=True)
+    workers = [replace(w, host=host, push_bytes_s=rate, pull_bytes_s=rate) for w, host, rate in pairs]
+    return replace(known, source="measured", workers=tuple(workers), server_host=server, server_bytes_s=bound)
+
+
+def test_workers_are_where_their_profile_has_measured_them() -> None:
+    known = profile("c", "b.lan", "a", server="a")
+    wanted = wanted_by(known, JOB, Wanted(), "FILE")
+    processes = placed(JOB, 3, 4, wanted)
+    assert processes == (3, 2, 0, 1)
+    check_profile(known, JOB, processes, "FILE")
+    assert said_of_server("server", JOB, 1, wanted, known, "FILE").startswith(
+        "the server runs on host a: on the process that profile=FILE leaves"
+    )
+    with pytest.raises(UsageError, match="profile=FILE has measured worker 0 on c, and here it is on a; profile again"):
+        check_profile(known, JOB, (0, 2, 3, 1), "FILE")
+    given = Wanted(("a", "a", "c"))
+    assert wanted_by(known, JOB, given, "FILE") == given
+    for elsewhere in (profile("x", "y", "z", server="x"), profile(None, None, None), None):
+        assert wanted_by(elsewhere, JOB, Wanted(), "FILE") == Wanted()
+        check_profile(elsewhere, JOB, (0, 2, 3, 1), "FILE")
+
+
+@pytest.mark.parametrize(
+    ("known", "better"),
+    [
+        (profile("a", "b", "c", server="a", rates=(9e9, 25e6, 6e6)), None),  # nobody is slowed down at the server
+        (profile("c", "b", "a", server="c", bound=6e6, rates=(9e9, 5.9e6, 6e6)), "a"),
+        (profile("a", "b", "c", server="a", bound=125e6, rates=(9e9, 25e6, 6e6)), None),
+        (profile("b", "c", bound=6e6), None),  # nobody knows where the server was
+    ],
+)
+def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | None) -> None:
+    assert known.better_host == better
+    said = said_of_server("server", JOB, 0, Wanted(), known, "FILE")
+    assert (f"`ashl profile cluster.server_host={better}`" in said) == (better is not None)
+
+
+def test_a_profile_from_before_there_were_hosts_in_it() -> None:
+    known = profile("a", "b", server="a")
+    plain = json.loads(known.to_json())
+    assert Profile.from_json(json.dumps(plain)) == known
+    del plain["server_host"]
+    for worker in plain["workers"]:
+        del worker["host"], worker["device"]
+    assert Profile.from_json(json.dumps(plain)) == profile(None, None)
+    plain["workers"][0]["host"] = "a\x1b[31m"
+    with pytest.raises(ValueError, match="where the name of a host or device is expected"):
+        Profile.from_json(json.dumps(plain))
+
+
+# --- the handshake ----------------------------------------------------------------------------------------------------
+
+
+def member(rank: int, size: int = 3) -> Membership:
+    return Membership(rank, size, "127.0.0.1", 29500, None)
+
+
+def gather(*said: Hello, texts: tuple[str, ...] = (), size: int | None = None) -> tuple[Hello, ...]:
+    store = Sealed(dist.HashStore(), new_secret())
+    for rank, own in enumerate(said):
+        publish(store, own, texts[rank] if texts else "{}")
+    return gathered(store, member(0, size or len(said)), 0.05)
+
+
+def test_all_have_come() -> None:
+    assert gather(*JOB) == JOB
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "said"),
+    [
+        (
+            {"torch": "2.12"},
+            UsageError,
+            "rank 1 on a has torch 2.12 and rank 0 on a has torch 2; install the same on both",
+        ),
+        ({"ashl": "0.9"}, UsageError, "rank 1 on a has ashl 0.9 and rank 0 on a has ashl 1"),
+        ({"error": "no data", "exit_code": 3}, DataMissingError, "rank 1 on a: no data"),
+        ({"plan": "other"}, UsageError, "rank 1 on a has sync=ssp and rank 0 on a has sync=bsp; give every process"),
+    ],
+)
+def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: str) -> None:
+    """It is told before all have come."""
+    texts = tuple(json.dumps({"limits": rank, "choices": {"sync": sync}}) for rank, sync in enumerate(("bsp", "ssp")))
+    with pytest.raises(kind, match=re.escape(said)):
+        gather(JOB[0], JOB[1]._replace(**changed), texts=texts, size=3)
+
+
+def test_who_did_not_come_is_named() -> None:
+    said = r"ranks 2, 3 of the 4 processes did not come within 0.05 s \(runtime.timeout_s\); there are rank 0 on a"
+    with pytest.raises(AshlError, match=said):
+        gather(*JOB[:2], size=4)
+
+
+def test_a_rank_that_is_there_twice() -> None:
+    store = Sealed(dist.HashStore(), new_secret())
+    publish(store, JOB[2])
+    with pytest.raises(AshlError, match=r"a process of rank 2 is there already, on b.lan; give every process a rank"):
+        publish(store, JOB[2]._replace(host="x"))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("hello", "Invalid JSON"),
+        (json.dumps(JOB[1]._asdict()), "it is said by rank 1"),
+        (json.dumps(JOB[0]._asdict() | {"host": 7}), "host: Input should be a valid string"),
+        (json.dumps({"rank": 0}), "host: "),
+        ("[" * 10000, "Invalid JSON"),
+    ],
+)
+def test_what_no_process_of_ours_says(text: str, why: str) -> None:
+    with pytest.raises(AshlError, match=rf"what rank 0 said of itself makes no sense .*{why}.*; is another program"):
+        read(text, 0)
+    assert read(json.dumps(JOB[0]._asdict() | {"host": "a\x1b[2J"}), 0).host == "a [2J"
+
+
+def test_what_machines_may_have_each_its_own() -> None:
+    plan = planned("cluster=homogeneous", "sync=asp", "runtime=local").to_json()
+    config = {"dataset": {"root": "here", "batch_size": 8}, "run": {"dir": "run"}, "runtime": {"interface": "eth0"}}
+    other = {"dataset": {"root": "there", "batch_size": 8}, "run": {"dir": None}, "runtime": {"interface": None}}
+    assert alike(config, plan) == alike(other, plan)
+    other["dataset"]["batch_size"] = 4
+    assert difference(alike(config, plan), alike(other, plan)) == ("dataset.batch_size=8", "dataset.batch_size=4")
+    assert difference("{", "{}") == ("another configuration", "its own")
+
+
+def test_what_cannot_be_interrupted_is_bounded() -> None:
+    with pytest.raises(AshlError, match="too late"):
+        jobs.within(0.01, lambda: time.sleep(0.2), "too late")
+    with pytest.raises(ZeroDivisionError):
+        jobs.within(1, lambda: 1 // 0, "too late")
+    assert jobs.within(1, lambda: 7, "too late") == 7
+
+
+def test_a_master_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = Membership(1, 2, "127.0.0.1", port, None)
+    with pytest.raises(
+        AshlError, match=rf"the master 127.0.0.1:{port} \(MASTER_ADDR.* 0.01 s .*: Connection refused; is"
+    ):
+        jobs.connect(job, 0.01)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"the port {port} \(MASTER_PORT\) is taken on .*; choose another"):
+            jobs.connect(Membership(0, 2, "127.0.0.1", port, None), 1)
+
+
+# --- the interface ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_cards(monkeypatch) -> None:
+    """A Debian machine: its own name is 127.0.1.1, and 10.0.0.7 is on eth1."""
+    there = {"lo": ["127.0.0.1", "::1"], "docker0": [], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.7"]}
+    monkeypatch.setattr(interface, "addresses", lambda: there)
+
+
+def test_an_interface_that_is_named(two_cards, monkeypatch) -> None:
+    assert interface.named(None) is None
+    assert interface.named("eth1") == Chosen("eth1", "10.0.0.7", "runtime.interface")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
+    assert interface.named(None) == Chosen("eth0,eth1", "192.168.0.7", "GLOO_SOCKET_IFNAME")
+    with pytest.raises(UsageError, match=r"runtime.interface=eth7, and .* 'eth7'; there are: lo, docker0, eth0, eth1"):
+        interface.named("eth7")
+    with pytest.raises(UsageError, match="docker0 has no address; those that have one are: lo, eth0, eth1"):
+        interface.named("docker0")
+
+
+def test_the_interface_that_leads_to_the_master() -> None:
+    for host in ("127.0.0.1", "127.0.1.1", "localhost"):
+        found = interface.towards(host)
+        assert found is not None
+        assert (found.name, found.loopback) == ("lo", True)
+    assert interface.towards("no.such.host.invalid") is None
+
+
+def test_loopback_leads_to_no_other_machine(monkeypatch) -> None:
+    routes = {"10.0.0.8": Chosen("eth1", "10.0.0.7"), "10.9.9.9": None}
+    monkeypatch.setattr(interface, "towards", lambda host: routes[host])
+    lo, card = Chosen("lo", "127.0.1.1"), Chosen("eth0", "192.168.0.7")
+    assert interface.reaching(lo, ["127.0.1.1", None, "10.9.9.9", "10.0.0.8"]) == routes["10.0.0.8"]
+    assert interface.reaching(lo, ["127.0.1.1"]) == lo
+    assert interface.reaching(card, ["10.0.0.8"]) == card
+    named = Hello(0, "a", "m", None, "1", "2", "3", address="127.0.0.1", interface_by="GLOO_SOCKET_IFNAME")
+    jobs.check_interfaces((named, named._replace(rank=1)))
+    with pytest.raises(UsageError, match="GLOO_SOCKET_IFNAME of rank 0 on a names loopback, and rank 1 is on b"):
+        jobs.check_interfaces((named, named._replace(rank=1, host="b", machine="n")))
+
+
+def test_an_interface_is_for_gloo_and_nccl(monkeypatch) -> None:
+    for name in (interface.GLOO, interface.NCCL):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    interface.use(None)
+    assert interface.GLOO not in os.environ
+    interface.use(Chosen("eth1", "10.0.0.7"))
+    assert (os.environ[interface.GLOO], os.environ[interface.NCCL]) == ("eth1", "=eth1")
+    monkeypatch.setenv(interface.NCCL, "ib0")
+    interface.use(Chosen("eth1", "10.0.0.7", interface.GLOO))
+    assert os.environ[interface.NCCL] == "ib0"
+    interface.use(Chosen("eth1", "10.0.0.7", interface.KEY))
+    assert os.environ[interface.NCCL] == "=eth1"
