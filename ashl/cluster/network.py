@@ -135,7 +135,8 @@ class Ports:
         return round(self.factors.at(rank, now_ns) * nbytes / self.cluster.bytes_s(rank, out, inner) * NS)
 
     def latency_ns(self, src: int, dst: int, now_ns: int) -> int:
-        return round(max(self.factors.at(rank, now_ns) * self.cluster.latency_of(rank) for rank in (src, dst)) * NS)
+        inner = self.inner(src, dst)
+        return round(max(self.factors.at(r, now_ns) * self.cluster.latency_of(r, inner) for r in (src, dst)) * NS)
 
     def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
         """Queue at the sender's port: (start of the transfer, arrival of its head, earliest arrival of its tail)."""

@@ -52,6 +52,7 @@ class Cluster:
     server_step_s: Duration | None
     node: tuple[Natural, ...] | None
     inner_bandwidth_mbit_s: Rate | None
+    inner_latency_s: Duration | None
     jitter: Annotated[NonNegative, Field(le=10)]
     events: tuple[Event, ...]
 
@@ -77,8 +78,9 @@ class Cluster:
                     f"cluster.{name} has {len(values)} entries and cluster.compute has {n}; give one entry per worker"
                     + (", or cluster.link=null where all links are equal" if name == "link" else "")
                 )
-        if self.inner_bandwidth_mbit_s is not None and self.node is None:
-            raise UsageError("cluster.inner_bandwidth_mbit_s needs cluster.node: which machine is each worker on?")
+        for name in ("inner_bandwidth_mbit_s", "inner_latency_s"):
+            if getattr(self, name) is not None and self.node is None:
+                raise UsageError(f"cluster.{name} needs cluster.node: which machine is each worker on?")
         for event in self.events:
             if event.worker >= n:
                 raise UsageError(f"cluster.events names worker {event.worker}, but there are only workers 0 to {n - 1}")
@@ -101,10 +103,10 @@ class Cluster:
         """Seconds to encode a dense vector."""
         return self.compress_s
 
-    def latency_of(self, rank: int) -> float:
+    def latency_of(self, rank: int, inner: bool = False) -> float:
         """Seconds at link factor 1, where ports are occupied."""
         assert self.latency_s is not None
-        return self.latency_s
+        return self.inner_latency_s if inner and self.inner_latency_s is not None else self.latency_s
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
         """Bytes per second through this rank's port at link factor 1, out of it or into it."""
@@ -165,7 +167,7 @@ class Measured(Cluster):
     def compress_of(self, rank: int) -> float | None:
         return self.encode_s[rank] if rank < len(self.compute) else self.compress_s
 
-    def latency_of(self, rank: int) -> float:
+    def latency_of(self, rank: int, inner: bool = False) -> float:
         return self.latencies[rank] if rank < len(self.compute) else 0.0
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:

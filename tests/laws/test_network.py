@@ -101,6 +101,14 @@ def test_inner_links_are_ports_of_their_own() -> None:
     assert both == [(0, 100 * MS), (1, 100 * MS)], "each worker has its own"
 
 
+def test_a_link_inside_a_machine_has_a_latency_of_its_own() -> None:
+    """Where none is declared, the one of all links."""
+    for declared, found in ((0.001, 1), (None, 50)):
+        near = {"node": (0, 0, 1), "inner_bandwidth_mbit_s": 1e6, "inner_latency_s": declared}
+        seen = arrivals(cluster(3, latency_s=0.05, **near), [(0, 0, 1), (0, 1, 2)], nbytes=0)
+        assert sorted(seen) == [(0, found * MS), (1, 50 * MS)]
+
+
 TWO_BY_TWO = {"node": (0, 0, 1, 1), "inner_bandwidth_mbit_s": 1e6}  # two machines; inside them nothing takes long
 
 
@@ -258,7 +266,8 @@ def rings(draw: st.DrawFn) -> tuple[Cluster, tuple[int, ...]]:
     equal = draw(st.booleans())
     link = (draw(st.floats(1, 8)),) * n if equal else tuple(draw(st.floats(1, 8)) for _ in range(n))
     nodes = draw(st.none() | st.tuples(*[st.integers(0, 2)] * n))
-    inner = {"node": nodes, "inner_bandwidth_mbit_s": draw(st.floats(0.5, 20))} if nodes else {}
+    own = {"inner_bandwidth_mbit_s": draw(st.floats(0.5, 20)), "inner_latency_s": draw(st.none() | st.floats(0, 2))}
+    inner = {"node": nodes, **own} if nodes else {}
     group = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
     return cluster(n, link=link, latency_s=draw(st.floats(0, 2)), **inner), group
 

@@ -89,6 +89,7 @@ def drawn_cluster(rng: random.Random) -> Cluster:
         server_step_s=rng.choice([0.0, 0.0, 0.003]),
         node=tuple(rng.randrange(3) for _ in range(n)) if nodes else None,
         inner_bandwidth_mbit_s=1000.0 if nodes else None,
+        inner_latency_s=None,
         jitter=rng.choice([0.0, 0.0, 0.2, 1.5]),
         events=tuple(events),
     )
