@@ -18,10 +18,11 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import make_plan
 from ashl.run.mean_model import ModelSet, Whole
+from ashl.runtime.churn import Churn
 from ashl.runtime.records import Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
-from ashl.stage.program import program
+from ashl.stage.program import links_of, program
 from ashl.stage.stage import Stage
 
 
@@ -102,6 +103,14 @@ def flat(record: Record) -> dict[str, Any]:
     return fields | (fields.pop("counts", None) or {})
 
 
+def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Callable:
+    """What all ranks play, with what befalls the cluster."""
+    play = partial(program, stages=stages)
+    if cluster.befalls:
+        Churn(sim, cluster, seed, stages[0].min_workers, partial(links_of, stages), play)
+    return play
+
+
 def planned(*overrides: str) -> Plan:
     return make_plan(compose(["runtime=sim", "tracking=none", *overrides], None))
 
@@ -120,6 +129,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None, learner=job.learner)
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
-    sim.run(partial(program, stages=stages), tick=lambda: None)
+    play = befallen(sim, cluster, plan.seed, stages)
+    sim.run(play, tick=lambda: None)
     ran.events = sim.events
     return ran

@@ -59,18 +59,19 @@ class Exchange:
         self.dense_bytes = dense_bytes
         self.num_workers = len(cluster.compute)
         self.factors = Factors(cluster, "link")
+        self.outages = bool(self.factors.outages)
         self._plain = not cluster.events
         self._cache: dict[tuple[int, int, int], int] = {}
 
     def cost_ns(self, src: int, dst: int, nbytes: int, now_ns: int) -> int:
-        if not nbytes:
+        if not nbytes and not self.outages:
             return 0
         if self._plain and (cost := self._cache.get((src, dst, nbytes))) is not None:
             return cost
         ends = [rank for rank in (src, dst) if rank < self.num_workers]
         factor = max(self.factors.at(rank, now_ns) for rank in ends)
         cost = round(factor * self.half_s * (nbytes / self.dense_bytes) * NS)
-        self._cache[src, dst, nbytes] = cost
+        cost = self._cache[src, dst, nbytes] = self.factors.stretched(ends, cost, now_ns)
         return cost
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
@@ -80,7 +81,8 @@ class Exchange:
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         g = len(group)
         factor = max(self.factors.at(rank, now_ns) for rank in group)
-        return round(2 * self.half_s * factor * (g - 1) / g * (nbytes / self.dense_bytes) * NS)
+        cost = round(2 * self.half_s * factor * (g - 1) / g * (nbytes / self.dense_bytes) * NS)
+        return self.factors.stretched(group, cost, now_ns)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
         """Half an all-reduce of as many bytes as all members have together."""
@@ -143,10 +145,10 @@ class Ports:
         inner = self.inner(src, dst)
         key = self.port(src, "out", inner)
         start = max(now_ns, self._free.get(key, 0))
-        service = self.service_ns(src, nbytes, now_ns, inner, out=True)
-        self._free[key] = start + service
-        head = start + self.latency_ns(src, dst, now_ns)
-        return start, head, head + service
+        service, latency = self.service_ns(src, nbytes, now_ns, inner, out=True), self.latency_ns(src, dst, now_ns)
+        stands, takes = (self.factors.stretched((src,), cost, start) for cost in (0, service))
+        self._free[key] = start + takes
+        return start, start + stands + latency, start + takes + latency
 
     def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
         """The same, and `arrive` will be told when the head is there."""
@@ -162,16 +164,21 @@ class Ports:
         key = self.port(dst, "in", inner)
         if (coming := self._coming.get(key)) and (end := heappop(coming).end_ns) is not None:
             return end
-        self._free[key] = max(head_ns, self._free.get(key, 0)) + self.service_ns(dst, nbytes, head_ns, inner, out=False)
+        self._free[key] = self._taken_in(key, dst, nbytes, head_ns)
         return max(self._free[key], tail_ns)
+
+    def _taken_in(self, port: Port, dst: int, nbytes: int, head_ns: int) -> int:
+        """When the receiver's port has taken in a message whose head is there."""
+        start = max(head_ns, self._free.get(port, 0))
+        service = self.service_ns(dst, nbytes, head_ns, port[2], out=False)
+        return start + self.factors.stretched((dst,), service, start)
 
     def _settle(self, port: Port) -> None:
         """Whatever is on its way to this port goes before what will be sent from now on."""
         settled = []
         for coming in sorted(self._coming[port]):
             if coming.end_ns is None:
-                free = max(coming.head_ns, self._free.get(port, 0))
-                self._free[port] = free + self.service_ns(coming.dst, coming.nbytes, coming.head_ns, port[2], out=False)
+                self._free[port] = self._taken_in(port, coming.dst, coming.nbytes, coming.head_ns)
                 coming = coming._replace(end_ns=max(self._free[port], coming.tail_ns))
             settled.append(coming)
         self._coming[port] = settled  # a sorted list is a heap
@@ -245,7 +252,7 @@ class Ports:
             )
             for a, b, inner in self.ring(group).edges
         ]
-        cost = self._costs[key] = ring_ns(edges, rounds)
+        cost = self._costs[key] = self.factors.stretched(group, ring_ns(edges, rounds), now_ns)
         return cost
 
 

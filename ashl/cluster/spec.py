@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -17,16 +18,37 @@ FAST_GBIT_S = 10.0  # of a link between machines: few have more
 Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 
 
+FAIL, COME, PAUSE, LINK_DOWN, SERVER_FAIL = "fail", "join", "pause", "link_down", "server_fail"
+BEFALLS = (FAIL, COME, PAUSE, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
+
+
 @option
 class Event:
-    """From `time_s` on, a worker computes or communicates at another slowdown factor."""
+    """At `time_s`: from then on a worker computes or communicates at another slowdown factor; or it fails, or comes
+    back; or it stands still, or its link is down, for so many seconds; or (without a worker) the server fails."""
 
     time_s: Duration
-    worker: Natural
+    worker: Natural | None = None
     compute: Positive | None = None
     link: Positive | None = None
     fail: bool = False
     join: bool = False
+    pause: Duration | None = None
+    link_down: Duration | None = None
+    server_fail: bool = False
+
+    @property
+    def what(self) -> list[str]:
+        """All that it says, by name."""
+        return [name for name in ("compute", "link", *BEFALLS) if getattr(self, name)]
+
+
+@option
+class Churn:
+    """Each worker fails after an exponentially distributed time of this mean, and is back after one of that mean."""
+
+    mtbf_s: Annotated[Duration, Field(gt=0)]
+    mttr_s: Annotated[Duration, Field(gt=0)]
 
 
 @option
@@ -55,6 +77,8 @@ class Cluster:
     inner_latency_s: Duration | None
     jitter: Annotated[NonNegative, Field(le=10)]
     events: tuple[Event, ...]
+    churn: Churn | None
+    detect_s: Duration | None
 
     def __post_init__(self) -> None:
         n = len(self.compute)
@@ -81,19 +105,22 @@ class Cluster:
         for name in ("inner_bandwidth_mbit_s", "inner_latency_s"):
             if getattr(self, name) is not None and self.node is None:
                 raise UsageError(f"cluster.{name} needs cluster.node: which machine is each worker on?")
-        for event in self.events:
-            if event.worker >= n:
-                raise UsageError(f"cluster.events names worker {event.worker}, but there are only workers 0 to {n - 1}")
-            if event.fail or event.join:
-                raise UsageError("cluster.events: `fail` and `join` are not built yet; use `compute` or `link`")
-            if event.compute is None and event.link is None:
-                raise UsageError(
-                    f"cluster.events: the event at {event.time_s} s changes nothing; add compute= or link="
-                )
+        check_events(self.events, n)
 
     @property
     def links(self) -> tuple[float, ...]:
         return self.link or (1.0,) * len(self.compute)
+
+    @property
+    def befalls(self) -> list[str]:
+        """What happens to its workers beside other factors, by name."""
+        named = {name for event in self.events for name in event.what} | ({"churn"} if self.churn else set())
+        return [name for name in (*BEFALLS, "churn") if name in named]
+
+    @property
+    def joins(self) -> bool:
+        """Whether workers come while others run."""
+        return bool({COME, "churn"} & set(self.befalls))
 
     def jitter_of(self, worker: int) -> float:
         """Relative standard deviation of its step times."""
@@ -119,11 +146,43 @@ class Cluster:
     def missing(self) -> list[str]:
         """The costs that exact virtual time needs and nobody declared. A missing cost is an error, never zero."""
         names = [name for name in ("step_s", "compress_s", "server_step_s") if getattr(self, name) is None]
+        if self.detect_s is None and {FAIL, "churn"} & set(self.befalls):
+            names.append("detect_s")
         if self.exchange_s is None:
             names += [name for name in ("bandwidth_mbit_s", "latency_s") if getattr(self, name) is None]
             if self.node is not None and self.inner_bandwidth_mbit_s is None:
                 names.append("inner_bandwidth_mbit_s")
         return names
+
+
+def check_events(events: Sequence[Event], n: int) -> None:
+    """Refuse events of which no cluster of n workers can be. Raises UsageError."""
+    there = dict.fromkeys(range(n), True)
+    for event in sorted(events, key=lambda event: event.time_s):
+        at, what = f"cluster.events: the event at {event.time_s:g} s", event.what
+        if not what:
+            raise UsageError(
+                f"{at} changes nothing; add compute=, link=, pause= or link_down=, fail: true, join: true or "
+                "server_fail: true"
+            )
+        if SERVER_FAIL in what:
+            if len(what) > 1 or event.worker is not None:
+                raise UsageError(f"{at} says server_fail, and more; give the rest an event of its own")
+            continue
+        if event.worker is None:
+            raise UsageError(f"{at} ({', '.join(what)}) names no worker; add worker=")
+        if event.worker >= n:
+            raise UsageError(f"cluster.events names worker {event.worker}, but there are only workers 0 to {n - 1}")
+        if {FAIL, COME} & set(what):
+            if len(what) > 1:
+                raise UsageError(f"{at} says {' and '.join(what)} at once; give each an event of its own")
+            if event.join == there[event.worker]:
+                found, other = ("there", "fail") if event.join else ("gone", "join")
+                raise UsageError(
+                    f"{at} says {what[0]}, and worker {event.worker} is {found} by then; add an event with {other}: "
+                    "true before it, or drop it"
+                )
+            there[event.worker] = event.join
 
 
 def implied(cluster: object, dense_bytes: int) -> list[str]:
@@ -175,7 +234,8 @@ class Measured(Cluster):
         return math.inf if own is None else own
 
     def missing(self) -> list[str]:
-        return ["server_step_s"] if self.server_step_s is None else []
+        own = ("server_step_s", "detect_s")
+        return [name for name in super().missing() if name in own]
 
 
 @option
@@ -184,6 +244,8 @@ class RealCluster:
 
     paced: ClassVar[bool] = False
     node: ClassVar[tuple[int, ...] | None] = None  # nothing is known of machines
+    befalls: ClassVar[tuple[str, ...]] = ()
+    joins: ClassVar[bool] = False
     num_workers: Count | None
     hosts: tuple[Annotated[str, Field(min_length=1)], ...] | None
     server_host: Annotated[str, Field(min_length=1)] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -18,9 +19,13 @@ class Factors:
     def __init__(self, cluster: Cluster, what: str) -> None:
         self.base = cluster.compute if what == "compute" else cluster.links
         self.changes: dict[int, list[tuple[int, float]]] = {}
+        self.outages: dict[int, list[tuple[int, int]]] = {}  # by worker: when its link went down, and was back
         for event in sorted(cluster.events, key=lambda e: e.time_s):
-            if (factor := getattr(event, what)) is not None:
-                self.changes.setdefault(event.worker, []).append((round(event.time_s * NS), factor))
+            factor, time_ns = event.compute if what == "compute" else event.link, round(event.time_s * NS)
+            if event.worker is not None and factor is not None:
+                self.changes.setdefault(event.worker, []).append((time_ns, factor))
+            if event.worker is not None and event.link_down and what == "link":
+                self.outages.setdefault(event.worker, []).append((time_ns, time_ns + round(event.link_down * NS)))
 
     def at(self, worker: int, now_ns: int) -> float:
         """The factor in force now. The server (rank n) and whatever has no entry is at factor 1."""
@@ -31,6 +36,18 @@ class Factors:
             if time_ns <= now_ns:
                 factor = changed
         return factor
+
+    def stretched(self, ends: Iterable[int], cost_ns: int, now_ns: int) -> int:
+        """What takes so long from now on, with the time that it stands still because the link of one of its ends is
+        down."""
+        if not self.outages:
+            return cost_ns
+        end_ns, back_ns = now_ns + cost_ns, now_ns
+        for down_ns, up_ns in sorted(outage for rank in ends for outage in self.outages.get(rank, ())):
+            if (down_ns <= now_ns or down_ns < end_ns) and up_ns > back_ns:
+                end_ns += up_ns - max(down_ns, back_ns)
+                back_ns = up_ns
+        return end_ns - now_ns
 
 
 class Speed:

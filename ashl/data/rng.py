@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     GROUPS = 12  # who averages with whom in partial all-reduce
     CODEC = 13  # masks, dither and signs of one message
     SPEED = 14  # how fast each worker of a drawn cluster is
+    CHURN = 15  # when a worker fails, and when it is back
 
 
 def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:

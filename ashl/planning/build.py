@@ -213,6 +213,8 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 health_mean=plan.health_mean,
                 seed=plan.seed,
                 nodes=parts.cluster.node,
+                min_workers=parts.runtime.min_workers,
+                joins=parts.cluster.joins,
                 payload=payload_of(own.compression, layout),
                 replan=partial(replanned, plan, index + 1, parts, own.compression, deal),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ from ashl.planning.legal import (
     refuse_sync,
     refuse_unheard,
 )
+from ashl.planning.legal_churn import check_churn
 from ashl.planning.legal_compression import check_compression
 from ashl.planning.overlapping import overlapped
 from ashl.planning.predict import predict
@@ -154,13 +155,13 @@ def _prepared(
         plan = given_plan(settings.plan, plan, config, overrides)
     resolved = usable(plan, options, settings.plan)
     check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
+    check_churn(resolved, plan.stages, settings.run.checkpoint_s)
     clock = parts["cluster"]
     if known is not None and not isinstance(clock, Cluster):
         clock = options.of("cluster", known.cluster())
     plan = overlapped(plan, resolved, learner, known, clock)
     resolved = parts_of(plan, options)
-    sizes = zip(plan.stages, resolved.stages, strict=True)
-    plan = replace(plan, stages=tuple(sized(plan, stage, own) for stage, own in sizes))
+    plan = replace(plan, stages=tuple(sized(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True)))
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch), resolved, data)
@@ -272,7 +273,9 @@ def clocked(parts: Mapping[str, Any], known: Profile | None) -> Spec | None:
             raise UsageError(
                 "cluster.events change the declared costs of a cluster, and profile=FILE says others; drop one of them"
             )
-    return known.cluster()
+    if not isinstance(cluster, Cluster) or cluster.churn is None:
+        return known.cluster()
+    return known.cluster() | {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
 
 
 def check_profile(profile: Profile, config: Mapping[str, Any], num_workers: int, num_params: int, batch: int) -> None:

@@ -143,7 +143,7 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     plan, n = stage.plan, stage.num_workers
     if stage.sync.loop(stage, 0) is not None:  # a stage that only measures takes no steps
         return plan
-    steady = replace(cluster, jitter=0.0, events=())
+    steady = replace(cluster, jitter=0.0, events=(), churn=None)
     speed = Speed(steady, batch, seed=0)
     step_ns = [speed.cost_ns(rank, "compute", stage.samples_of(rank), 0) or 1 for rank in stage.workers]
     local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(plan.workers, step_ns, strict=True)]

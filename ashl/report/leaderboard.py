@@ -57,6 +57,7 @@ class Row:
     steps_per_s: float | None
     wait_share: float | None
     hidden: float | None  # of the time of communication, behind computing; where something overlaps
+    goodput: float | None  # steps/s over those planned without failures; where some run lost a worker
     mb_up: float | None
     mb_down: float | None
     consensus: float | None  # distance of the models from their mean, where each worker has its own
@@ -141,6 +142,7 @@ SORTS: dict[str, Callable[[Row], float | None]] = {  # smallest first
     "loss": lambda row: row.loss,
     "steps": lambda row: None if row.steps_per_s is None else -row.steps_per_s,
     "wait": lambda row: row.wait_share,
+    "goodput": lambda row: None if row.goodput is None else -row.goodput,
     "up": lambda row: row.mb_up,
     "down": lambda row: row.mb_down,
 }
@@ -298,6 +300,7 @@ def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool
         steps_per_s=mean("steps_per_s"),
         wait_share=mean("wait_share"),
         hidden=mean("comm_hidden_share"),
+        goodput=mean("goodput") if any(run.summary.get("lost_workers") for run in runs) else None,
         mb_up=None if up is None else up / 1e6,
         mb_down=None if down is None else down / 1e6,
         consensus=mean("consensus_distance", "final"),

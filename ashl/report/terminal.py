@@ -23,6 +23,7 @@ RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "
 USUAL = (
     "accuracy",
     "hidden",
+    "goodput",
     "waiting",
     "reached",
     "seeds",
@@ -117,6 +118,7 @@ def columns_of(board: Leaderboard) -> list[Column]:
         ("steps/s", lambda row: number(row.steps_per_s)),
         ("waiting", lambda row: percent(row.wait_share)),
         ("hidden", lambda row: percent(row.hidden)),
+        ("goodput", lambda row: percent(row.goodput)),
         ("MB up", lambda row: number(row.mb_up)),
         ("MB down", lambda row: number(row.mb_down)),
         ("consensus distance", lambda row: number(row.consensus)),

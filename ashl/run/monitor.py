@@ -27,7 +27,9 @@ from ashl.runtime.records import (
     Beat,
     Border,
     Counts,
+    Joined,
     LedgerTotals,
+    Lost,
     Measures,
     NotFinite,
     Placed,
@@ -49,6 +51,16 @@ from ashl.tracking.recorder import Recorder
 
 
 @dataclass
+class Absence:
+    """A worker that was lost: when, why, and when it was back."""
+
+    worker: int
+    time_ns: int
+    why: str
+    back_ns: int | None = None
+
+
+@dataclass
 class Books:
     """What the monitor knows of a run, and a checkpoint keeps."""
 
@@ -60,6 +72,7 @@ class Books:
     target: Target = field(default_factory=Target)
     stages: list[StageEnd] = field(default_factory=list)
     best: Tensor | None = None  # the model of the best evaluation
+    absences: list[Absence] = field(default_factory=list)  # in the order in which they began
     borders: list[dict[int, dict[str, int]]] = field(default_factory=list)  # by stage that gave way, by worker: totals
 
 
@@ -100,6 +113,11 @@ class Monitor:
         return self.books.scores
 
     @property
+    def absent(self) -> dict[int, Absence]:
+        """Who is gone now."""
+        return {absence.worker: absence for absence in self.books.absences if absence.back_ns is None}
+
+    @property
     def host_s(self) -> float:
         return time.monotonic() - self._started
 
@@ -124,6 +142,12 @@ class Monitor:
                 self.beats[record.rank] = record
             case Placed():
                 self.hosts[record.rank] = record
+            case Lost(rank, time_ns, why):
+                self.books.absences.append(Absence(rank, time_ns, why))
+                self.recorder.event(as_event(record))
+            case Joined(rank, time_ns):
+                self.absent[rank].back_ns = time_ns
+                self.recorder.event(as_event(record))
             case LedgerTotals():
                 self.ledgers[record.rank] = record
             case StageEnd():
@@ -266,7 +290,7 @@ class Monitor:
         if self.progress.due(host_s := self.host_s):
             workers, found = self.workers(), next(reversed(self.books.evaluations), None)
             epoch = len(self.job.data.train)
-            args = (self.plan, len(self.books.stages), self.counts(), workers, epoch)
+            args = (self.plan, len(self.books.stages), self.counts(), workers, self.absent.keys(), epoch)
             self.progress.update(view(*args, found, found and self.own_metric(found), host_s))
 
 

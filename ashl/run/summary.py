@@ -8,7 +8,7 @@ from typing import Any
 
 from ashl.run.evaluation import Evaluation, best_of
 from ashl.run.metrics import summed_up
-from ashl.run.monitor import Monitor
+from ashl.run.monitor import Absence, Monitor
 from ashl.runtime.ledger import KINDS
 from ashl.runtime.records import Beat, Counts, LedgerTotals
 
@@ -17,13 +17,15 @@ SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
 CLASSES = ("wait", "pull", "push", "compress", "compute")  # in the order in which too much time is taken from them
 
 
-def settled(totals_ns: dict[str, int], time_ns: int) -> dict[str, float]:
+def settled(totals_ns: dict[str, int], time_ns: int, absent: bool) -> dict[str, float]:
     """Seconds by class that add up to the run's time. Real clocks of several ranks differ by microseconds: what is
-    missing was waiting, what is too much is taken from waiting first."""
+    missing was waiting (of a worker that is gone: it was down), what is too much is taken from waiting first."""
     totals = dict(totals_ns)
     excess = sum(totals.values()) - time_ns
     for kind in CLASSES:
-        taken = min(totals[kind], excess)  # negative where time is missing: all of it goes to wait
+        if excess < 0 and absent:
+            kind = "down"
+        taken = min(totals[kind], excess)  # negative where time is missing: all of it goes to the first
         totals[kind] -= taken
         excess -= taken
         if excess == 0:
@@ -38,7 +40,12 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
     counts = monitor.counts() or nothing(n)
     latest_ns = max((beat.time_ns for beat in monitor.beats.values()), default=0)
     time_ns = books.stages[-1].end_ns if books.stages else latest_ns
-    workers = [worker_summary(rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns) for rank in range(n)]
+    absences = [absence for absence in books.absences if absence.time_ns <= time_ns]
+    absent = {absence.worker for absence in absences if absence.back_ns is None or absence.back_ns > time_ns}
+    workers = [
+        worker_summary(rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns, rank in absent)
+        for rank in range(n)
+    ]
     time_s = time_ns / 1e9
     server = monitor.job.stages[0].topology.has_server
     last, best = books.evaluations[-1:], best_of(books.evaluations)
@@ -59,6 +66,8 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "samples": counts.samples,
         "steps_per_s": counts.steps / time_s if time_s else None,
         "samples_per_s": counts.samples / time_s if time_s else None,
+        "lost_workers": [of_absence(absence, time_ns) for absence in absences],
+        "goodput": goodput(monitor),
         "bytes_up": sum(w["bytes_up"] for w in workers),
         "bytes_down": sum(w["bytes_down"] for w in workers),
         "workers": workers,
@@ -88,7 +97,27 @@ def nothing(num_workers: int) -> Counts:
     return Counts(0, 0, 0, zeros, zeros, zeros, zeros, zeros, 0, None, None, math.nan, None)
 
 
-def worker_summary(rank: int, counts: Counts, ledger: LedgerTotals | Beat | None, time_ns: int) -> dict[str, Any]:
+def of_absence(absence: Absence, time_ns: int) -> dict[str, Any]:
+    """Who was lost when and why, and when it was back, if that was before the end."""
+    back = absence.back_ns is not None and absence.back_ns <= time_ns
+    back_s = absence.back_ns / 1e9 if back else None
+    return {"worker": absence.worker, "time_s": absence.time_ns / 1e9, "why": absence.why, "back_s": back_s}
+
+
+def goodput(monitor: Monitor) -> float | None:
+    """Steps that count per second, over those that the plan predicts where nothing fails; None without prediction."""
+    steps, expected, start_ns, before = 0, 0.0, 0, 0
+    for plan, end in zip(monitor.plan.stages, monitor.books.stages, strict=False):
+        if plan.predicted_steps_per_s is not None:
+            steps += end.counts.steps - before
+            expected += plan.predicted_steps_per_s * (end.end_ns - start_ns) / 1e9
+        start_ns, before = end.end_ns, end.counts.steps
+    return steps / expected if expected else None
+
+
+def worker_summary(
+    rank: int, counts: Counts, ledger: LedgerTotals | Beat | None, time_ns: int, absent: bool
+) -> dict[str, Any]:
     """What one worker did, and what its time went into."""
     commits = counts.commits[rank]
     return {
@@ -96,7 +125,7 @@ def worker_summary(rank: int, counts: Counts, ledger: LedgerTotals | Beat | None
         "steps": counts.steps_by[rank],
         "commits": commits,
         "dropped": counts.dropped_by[rank],
-        **settled(ledger.totals_ns if ledger else dict.fromkeys(KINDS, 0), time_ns),
+        **settled(ledger.totals_ns if ledger else dict.fromkeys(KINDS, 0), time_ns, absent),
         "bytes_up": ledger.bytes_up if ledger else 0,
         "bytes_down": ledger.bytes_down if ledger else 0,
         "staleness_mean": counts.stale_sum[rank] / commits if commits else None,
@@ -115,6 +144,7 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
         steps = end.counts.steps - before.steps
         if index < len(borders):
             waited = sum(totals["wait"] for totals in borders[index].values()) / 1e9
+            waited += sum(w["wait_s"] for w in workers if w["rank"] not in borders[index])  # lost by then
         else:
             waited = sum(w["wait_s"] for w in workers)
         rows.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean
 
 from ashl.plan.plan import Limits, Plan
@@ -16,6 +16,7 @@ def view(
     ended: int,
     counts: Counts | None,
     beats: Sequence[Beat],
+    absent: Collection[int],
     epoch_samples: int,
     found: Evaluation | None,
     metric: tuple[str, float] | None,
@@ -25,7 +26,8 @@ def view(
     time_s = max((beat.time_ns for beat in beats), default=0) / 1e9
     done = share_done(plan.limits, counts, time_s, epoch_samples)
     waits = [waited(beat, time_s) for beat in beats]
-    workers = [worker_frame(beat, plan.stages[0].workers[beat.rank].batch, time_s) for beat in beats]
+    batches = [worker.batch for worker in plan.stages[0].workers]
+    workers = [worker_frame(beat, batches[beat.rank], time_s, beat.rank in absent) for beat in beats]
     return Frame(
         time_s=time_s,
         host_s=host_s,
@@ -43,7 +45,7 @@ def view(
     )
 
 
-def worker_frame(beat: Beat, batch: int, time_s: float) -> WorkerFrame:
+def worker_frame(beat: Beat, batch: int, time_s: float, absent: bool) -> WorkerFrame:
     return WorkerFrame(
         rank=beat.rank,
         step=beat.steps,
@@ -51,6 +53,7 @@ def worker_frame(beat: Beat, batch: int, time_s: float) -> WorkerFrame:
         wait_share=waited(beat, time_s),
         staleness=beat.staleness,
         loss=beat.loss,
+        down=absent,
     )
 
 

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 from ashl.cluster.network import network
 from ashl.cluster.speed import Speed
+from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
 from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint
+from ashl.runtime.churn import Churn
+from ashl.runtime.effects import PeerLostError
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
-from ashl.stage.program import program
+from ashl.stage.program import links_of, program
 
 
 class Saving(NamedTuple):
@@ -48,7 +51,16 @@ def simulate(
         saved = {**saved, "packages": ("ashl", *plan.allow_targets)}
     if (due := following(saved["time_ns"] if saved else 0, saving.every_s)) is not None:
         sim.save_at(due, keep)
-    sim.run(partial(program, stages=job.stages), monitor.tick, saved=saved)
+    play = partial(program, stages=job.stages)
+    if cluster.befalls:
+        Churn(sim, cluster, plan.seed, stage.min_workers, partial(links_of, job.stages), play)
+    try:
+        sim.run(play, monitor.tick, saved=saved)
+    except PeerLostError as loss:
+        raise AshlError(
+            f"worker {loss.rank} is lost ({loss.why}), and what is under way needs it, as profiling does: the run ends "
+            "here; let it fail later, or give profile=FILE"
+        ) from loss
     return sim
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 ANY = -1  # a receive from whoever is first
 Tag = tuple[str, int, int]  # (name, stage, iteration)
+LOST: Tag = ("lost", 0, 0)  # from a peer that is gone: comes to each rank that has a link to it, from the kernel
+JOIN: Tag = ("join", 0, 0)  # from a worker that has come, or come back: it asks to take part
 
 
 class Message(NamedTuple):
@@ -72,7 +74,11 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """The next message with one of `tags`; None when `before_s` on the clock comes first. Raises PeerLostError."""
+    """The next message with one of `tags`; None when `before_s` on the clock comes first.
+
+    That a peer is gone is a message, too, with the tag LOST, after all that had come from it. Raises PeerLostError
+    where LOST is not among the tags, and what is waited for would come from that peer, or from whoever is first.
+    """
 
     tags: tuple[Tag, ...]
     src: int = ANY
@@ -160,4 +166,4 @@ class PeerLostError(Exception):
 
     def __init__(self, rank: int, why: str = "") -> None:
         super().__init__(f"rank {rank} is gone{': ' + why if why else ''}")
-        self.rank = rank
+        self.rank, self.why = rank, why

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import is_autocast_enabled, is_grad_enabled
 
-from ashl.runtime.effects import ANY, AllGather, AllReduce, Message, PeerLostError, Recv, Tag
+from ashl.runtime.effects import ANY, JOIN, LOST, AllGather, AllReduce, Message, PeerLostError, Recv, Tag
 from ashl.runtime.node import Node
+
+NEWS = (LOST[0], JOIN[0])  # what nobody waits for
 
 
 class Task:
@@ -33,7 +35,9 @@ class Task:
 def waiting_for(effect: Any) -> str:
     """What a task that is blocked in this effect waits for, in words."""
     if isinstance(effect, Recv):
-        names = " or ".join(f"{name!r} (stage {stage}, iteration {k})" for name, stage, k in effect.tags)
+        names = " or ".join(
+            f"{name!r} (stage {stage}, iteration {k})" for name, stage, k in effect.tags if name not in NEWS
+        )
         return f"waits for {names} from {'anyone' if effect.src == ANY else f'rank {effect.src}'}"
     if isinstance(effect, AllReduce | AllGather):
         key = f", key {effect.key}" if effect.key else ""
@@ -72,7 +76,7 @@ class Mailbox:
         """The first message that is already here, if there is one; else the loss of the peer it would come from."""
         if self.messages and (message := self._taken(recv)) is not None:
             return message
-        if self.lost:
+        if self.lost and LOST not in recv.tags:
             return next((loss for rank, loss in self.lost.items() if recv.src in (ANY, rank)), None)
         return None
 
@@ -115,12 +119,17 @@ class Mailbox:
             queue.append((self.arrived, message))
         return None
 
-    def lose(self, loss: PeerLostError) -> list[Task]:
-        """A peer is gone: the receives that can no longer end."""
+    def lose(self, loss: PeerLostError, since_ns: int) -> list[tuple[Task, Message | PeerLostError]]:
+        """A peer is gone: who hears of it now, as a message where it asks for that, and as an error in a receive that
+        can no longer end."""
+        if loss.rank in self.lost:
+            return []
         self.lost[loss.rank] = loss
-        stuck = [task for task in self.waiters if task.waiting.src in (ANY, loss.rank)]
+        peer = (ANY, loss.rank)
+        stuck = [task for task in self.waiters if task.waiting.src in peer and LOST not in task.waiting.tags]
         self.waiters = [task for task in self.waiters if task not in stuck]
-        return stuck
+        told = self.put(message := Message(loss.rank, LOST, None, (), since_ns))
+        return [*((task, loss) for task in stuck), *([(told, message)] if told else [])]
 
     def drop(self, tags: tuple[Tag, ...]) -> None:
         self.dropped.update(tags)

@@ -137,9 +137,22 @@ class Ledger:
             self._parts, self._messages = [], []
         return found
 
-    def close(self, end_ns: int) -> None:
-        """The experiment ended at `end_ns`: forget what came later, and call wait what is missing up to there."""
-        self.mark("wait", end_ns)
+    def halt(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> list[Span]:
+        """The rank stands still from now on: what was booked for later is taken back, and returned."""
+        self.blocked(now_ns, push_end_ns, pull_start_ns)
+        late = [(kind, max(start, now_ns), end) for kind, start, end in self._spans if end > now_ns]
+        self._spans, self.cursor = clipped(self._spans, now_ns), min(self.cursor, now_ns)
+        return late
+
+    def go_on(self, now_ns: int, late: list[Span]) -> None:
+        """It goes on now, with what was booked for later."""
+        self.mark("down", now_ns)
+        for kind, start, end in late:
+            self.mark(kind, self.cursor + end - start)
+
+    def close(self, end_ns: int, missing: str = "wait") -> None:
+        """The experiment ended at `end_ns`: forget what came later, and what is missing up to there was waiting."""
+        self.mark(missing, end_ns)
         self._old = clipped(self._old, end_ns)
         self._spans = clipped(self._spans, end_ns)
         self._old_traffic = [t for t in self._old_traffic if t[0] <= end_ns]

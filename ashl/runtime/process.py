@@ -158,7 +158,7 @@ class TorchKernel:
             self.node.ledger.pushed(*item)
         elif isinstance(item, fx.PeerLostError):
             self._unit.lose(item)
-            self._ready.extend((task, item) for task in self._mail.lose(item))
+            self._ready.extend(self._mail.lose(item, self.now_ns))
         else:
             item()  # the end of a compute or a collective on a thread
 

@@ -97,6 +97,21 @@ class Border(NamedTuple):
     totals_ns: Totals
 
 
+class Lost(NamedTuple):
+    """A worker is gone, and why."""
+
+    rank: int
+    time_ns: int
+    why: str
+
+
+class Joined(NamedTuple):
+    """A worker that was gone is back."""
+
+    rank: int
+    time_ns: int
+
+
 class LedgerTotals(NamedTuple):
     """What a rank's time went into and what it sent and measured, once it has ended."""
 
@@ -262,6 +277,8 @@ Record = (
     Round
     | StageEnd
     | Border
+    | Lost
+    | Joined
     | LedgerTotals
     | Beat
     | Alive
@@ -282,6 +299,8 @@ KINDS: dict[str, type[Record]] = {
     "round": Round,
     "stage": StageEnd,
     "border": Border,
+    "lost": Lost,
+    "joined": Joined,
     "ledger": LedgerTotals,
     "beat": Beat,
     "alive": Alive,

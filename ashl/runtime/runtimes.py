@@ -22,6 +22,7 @@ class SimRuntime:
     threads: Threads
     device: Device
     precision: Precision
+    min_workers: Count
 
 
 @option
@@ -38,6 +39,7 @@ class LocalRuntime:
     share_gpu: bool | None
     interface: str | None
     timeout_s: Positive
+    min_workers: Count
 
 
 @option
@@ -54,3 +56,4 @@ class TorchrunRuntime:
     share_gpu: bool | None
     interface: str | None
     timeout_s: Positive
+    min_workers: Count

@@ -34,8 +34,7 @@ class Sim:
     """Drives the coroutines of all ranks under a virtual clock."""
 
     def __init__(self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer) -> None:
-        self.now_ns = 0
-        self.events = 0
+        self.now_ns = self.events = 0
         self.speed, self.network, self.observer = speed, network, observer
         self._exchange = network if isinstance(network, Exchange) else None
         self.nodes = [Node(self, rank) for rank in range(num_ranks)]
@@ -48,6 +47,7 @@ class Sim:
         self.channels = Channels()
         self._mains: list[Task] = []
         self.saving: Saving | None = None  # while a checkpoint is being made
+        self.gone: set[int] = set()  # ranks that are lost
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:
         task = Task(node, coro, main)
@@ -98,13 +98,15 @@ class Sim:
         finally:
             for task in self._tasks:
                 task.coro.close()
+        end_ns = max((node.ledger.cursor for node in self.nodes if node.rank not in self.gone), default=0)
         for node in self.nodes:
+            if node.rank in self.gone:
+                node.ledger.close(end_ns, "down")
             node.account()
         return [task.result for task in self._mains]
 
     def _check_end(self) -> None:
-        stuck = [task for task in self._mains if not task.done]
-        if stuck:
+        if stuck := [task for task in self._mains if not task.done]:
             raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
         if waiting := self.channels.waiting():
             here = ", ".join(map(str, sorted(waiting[0].arrived)))
@@ -211,9 +213,8 @@ class Sim:
 
     def _hand_out(self, item: tuple[Task, Message]) -> None:
         """A part of what a task computes is there, for its own node."""
-        node = item[0].node
-        node.ledger.part(self.now_ns)
-        self._deliver((node.rank, item[1]))
+        item[0].node.ledger.part(self.now_ns)
+        self._deliver((item[1].src, item[1]))
 
     def _computed(self, task: Task, effect: Compute) -> int:
         """When the node's compute unit has done this too: it does one thing after the other."""
@@ -238,7 +239,7 @@ class Sim:
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
         if cost is None:
-            raise undeclared(kind, rank)
+            raise AshlError(f"the cost of {kind!r} on rank {rank} is not declared; a cost is never zero")
         return cost
 
     def _send(self, node: Node, send: Send) -> None:
@@ -248,7 +249,7 @@ class Sim:
         if dst == src:
             return self._at(now, self._deliver, (dst, Message(src, tag, body, meta, now)))
         if self._exchange is not None:
-            end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes else now
+            end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes or self._exchange.outages else now
             self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
         else:
             assert isinstance(self.network, Ports)
@@ -394,7 +395,3 @@ class Sim:
         longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.riders)  # as which all of them travel
         total = g * longest
         return tensors, self.network.all_gather_ns(group, total, self.now_ns), total * (g - 1) // g
-
-
-def undeclared(kind: str, rank: int) -> AshlError:
-    return AshlError(f"the cost of {kind!r} on rank {rank} is not declared; a cost is never zero")

@@ -48,6 +48,11 @@ class Ends:
     gradients: bool = False  # whether they are of gradients, and not of differences between models
     held: dict[int, Vector] = field(default_factory=dict)  # by a server: the model that each worker has
 
+    def forget(self, worker: int) -> None:
+        """This worker is gone; should it come back, both ends begin anew."""
+        self.receivers.pop(worker, None)
+        self.held.pop(worker, None)
+
 
 @dataclass(frozen=True)
 class Link:

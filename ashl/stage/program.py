@@ -13,10 +13,15 @@ from ashl.stage.rule import Loop
 from ashl.stage.stage import STOP, Stage
 
 
-async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None) -> None:
-    """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there."""
+async def program(
+    node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None, comes: bool = False
+) -> None:
+    """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there. A
+    worker that `comes` while the others run begins where they are."""
     first = stages[0]
     node.ledger.limit_ns = first.judge.deadline_ns
+    if comes and (saved := await first.topology.come(node, stages)) is None:
+        return
     begin, state = saved or (0, first.topology.begin(node, first))
     if node.rank == first.home:
         node.counter = state
@@ -32,6 +37,11 @@ async def program(node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | 
         node.snapshot(state.params, final=True, counts=state.tally.report(), time_ns=state.tally.end_ns)
     elif first.replicas:
         node.snapshot(state.params, final=True)
+
+
+def links_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
+    """All ranks that this one ever exchanges messages with."""
+    return tuple(sorted({peer for stage in stages for peer in stage.topology.links(stage, rank)}))
 
 
 def role(stage: Stage, rank: int) -> Loop:

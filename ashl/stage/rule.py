@@ -23,7 +23,8 @@ Members = tuple[int, ...]  # sorted ranks
 CODEC, WEIGHTS, PULLS, STATISTICS = "codec", "weights", "pulls", "statistics"  # what a topology may carry
 OVERLAP, DELAY = "overlap", "delay"  # whether a gradient may travel in parts, and work while the next is computed
 OUTER = "outer"  # ... and whether it merges updates, so that an outer optimizer may step on them
-CARGO = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP, DELAY})
+CHURN = "churn"  # ... and whether it goes on without a worker that is lost, and with one that comes
+CARGO = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP, DELAY, CHURN})
 
 
 class Network(Protocol):
@@ -87,6 +88,11 @@ class Topology(Contract, group="topology"):
 
     def begin(self, node: Node, stage: Stage) -> Any:
         """A rank's state before the first stage: the initial model, alike everywhere."""
+        raise NotImplementedError
+
+    async def come(self, node: Node, stages: Sequence[Stage]) -> tuple[int, Any] | None:
+        """A worker comes while the others run: the stage that they are in, and its state there; None where the run is
+        over. For topologies that carry churn."""
         raise NotImplementedError
 
     def role(self, stage: Stage, rank: int) -> Loop:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -58,6 +58,8 @@ class Stage:
     health_mean: bool = False
     seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
+    min_workers: int = 1  # of fewer, no run goes on
+    joins: bool = False  # whether workers may come while it goes on
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
     # from what was measured: of the workers, the server's seconds of a step and bytes per second, and sums
     replan: Replan | None = None
@@ -148,6 +150,10 @@ class Stage:
         """How many workers' work makes a merge."""
         return self.sync.quorum(self.num_workers)
 
+    def quorum_of(self, present: int) -> int:
+        """The same of those who are there now: a round waits for no more of them."""
+        return min(self.quorum, present) if self.sync.in_rounds else self.quorum
+
     @cached_property
     def round_steps(self) -> tuple[int, ...]:
         """Steps of each worker between two merges, where H does not change."""
@@ -172,13 +178,18 @@ class Stage:
             tally.merge()
         return tally
 
-    def rest(self, steps: int, samples: int, ahead: int = 0) -> tuple[int, int] | None:
+    def rest(self, steps: int, samples: int, ahead: int = 0, gone: Collection[int] = ()) -> tuple[int, int] | None:
         """(a, b): after so many steps and samples and `ahead` rounds, a/b rounds are left to the count that ends the
-        run; None where no count does, or where workers do not go round by round."""
+        run; None where no count does, or where workers do not go round by round. Of those who are gone no round has
+        any."""
         if not self.sync.in_rounds:
             return None
-        (steps_of_all, samples_of_all), n = self.round_totals, self.num_workers
-        merged = (steps_of_all * self.quorum // n, samples_of_all * self.quorum // n)
+        (steps_of_all, samples_of_all), n = self.round_totals, self.num_workers - len(gone)
+        for rank in gone:
+            steps_of_all -= self.round_steps[rank]
+            samples_of_all -= self.round_samples[rank]
+        quorum = self.quorum_of(n)
+        merged = (steps_of_all * quorum // n, samples_of_all * quorum // n)
         left = self.judge.left(steps, samples, merged)
         return left and (left[0] - ahead * left[1], left[1])
 
@@ -248,10 +259,15 @@ class Stage:
             return self._weighed([self._sized[member] for member in members])
         return [self.team_weights[member] for member in members]
 
-    def weights_of(self, pushes: Sequence[Push]) -> list[float]:
-        """The same by what each push holds, where the sync mode averages: it need not be as planned."""
+    def weights_of(self, pushes: Sequence[Push], gone: Collection[int] = ()) -> list[float]:
+        """The same by what each push holds, where the sync mode averages: it need not be as planned. Else Σ w_i = 1
+        over the workers that are not gone."""
         if not self.sync.averages:
-            return [self.team_weights[push.worker] for push in pushes]
+            if not gone:
+                return [self.team_weights[push.worker] for push in pushes]
+            present = [rank for rank in self.workers if rank not in gone]
+            weights = dict(zip(present, self._weighed([self._sized[rank] for rank in present]), strict=True))
+            return [weights[push.worker] for push in pushes]
         workers = self.plan.workers
         return self._weighed(
             [replace(workers[p.worker], local_steps=p.steps, batch=p.samples // p.steps) for p in pushes]

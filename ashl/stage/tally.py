@@ -98,6 +98,7 @@ class Tally(Progress):
     slowest: int = 0  # min(clocks)
     fastest: int = 0  # max(clocks)
     latest: int = 0  # the worker whose push came last
+    gone: set[int] = field(default_factory=set)  # workers that are lost: nobody waits for them, and no bound is theirs
     groups: list[int] | None = None  # how many each worker has averaged in, where workers meet in groups
     conflicts: int | None = None  # groups that had to wait for another one
     _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
@@ -111,6 +112,11 @@ class Tally(Progress):
             setattr(self, name, getattr(self, name) or [0] * self.num_workers)
         self._at_clock = self._at_clock or {0: self.num_workers}
 
+    @property
+    def present(self) -> int:
+        """How many workers there are now."""
+        return self.num_workers - len(self.gone)
+
     def copy(self) -> Tally:
         """The same, to count on with; of a rank that nobody waits for."""
         lists = {name: list(getattr(self, name)) for name in BY_WORKER}
@@ -120,7 +126,7 @@ class Tally(Progress):
         """A stage begins: leads and limits are counted from here."""
         super().begin(now_s)
         self.clocks = [0] * self.num_workers
-        self._at_clock, self.slowest, self.fastest = {0: self.num_workers}, 0, 0
+        self._at_clock, self.slowest, self.fastest = {0: self.present}, 0, 0
 
     def observe(self, worker: int, staleness: int, loss: float) -> None:
         """A push has come: how old the model was that it was computed on, and the loss it saw."""
@@ -145,9 +151,13 @@ class Tally(Progress):
 
     def commit(self, worker: int, steps: int, samples: int) -> None:
         """A push of this worker is now part of the model."""
+        self.commits[worker] += 1
+        self.steps_by[worker] += steps
+        self.advance(steps, samples)
+        if worker in self.gone:
+            return
         clock = self.clocks[worker]
         self.clocks[worker] = clock + 1
-        self.commits[worker] += 1
         self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
         self._at_clock[clock] -= 1
         if not self._at_clock[clock]:
@@ -158,8 +168,6 @@ class Tally(Progress):
         if worker in self.waiting and worker not in self._unsorted:
             self._no_longer_at(clock, worker)
             self._unsorted[worker] = None
-        self.steps_by[worker] += steps
-        self.advance(steps, samples)
 
     def commit_all(self, steps: Sequence[int], samples: int) -> None:
         """A push of every worker is now part of the model, with these steps of each, and samples of all."""
@@ -180,6 +188,24 @@ class Tally(Progress):
 
     def drop(self, worker: int, steps: int) -> None:
         self.dropped_by[worker] += steps
+
+    def lose(self, worker: int) -> None:
+        """This worker is gone; the slowest and the fastest are those of the others."""
+        if worker in self.waiting:
+            self.answer(worker)
+        self.gone.add(worker)
+        clock = self.clocks[worker]
+        self._at_clock[clock] -= 1
+        if not self._at_clock[clock]:
+            del self._at_clock[clock]
+            self.slowest = min(self._at_clock, default=clock)
+            self.fastest = max(self._at_clock, default=clock)
+
+    def come(self, worker: int) -> None:
+        """This worker takes part (again): on the current version, and as far as the slowest is."""
+        self.gone.remove(worker)
+        self.pulled[worker], self.clocks[worker] = self.version, self.slowest
+        self._at_clock[self.slowest] = self._at_clock.get(self.slowest, 0) + 1
 
     def release(self, worker: int) -> tuple[int, bool]:
         """This worker goes on, on the current version; returns (staleness, late) of its push."""

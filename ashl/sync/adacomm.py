@@ -43,7 +43,7 @@ class AdaComm(BarrierRule):
 
     def observe(self, stage: Stage, state: Period, tally: Tally, push: Push) -> Period:
         """At a merge: is it time for another τ? Judged here, so that all workers that it lets go get the same."""
-        if len(tally.waiting) < stage.num_workers:
+        if len(tally.waiting) < tally.present:
             return state
         rate = stage.trainer.rate(tally.samples)
         state.top_rate = max(state.top_rate, rate)

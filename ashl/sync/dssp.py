@@ -68,11 +68,16 @@ class DSSP(ServerRule):
             state.credit[worker] = 0
             return state
         if not state.credit[worker] and tally.clocks[worker] == tally.fastest:
-            slowest = tally.clocks.index(tally.slowest)
+            slowest = next(w for w, c in enumerate(tally.clocks) if c == tally.slowest and w not in tally.gone)
             state.credit[worker] = grant(state.times[worker], state.times[slowest], self.s_high - lead + 1)
         if state.credit[worker]:
             state.credit[worker] -= 1
             state.granted = True
+        return state
+
+    def changed(self, stage: Stage, state: Controller, tally: Tally, rank: int) -> Controller:
+        """A newcomer begins as at the start of a stage."""
+        state.times[rank], state.credit[rank] = (tally.now_s, tally.now_s), 0
         return state
 
 

@@ -35,7 +35,7 @@ class Balance:
     """How fast workers are, and what they get for it."""
 
     speeds: dict[int, float] = field(default_factory=dict)  # samples per second
-    batches: list[int] = field(default_factory=list)
+    batches: dict[int, int] = field(default_factory=dict)
 
 
 @option
@@ -50,17 +50,23 @@ class LBBSP(BarrierRule):
         return Balance()
 
     def observe(self, stage: Stage, state: Balance, tally: Tally, push: Push) -> Balance:
-        """Follow the worker's speed; once all have come, share out the next step's batch."""
+        """Follow the worker's speed."""
         speed = push.samples / (push.steps * push.step_s)
         known = state.speeds.get(push.worker, speed)
         state.speeds[push.worker] = known + self.alpha * (speed - known)
-        if len(tally.waiting) == stage.num_workers:
+        return self.changed(stage, state, tally, push.worker)
+
+    def changed(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Balance:
+        """Share out the whole batch to those who are there, once all of them wait."""
+        if tally.waiting and len(tally.waiting) == tally.present:
             total = sum(worker.batch for worker in stage.plan.workers)
-            state.batches = share_out(total, [state.speeds[rank] for rank in stage.workers])
+            present = sorted(tally.waiting)
+            sizes = share_out(total, [state.speeds[worker] for worker in present])
+            state.batches = dict(zip(present, sizes, strict=True))
         return state
 
     def steer(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Orders:
-        return Orders(local_steps=1, batch=state.batches[rank])
+        return Orders(local_steps=1, batch=state.batches.get(rank, 0))  # a newcomer's is as planned
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ashl.runtime.effects import JOIN, LOST
 from ashl.runtime.node import Node
 from ashl.stage.stage import LAST, NEXT, STOP, Stage
 from ashl.topology.ending import within
+from ashl.topology.membership import close_doors, introduced
 from ashl.topology.replies import Pull
 from ashl.topology.sliced import put_together
 
@@ -21,7 +23,7 @@ async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
     for rank in sorted(set(tally.waiting) - set(state.called)) if stage.delayed else ():
         state.called += (rank,)
         staleness, late = tally.answer(rank)
-        await node.send(rank, stage.tag("pull"), None, Pull(LAST, *applied, staleness, late, 0))
+        await node.send(rank, state.pull(stage, rank), None, Pull(LAST, *applied, staleness, late, 0))
 
 
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
@@ -32,18 +34,25 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> No
     for push in state.buffer:
         tally.drop(push.worker, push.steps)
     state.buffer = ()
-    working = set(stage.workers) - set(tally.waiting)
+    working = set(stage.workers) - set(tally.waiting) - tally.gone
     for rank in sorted(tally.waiting):
         staleness, late = tally.answer(rank)
         stage.link.gave(state.ends, rank, state.params)
         meta = Pull(word, *applied, staleness, late or rank in unmerged, end_ns)
-        await node.send(rank, stage.tag("pull"), state.params if word == NEXT else None, meta)
+        await node.send(rank, state.pull(stage, rank), state.params if word == NEXT else None, meta)
     while working:
-        message = await node.recv(stage.tag("push"))
+        message = await node.recv(stage.tag("push"), LOST, JOIN)
+        if message.tag == JOIN:
+            introduced(state, message)
+            continue
+        working.discard(message.src)
+        if message.tag == LOST:
+            continue
         message = await put_together(node, stage, message) if stage.messages else message
-        working.remove(message.src)
         if message.start_ns <= end_ns:
             tally.drop(message.src, int(message.meta[0]))
-        await node.send(message.src, stage.tag("pull"), None, Pull(word, *applied, 0, True, end_ns))
+        await node.send(message.src, state.pull(stage, message.src), None, Pull(word, *applied, 0, True, end_ns))
     if word == STOP:
+        if stage.joins:
+            node.spawn(close_doors(node, state, end_ns))
         node.ledger.close(end_ns)

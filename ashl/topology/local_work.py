@@ -55,6 +55,7 @@ class WorkerState:
     start: Any = None  # what the next steps start from, where it is not `params`
     pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
     last: bool = False  # whether nothing is computed beyond it
+    life: int = 0  # when it asked to take part, where it came while the others ran
     coming: Any = None  # of a model that comes back in parts, what has come: the first
 
     def enter(self, stage: Stage, rank: int) -> None:

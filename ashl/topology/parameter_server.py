@@ -9,7 +9,7 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -17,23 +17,22 @@ from typing import Any, ClassVar
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import Turn
 from ashl.option import Ratio, option
-from ashl.plan.plan import WorkerPlan, assigned
+from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import Profile
-from ashl.planner.assignment import Planner
-from ashl.planner.online import Averages
-from ashl.runtime.effects import Message
+from ashl.runtime.effects import JOIN, LOST, Message, Tag
 from ashl.runtime.node import Node
-from ashl.runtime.records import Replan
 from ashl.stage.link import Ends
-from ashl.stage.rule import CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.delayed import AT_ONCE_S, at_border, worked
 from ashl.topology.dismissal import call_in, dismiss
 from ashl.topology.ending import leave, record_end, verdict
-from ashl.topology.local_work import Work, WorkerState, encoded, local_work, reports_mean
+from ashl.topology.local_work import Work, WorkerState, encoded, local_work
+from ashl.topology.membership import come, membership, welcome
+from ashl.topology.merging import merge, merged, receive, reply, rule_of
 from ashl.topology.replies import Orders, Pull
-from ashl.topology.sliced import following, head, put_together, settled, sliced
+from ashl.topology.sliced import following, settled, sliced
 
 
 class Updates:
@@ -104,6 +103,10 @@ class ServerRule(Rule, contract=True):
         """What this worker, which goes on at `tally.now_s`, does next; None = as planned."""
         return None
 
+    def changed(self, stage: Stage, state: Any, tally: Tally, rank: int) -> Any:
+        """This worker is gone, or has come (`tally.gone` says which): the rule's state from here on."""
+        return state
+
     def anneal(self, state: Any) -> float:
         """What the server's learning rate is multiplied with."""
         return 1.0
@@ -129,7 +132,7 @@ class BarrierRule(ServerRule, contract=True):
         return tally.behind()
 
 
-UPDATES, AS_PLANNED = Updates(), Orders()
+UPDATES = Updates()
 
 
 @option
@@ -140,7 +143,7 @@ class ParameterServer(Topology):
     """
 
     asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, OVERLAP, DELAY})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, OVERLAP, DELAY, CHURN})
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
@@ -158,6 +161,9 @@ class ParameterServer(Topology):
         if node.rank == stage.server:
             return ServerState(params, moments, Tally(stage.num_workers))
         return WorkerState(params, moments)
+
+    async def come(self, node: Node, stages: Sequence[Stage]) -> tuple[int, WorkerState] | None:
+        return await come(node, stages)
 
     def role(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker
@@ -182,7 +188,14 @@ class ServerState:
     word: int = GO  # NEXT while the work that is under way is waited for
     called: tuple[int, ...] = ()  # who has been asked for the last of it, where exchanges are delayed
     reason: str | None = None
-    ahead: Message | None = None  # a push that has come already
+    ahead: Message | None = None  # what has come already
+    newcomers: tuple[int, ...] = ()  # who came at the border, and is answered in the next stage
+    lives: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
+
+    def pull(self, stage: Stage, rank: int) -> Tag:
+        """The tag of this worker's replies: of another life none is mistaken for one of this."""
+        return stage.tag("pull", self.lives.get(rank, 0))
+
     workers: tuple[WorkerPlan, ...] = ()  # what each worker does now: the plan's, until it is planned anew
 
     def enter(self, stage: Stage, now_s: float) -> None:
@@ -198,17 +211,11 @@ class ServerState:
         self.outer_state = None if stage.resets_outer else self.outer_state
 
 
-def rule_of(stage: Stage) -> ServerRule:
-    """The stage's sync mode, as a server asks it."""
-    assert isinstance(stage.sync, ServerRule)
-    return stage.sync
-
-
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word. Where
     exchanges are delayed, the next piece of work is computed between a push and its reply."""
     state.enter(stage, node.rank)
-    messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull")
+    messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
     while word in (GO, LAST):
         if state.coming is None or await settled(node, stage, state):
             node.mark(stage.index, state)
@@ -246,17 +253,21 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
 
     Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
     """
-    tally, rule, pushes = state.tally, rule_of(stage), stage.tag("push")
+    tally, rule, push = state.tally, rule_of(stage), stage.tag("push")
     state.enter(stage, node.now)
+    incoming = (push, LOST, JOIN)
+    while state.newcomers:
+        await welcome(node, stage, state, state.newcomers[0])
     while True:
         node.mark(stage.index, state)
-        message = state.ahead or await node.recv(pushes, before_s=stage.judge.deadline_s)
+        message = state.ahead or await node.recv(*incoming, before_s=stage.judge.deadline_s)
         state.ahead = None
         node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        if await receive(node, stage, state, message) and stage.judge.take(state, node.now):
+        take_in = receive if message.tag == push else membership
+        if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
             node.snapshot(state.params, counts=tally.report())
         word, reason = verdict(node, stage, tally)
         if word == STOP or state.word == GO:
@@ -265,13 +276,13 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
             break
         if state.word == NEXT:
             await call_in(node, stage, state)
-            if len(tally.waiting) == stage.num_workers:
+            if len(tally.waiting) == tally.present:
                 if state.buffer:
                     await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
                 break
             continue
         if rule.takes_all:
-            state.ahead = await node.recv(pushes, before_s=node.now)
+            state.ahead = await node.recv(*incoming, before_s=node.now)
         if state.ahead is None:
             ranks = [
                 rank for rank in sorted(rule.admit(state.rule_state, tally)) if await reply(node, stage, state, rank)
@@ -281,98 +292,3 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     await dismiss(node, stage, state, state.word)
     record_end(node, stage, tally, state.reason)
     return state.word
-
-
-async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Take in one push; returns whether the model changed."""
-    tally, worker, rule = state.tally, message.src, rule_of(stage)
-    message = await put_together(node, stage, message) if stage.messages else message
-    steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
-    staleness = tally.version - version
-    all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
-    beyond = staleness - 1 if all_late else staleness
-    late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
-    tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
-    tally.arrive(worker, staleness, late)
-    if late or tally.diverged:
-        tally.drop(worker, steps)
-        return False
-    return await rule.messages().absorb(node, stage, state, message)
-
-
-async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
-    tally, worker = state.tally, message.src
-    steps, samples, loss, version, step_s, pull_s = message.meta
-    body = stage.link.arrived(state.ends, worker, message.body)
-    times = (step_s, node.now - message.start_ns / 1e9, pull_s)
-    push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
-    update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
-    if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
-        node.show_update(update, of=None, tick=tally.version - 1)
-    tally.now_s = node.now
-    state.rule_state = rule_of(stage).observe(stage, state.rule_state, tally, push)
-    if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
-        replan(node, stage, state, push, stage.planner)
-    return update is not None
-
-
-def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
-    """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum.
-    Until a quorum has come it is kept (None); at a border (push None) those that were are folded in, however few."""
-    tally = state.tally
-    members = state.buffer if push is None else (*state.buffer, push)
-    if push is not None and len(members) < stage.quorum:
-        state.buffer = members
-        return None
-    members = tuple(sorted(members, key=lambda push: push.worker)) if len(members) > 1 else members
-    weights = stage.doing(state.workers).weights_of(members)
-    if stage.codec.flags.reduces:
-        update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
-    else:
-        update = stage.aggregate.fold(members, weights)
-    state.buffer = ()
-    lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
-    if stage.sync.exchange != "difference":
-        state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
-    else:
-        state.outer_state, state.params = stage.outer.step(state.outer_state, state.params, update, lr)
-    tally.merge()
-    for member in members:
-        tally.commit(member.worker, member.steps, member.samples)
-    return update
-
-
-def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
-    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on."""
-    payload = stage.payload(state.workers[push.worker].compression_ratio)
-    if state.averages is None:
-        profile = state.profile or stage.profile
-        assert profile is not None, "an online planner starts from a profile"
-        state.averages = Averages(profile)
-    averages = planner.observe(state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload)
-    assert stage.plan.h_preset is not None
-    presets = (stage.plan.h_preset, stage.plan.r_preset)
-    state.averages, rows = planner.replan(averages, state.workers, *presets, stage.payload)
-    if rows is not None:
-        state.workers = assigned(state.workers, rows, resharded=False)  # shards are cut at borders only
-        ratios = [w.compression_ratio for w in state.workers]
-        node.emit(Replan(node.rank, stage.index, ratios, [w.local_steps for w in state.workers], node.now_ns))
-
-
-async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
-    """Go on, on this model; returns whether it is another one than before."""
-    tally, plan, rule = state.tally, state.workers[rank], rule_of(stage)
-    changed = tally.pulled[rank] != tally.version  # since this worker's last pull
-    staleness, late = tally.release(rank)
-    tally.now_s = node.now
-    orders = rule.steer(stage, state.rule_state, tally, rank) or AS_PLANNED
-    planned = plan.local_steps if orders.local_steps is None else orders.local_steps
-    rest = None if planned == 1 else stage.rest(tally.steps, tally.samples, int(stage.delayed is not None))
-    steps = stage.at_most(planned, rank, rest)
-    ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
-    applied, what = (tally.version, tally.steps, tally.samples), (steps, ratio, orders.interval_s, orders.batch)
-    body = await rule.messages().answer(node, stage, state, rank, changed)
-    body = head(stage, body) if stage.overlap.pulls and changed else body
-    await node.send(rank, stage.tag("pull"), body, Pull(GO, *applied, staleness, late, 0, *what))
-    return changed

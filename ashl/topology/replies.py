@@ -14,6 +14,9 @@ class Orders(NamedTuple):
     batch: int = 0  # 0 = as before
 
 
+AS_PLANNED = Orders()
+
+
 class Pull(NamedTuple):
     """What every reply says beside the model."""
 

@@ -19,6 +19,7 @@ from ashl.tracking.store import ADDRESS
 FRAME_S = 0.25  # between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # between two lines in a pipe
 MAX_ROWS = 16
+MAX_LOST = 4  # losses that the outcome tells of, one by one
 SLOWER = 0.02  # from here on the outcome tells that the machine did not keep the declared pace
 STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
 SHARES = ("compute", "compress", "push", "pull", "wait", "down")  # what a worker's time is made of, as in summary.json
@@ -33,6 +34,7 @@ class WorkerFrame(NamedTuple):
     wait_share: float | None
     staleness: float | None
     loss: float | None
+    down: bool = False  # whether it is lost, and not back
 
 
 class Frame(NamedTuple):
@@ -114,8 +116,9 @@ class Progress:
     def _drawn(self, frame: Frame) -> Group:
         title = Text.assemble((self._name, "bold"), "  ", frame.stage)
         table = _table("worker", "step", "samples/s", "waiting", "staleness", "loss")
-        for rank, step, rate, waiting, staleness, loss in frame.workers[:MAX_ROWS]:
-            table.add_row(str(rank), number(step), number(rate), percent(waiting), number(staleness), number(loss))
+        for rank, step, rate, waiting, staleness, loss, down in frame.workers[:MAX_ROWS]:
+            shown = [number(rate), "down" if down else percent(waiting), number(staleness), number(loss)]
+            table.add_row(str(rank), number(step), *shown)
         clock, quality = _texts(_clock(frame)), _texts(self._quality(frame))
         parts = [Text("   ").join([title, *clock]), Text("   ").join(quality), table]
         if len(frame.workers) > MAX_ROWS:
@@ -165,6 +168,11 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     yield "waiting", f"{percent(summary.get('wait_share'))} of the workers' time{lead}"
+    if lost := summary.get("lost_workers"):
+        more = f"; and {len(lost) - MAX_LOST} more, in summary.json" if len(lost) > MAX_LOST else ""
+        yield "lost", "; ".join(map(_absence, lost[:MAX_LOST])) + more
+        if (goodput := summary.get("goodput")) is not None:
+            yield "goodput", f"{percent(goodput)} of the steps/s planned without failures"
     if (hidden := summary.get("comm_hidden_share")) is not None:
         yield "hidden", f"{percent(hidden)} of the time of sums behind other work"
     pace = summary.get("pace") or {}
@@ -179,6 +187,11 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         yield "messages", ", ".join(parts)
     if measures := summary.get("measures"):
         yield "measures", ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items())
+
+
+def _absence(lost: dict) -> str:
+    back = "" if lost["back_s"] is None else f", back at {seconds(lost['back_s'])}"
+    return f"worker {lost['worker']} at {seconds(lost['time_s'])} ({lost['why']}){back}"
 
 
 def _workers(summary: dict) -> Table:

@@ -23,6 +23,7 @@ COLOR = {
     "push": "thread_state_iowait",
     "pull": "thread_state_runnable",
     "wait": "terrible",
+    "down": "black",
 }
 ROUND_ARGS = ("stage", "staleness", "loss")
 LINES = ("", "parts", "messages")  # of a rank, one below the other
@@ -53,7 +54,8 @@ def write(events: Path, trace: Path, num_workers: int | None = None, end_s: floa
 
 def entries(events: Path, num_workers: int | None = None, end_s: float | None = None) -> Iterator[dict]:
     """Yield the entries of the trace, times in microseconds, each track's name ahead of its first slice."""
-    named, end_s = set[tuple[int, str]](), math.inf if end_s is None else end_s
+    named, lost = set[tuple[int, str]](), dict[int, float]()
+    end_s = math.inf if end_s is None else end_s
     for record in jsonl.read(events):
         rank = record.get("rank") or 0
         server = num_workers is not None and rank >= num_workers
@@ -78,11 +80,16 @@ def entries(events: Path, num_workers: int | None = None, end_s: float | None = 
                     if first_s < end_s:
                         yield {"name": f"{what} {k}"} | _slice(rank + ASIDE * line, first_s, min(last_s, end_s))
         else:
+            if record.get("kind") in ("lost", "joined"):
+                lost[rank] = record["time_s"] if record["kind"] == "lost" else math.inf
             at_s = next((record[key] for key in ("time_s", "end_s", "start_s") if record.get(key) is not None), 0.0)
             at_s = min(at_s, end_s)
             args = {key: value for key, value in record.items() if key not in ("kind", "rank", "spans")}
             entry = {"ph": "i", "s": "t", "pid": 0, "tid": rank, "ts": round(at_s * 1e9) / 1000}
             yield {"name": record.get("kind", "event"), "args": args} | entry
+    for rank, since_s in lost.items():  # and did not come back
+        if since_s < end_s < math.inf:
+            yield {"name": "down", "cname": COLOR["down"]} | _slice(rank, since_s, end_s)
 
 
 def parts_of(record: Mapping[str, Any]) -> Iterator[tuple[float, float]]:

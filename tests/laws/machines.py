@@ -16,5 +16,5 @@ def cluster(n: int, **costs: Any) -> Cluster:
         "compute": (1.0,) * n,
     }
     base |= dict.fromkeys(("compute_spread", "compress_s", "server_step_s", "jitter"), 0.0)
-    base |= {"step_s": 0.01, "events": ()}
+    base |= {"step_s": 0.01, "events": (), "churn": None, "detect_s": 0.02}
     return Cluster(**base | costs)

@@ -72,7 +72,7 @@ def test_a_lost_peer_ends_what_can_no_longer_end(receives, gone) -> None:
     box, loss = Mailbox(), PeerLostError(gone)
     tasks = [waiter(Recv(tags, src)) for tags, src in receives]
     box.waiters.extend(tasks)
-    stuck = box.lose(loss)
+    stuck = [task for task, _ in box.lose(loss, 0)]
     assert stuck == [task for task in tasks if task.waiting.src in (ANY, gone)]
     assert box.waiters == [task for task in tasks if task not in stuck]
     assert box.take(Recv((TAGS[0],), gone)) is loss
@@ -83,6 +83,6 @@ def test_what_came_before_the_loss_is_still_delivered() -> None:
     box = Mailbox()
     message = Message(1, TAGS[0], None, (), 0)
     box.put(message)
-    box.lose(PeerLostError(1))
+    box.lose(PeerLostError(1), 0)
     assert box.take(Recv((TAGS[0],), 1)) is message
     assert isinstance(box.take(Recv((TAGS[0],), 1)), PeerLostError)

@@ -116,7 +116,7 @@ def test_what_a_topology_does_not_carry_is_refused(monkeypatch) -> None:
 
 def test_a_topology_cannot_carry_what_there_is_not(monkeypatch) -> None:
     monkeypatch.setattr(AllReduce, "carries", frozenset({"weigths"}))
-    with pytest.raises(UsageError, match="says that it carries 'weigths', which there is not; there are: codec, delay"):
+    with pytest.raises(UsageError, match="says that it carries 'weigths', which there is not; there are: churn, codec"):
         simulated("topology=all_reduce", "sync=bsp", "schedule=single")
 
 

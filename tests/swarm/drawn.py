@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ashl.aggregate.mean import Mean
@@ -18,10 +17,9 @@ from ashl.planning.predict import WITHOUT
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
-from ashl.stage.program import program
 from ashl.stage.rule import extra_ranks
 from ashl.stage.stage import Stage
-from tests.support import flat
+from tests.support import befallen, flat
 
 BATCH = 8
 WHAT = ("compute", "link")
@@ -92,6 +90,8 @@ def drawn_cluster(rng: random.Random) -> Cluster:
         inner_latency_s=None,
         jitter=rng.choice([0.0, 0.0, 0.2, 1.5]),
         events=tuple(events),
+        churn=None,
+        detect_s=0.02,
     )
 
 
@@ -140,7 +140,7 @@ def run(cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable
     def tick() -> None:
         assert sim.events < MOST_EVENTS, f"no end in sight after {sim.now_ns / 1e9} s on the clock"
 
-    sim.run(main or partial(program, stages=stages), tick)
+    sim.run(main or befallen(sim, cluster, seed, tuple(stages)), tick)
     return sim, seen
 
 

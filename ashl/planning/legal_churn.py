@@ -1,0 +1,53 @@
+"""What befalls a cluster, refused where a run could not go on as it should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL
+from ashl.errors import UsageError
+from ashl.overlap.contract import Delayed
+from ashl.plan.plan import StagePlan
+from ashl.planning.build import Parts
+from ashl.planning.legal import chosen
+from ashl.stage.rule import CHURN
+
+MEMBERS = {FAIL, "join", "churn"}  # what changes who takes part
+
+
+def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
+    """Raises UsageError, with what to take instead."""
+    befalls, n = set(parts.cluster.befalls), len(stages[0].workers)
+    if parts.runtime.min_workers > n:
+        raise UsageError(
+            f"runtime.min_workers={parts.runtime.min_workers}, and there are {n} workers; take at most {n}"
+        )
+    if not befalls:
+        return
+    named = ", ".join(sorted(befalls))
+    if parts.runtime.name != "sim":
+        raise UsageError(f"cluster.events and cluster.churn ({named}) are for virtual time yet; take runtime=sim")
+    if checkpoint_s is not None:
+        raise UsageError(
+            f"run.checkpoint_s: no checkpoint holds yet what befalls a cluster ({named}); drop it, or the events"
+        )
+    if SERVER_FAIL in befalls and not parts.stages[0].topology.has_server:
+        raise UsageError(
+            f"cluster.events: topology={chosen(parts.stages[0].topology)} has no server that could fail; drop "
+            "server_fail, or take topology=parameter_server"
+        )
+    for stage, own in zip(stages, parts.stages, strict=True):
+        carried = own.topology.carries if own.sync.carries is None else own.sync.carries
+        if befalls & MEMBERS and CHURN not in carried:
+            who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
+            raise UsageError(
+                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, which "
+                "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
+                "sync=bsp or sync=asp"
+            )
+        beside = isinstance(own.overlap, Delayed) or not own.overlap.serial
+        if beside and befalls - {LINK_DOWN, SERVER_FAIL}:
+            raise UsageError(
+                f"cluster.events ({named}) with overlap={chosen(own.overlap)} is not built yet: what goes on beside a "
+                "step would not stand still; take overlap=none"
+            )

@@ -1,0 +1,253 @@
+"""What befalls the workers of a simulation: they fail and come back, or stand still for a while; or the server fails.
+
+A worker that fails is gone at that instant, with all that it knew, what was on its way to it, and what it had sent that
+had not arrived; ports that were to take that in still do. Who has a link to it hears of it `detect_s` later, or when it
+is back, if that is sooner: a loss comes before the next life. A worker that stands still computes nothing and takes in
+nothing; what it had sent goes on, and so does a sum that is under way.
+
+At random: worker i is well for the k-th time for an Exp(mtbf_s), and away after that for an Exp(mttr_s), each the k-th
+draw of the worker's own stream, whatever the others do. A failure that would leave fewer than `min_workers` does not
+happen, and the next one is drawn. None of it makes a run any longer: it is over when all who are there have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from heapq import heapify, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ashl.cluster.network import Ports
+from ashl.cluster.spec import Cluster, Event
+from ashl.data.rng import Purpose, stream
+from ashl.errors import AshlError
+from ashl.runtime.effects import Compute, Message, PeerLostError
+from ashl.runtime.kernel import Mailbox, Task
+from ashl.runtime.ledger import Span
+from ashl.runtime.records import Joined, Lost
+
+if TYPE_CHECKING:
+    from ashl.runtime.sim import Sim
+
+FIRST = -(2**60)  # before all else that happens at an instant
+
+
+class Aside(Mailbox):
+    """That of a worker which is not there to take anything in."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Message] = []
+
+    def put(self, message: Message) -> Task | None:
+        self.held.append(message)
+        return None
+
+
+class Churn:
+    """Lets a cluster's events happen to a simulation. `start(node, comes=True)` is the coroutine of a worker that
+    comes; `links(rank)` says who hears of a loss."""
+
+    def __init__(
+        self,
+        sim: Sim,
+        cluster: Cluster,
+        seed: int,
+        min_workers: int,
+        links: Callable[[int], Sequence[int]],
+        start: Callable[..., Coroutine],
+    ) -> None:
+        self.sim, self.cluster, self.min_workers, self.links, self.start = sim, cluster, min_workers, links, start
+        self._places = count(FIRST)
+        self._still: dict[int, tuple[int, Mailbox]] = {}  # who stands still, until when, and its own mailbox
+        self._untold: set[tuple[int, int, int, str]] = set()  # who has not heard yet that who is lost, since when, why
+        for event in cluster.events:
+            if event.server_fail:
+                self._at(event.time_s, self._server_fails, event)
+            elif event.fail or event.join or event.pause:
+                self._at(event.time_s, self._happens, event)
+        if cluster.churn is not None:
+            for rank in range(len(cluster.compute)):
+                self._draw(rank, stream(seed, Purpose.CHURN, rank), cluster.churn.mtbf_s, self._fails_at_random)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is: some rank that is there has ended."""
+        return any(task.done and task.node.rank not in self.sim.gone for task in self.sim._mains)
+
+    def _at(self, time_s: float, target: Any, value: Any) -> None:
+        self._at_ns(round(time_s * 1e9), target, value)
+
+    def _at_ns(self, time_ns: int, target: Any, value: Any) -> None:
+        heappush(self.sim._heap, (time_ns, next(self._places), target, value))
+
+    def _happens(self, event: Event) -> None:
+        """What was declared."""
+        assert event.worker is not None
+        if event.fail:
+            self.fail(event.worker, "declared")
+        elif event.join:
+            self.come(event.worker)
+        else:
+            assert event.pause is not None
+            self.pause(event.worker, round(event.pause * 1e9))
+
+    def _server_fails(self, event: Event) -> None:
+        if not self.over:
+            raise AshlError(
+                f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker can go on without it"
+            )
+
+    # --- at random
+
+    def _draw(self, rank: int, rng: np.random.Generator, mean_s: float, what: Any) -> None:
+        self._at(self.sim.now_ns / 1e9 + rng.exponential(mean_s), what, (rank, rng))
+
+    def _fails_at_random(self, item: tuple[int, np.random.Generator]) -> None:
+        rank, rng = item
+        churn = self.cluster.churn
+        if self.over or churn is None:
+            return
+        if rank in self.sim.gone or len(self.cluster.compute) - len(self.sim.gone) > self.min_workers:
+            self.fail(rank, "drawn")
+            self._draw(rank, rng, churn.mttr_s, self._comes_at_random)
+        else:
+            self._draw(rank, rng, churn.mtbf_s, self._fails_at_random)
+
+    def _comes_at_random(self, item: tuple[int, np.random.Generator]) -> None:
+        rank, rng = item
+        churn = self.cluster.churn
+        if not self.over and churn is not None:
+            self.come(rank)
+            self._draw(rank, rng, churn.mtbf_s, self._fails_at_random)
+
+    # --- a loss and a return
+
+    def fail(self, rank: int, why: str) -> None:
+        """A worker that is there is gone from now on."""
+        sim, now = self.sim, self.sim.now_ns
+        if rank in sim.gone or self.over:
+            return
+        sim.gone.add(rank)
+        self._still.pop(rank, None)
+        for task in [task for task in sim._tasks if task.node.rank == rank]:
+            sim._cancel(task)
+        self._halted(rank)
+        self._forget(rank)
+        sim._unit_free[rank] = sim._push_end[rank] = now
+        sim.observer.emit(Lost(rank, now, why))
+        assert self.cluster.detect_s is not None
+        for peer in self.links(rank):
+            self._untold.add(item := (peer, rank, now, why))
+            self._at_ns(now + round(self.cluster.detect_s * 1e9), self._told, item)
+
+    def _told(self, item: tuple[int, int, int, str]) -> None:
+        """A peer hears that a worker is lost, unless it has already."""
+        sim, (peer, rank, since_ns, why) = self.sim, item
+        if item not in self._untold:
+            return
+        if peer in self._still:
+            return self._at_ns(self._still[peer][0], self._told, item)
+        self._untold.remove(item)
+        loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s")
+        for task, value in sim._mail[peer].lose(loss, since_ns):
+            if task.main:
+                task.node.ledger.idle(sim.now_ns)
+            sim._resume(task, value)
+
+    def come(self, rank: int) -> None:
+        """A worker that is gone is back, and knows nothing."""
+        sim = self.sim
+        if rank not in sim.gone or self.over:
+            return
+        for item in sorted(item for item in self._untold if item[1] == rank):
+            self._told(item)
+        self._forget(rank)
+        sim.gone.remove(rank)
+        sim._mail[rank] = Mailbox()
+        for peer in self.links(rank):
+            sim._mail[peer].lost.pop(rank, None)
+        node = sim.nodes[rank]
+        node.ledger.go_on(sim.now_ns, [])
+        sim.observer.emit(Joined(rank, sim.now_ns))
+        sim._mains[rank] = sim.spawn(node, self.start(node, comes=True), main=True)
+
+    def _halted(self, rank: int) -> list[Span]:
+        """Close the books of a rank here; returns what was booked for later."""
+        sim = self.sim
+        coming = [v[1].start_ns for _, _, target, v in sim._heap if target == sim._deliver and v[0] == rank]
+        return sim.nodes[rank].ledger.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
+
+    def _forget(self, rank: int) -> None:
+        """Nothing comes any more of what goes on in this rank, or is on its way to it or from it."""
+        sim = self.sim
+        sim._mail[rank] = Aside()
+        own, kept = (sim._awake, sim._expire, sim._hand_out), []
+        for time_ns, place, target, value in sim._heap:
+            if target.__class__ is Task:
+                lost = target.node.rank == rank
+            elif target == sim._deliver or target == sim._arrive:
+                lost = rank in (value[0], value[1].src)
+                if lost and target == sim._arrive:
+                    lost, target = False, self._in_vain
+            else:
+                lost = target in own and value[0].node.rank == rank
+            if not lost:
+                kept.append((time_ns, place, target, value))
+        heapify(kept)
+        sim._heap[:] = kept
+
+    def _in_vain(self, item: tuple[int, Message, int, int]) -> None:
+        """What a lost worker had sent, or was to get, is at a port, which takes it in all the same."""
+        dst, message, nbytes, tail = item
+        assert isinstance(self.sim.network, Ports)
+        self.sim.network.arrive(message.src, dst, nbytes, self.sim.now_ns, tail)
+
+    # --- standing still
+
+    def pause(self, rank: int, lasts_ns: int) -> None:
+        """A worker that is there stands still from now on."""
+        sim, now = self.sim, self.sim.now_ns
+        end = now + lasts_ns
+        if rank in sim.gone or self.over:
+            return
+        if rank in self._still:  # until the later of the two
+            before, _ = self._still[rank]
+            if end > before:
+                self._at_ns(before, self._stays, (rank, end))
+            return
+        self._still[rank] = end, sim._mail[rank]
+        sim._mail[rank] = Aside()
+        own, heap = (sim._awake, sim._expire, sim._hand_out), sim._heap
+        for i, (time_ns, place, target, value) in enumerate(heap):
+            task = target if isinstance(target, Task) else value[0] if target in own else None
+            if task is not None and task.node.rank == rank:
+                computes = target == sim._hand_out or (target is task and isinstance(task.waiting, Compute))
+                heap[i] = (time_ns + lasts_ns if computes else max(time_ns, end), place, target, value)
+        heapify(heap)
+        if sim._unit_free[rank] > now:
+            sim._unit_free[rank] += lasts_ns
+        sim.nodes[rank].ledger.go_on(end, self._halted(rank))
+        self._at_ns(end, self._goes_on, (rank, end))
+
+    def _stays(self, item: tuple[int, int]) -> None:
+        rank, end = item
+        if end > self.sim.now_ns:
+            self.pause(rank, end - self.sim.now_ns)
+
+    def _goes_on(self, item: tuple[int, int]) -> None:
+        """It takes in what has come meanwhile."""
+        rank, end = item
+        until, mail = self._still.get(rank, (None, None))
+        if until != end or mail is None:
+            return  # it has failed meanwhile
+        aside = self.sim._mail[rank]
+        assert isinstance(aside, Aside)
+        self.sim._mail[rank] = mail
+        del self._still[rank]
+        for message in aside.held:
+            self.sim._deliver((rank, message))

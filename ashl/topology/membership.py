@@ -1,0 +1,156 @@
+"""Who takes part: a parameter server goes on without a worker that is lost, and with one that comes (back).
+
+Rule of a loss, once it is noticed: what others wait for, they wait for without that worker. A lead is counted from the
+slowest of those who are left. A round waits for them alone, is merged at once where the loss makes it whole, and what
+the lost worker had pushed for it is dropped and counted; so from there on it is the round of the others. Where pushes
+are merged as they come, what had come is used, and the weights are those of the others, Σ w_i = 1. What compressors
+keep for the worker is forgotten.
+
+Rule of a join: the worker gets the stage, the model, and its orders. It counts as far as the slowest is; its optimizer
+and its compressor begin anew, and its data go on where the server has last heard of them. Who comes at a border takes
+part from the next stage on, and who comes when the run is over is told so. A life is known by the moment at which it
+asked to take part, and what the server sends to it has that as its tag: nothing is mistaken for an answer to another.
+
+Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (3.8);
+rounds of those who are left as with the backup workers of Chen et al., arXiv 1604.00981.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from ashl.errors import AshlError
+from ashl.runtime.effects import JOIN, LOST, Message, Tag
+from ashl.runtime.node import Node
+from ashl.stage.program import reassigned
+from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.topology.local_work import WorkerState
+from ashl.topology.merging import merge, orders_of, rule_of
+
+if TYPE_CHECKING:
+    from ashl.topology.parameter_server import ServerState
+
+PLANNED: Tag = ("planned", 0, 0)  # what profiling has planned, for who was not there
+
+
+def welcomed(life: int) -> Tag:
+    """The tag of the answer to a newcomer."""
+    return "welcome", 0, life
+
+
+class Welcome(NamedTuple):
+    """What a newcomer is told beside the model."""
+
+    word: float  # GO; STOP where the run is over
+    end_ns: float  # of the run, with STOP
+    stage: float = 0.0
+    version: float = 0.0
+    steps: float = 0.0  # applied so far
+    samples: float = 0.0
+    done: float = 0.0  # of the steps, applied or dropped, its own
+    planned: float = 0.0  # the stage from which on another message says what workers do; 0 = the plan does
+    local_steps: float = 1.0
+    ratio: float = 1.0
+    interval_s: float = 0.0
+    batch: float = 0.0
+
+
+async def membership(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """At the server: a worker is lost or has come; returns whether the model changed."""
+    if message.tag == LOST:
+        return await lost(node, stage, state, message.src)
+    introduced(state, message)
+    if state.word != NEXT:
+        await welcome(node, stage, state, message.src)
+    return False
+
+
+def introduced(state: ServerState, message: Message) -> None:
+    """A newcomer asks to take part."""
+    (life,) = message.meta
+    state.newcomers += (message.src,)
+    state.lives[message.src] = int(life)
+
+
+async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
+    """Go on without a worker; returns whether the model changed, as the round was whole without it. Raises AshlError
+    where too few are left."""
+    tally, rule = state.tally, rule_of(stage)
+    state.newcomers = tuple(other for other in state.newcomers if other != rank)
+    if rank in tally.gone:
+        return False
+    tally.lose(rank)
+    state.ends.forget(rank)
+    if (left := tally.present + len(state.newcomers)) < stage.min_workers:
+        raise AshlError(
+            f"worker {rank} is lost at {node.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
+            f"runtime.min_workers={stage.min_workers}: the run ends here"
+        )
+    tally.now_s = node.now
+    state.rule_state = rule.changed(stage, state.rule_state, tally, rank)
+    if not rule.in_rounds:
+        return False
+    for push in state.buffer:
+        if push.worker == rank:
+            tally.drop(rank, push.steps)
+    state.buffer = tuple(push for push in state.buffer if push.worker != rank)
+    if not state.buffer or len(state.buffer) < stage.quorum_of(tally.present):
+        return False
+    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+    return True
+
+
+async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
+    """Let a newcomer take part, from this model on."""
+    tally = state.tally
+    state.newcomers = tuple(other for other in state.newcomers if other != rank)
+    tally.come(rank)
+    tally.now_s = node.now
+    state.rule_state = rule_of(stage).changed(stage, state.rule_state, tally, rank)
+    stage.link.gave(state.ends, rank, state.params)
+    planned, rows = state.assigned or (0, None)
+    done = tally.steps_by[rank] + tally.dropped_by[rank]
+    applied, what = (tally.version, tally.steps, tally.samples), orders_of(stage, state, rank)
+    await node.send(
+        rank, welcomed(state.lives[rank]), state.params, Welcome(GO, 0, stage.index, *applied, done, planned, *what)
+    )
+    if rows is not None:
+        await node.send(rank, PLANNED, rows)
+
+
+async def close_doors(node: Node, state: ServerState, end_ns: int) -> None:
+    """At the server, once nobody else is to be answered: whoever has come, or comes, is told that the run is over."""
+    while True:
+        for rank in state.newcomers:
+            await node.send(rank, welcomed(state.lives[rank]), None, Welcome(STOP, end_ns))
+        state.newcomers = ()
+        message = await node.recv(JOIN, LOST)
+        if message.tag == JOIN:
+            introduced(state, message)
+
+
+async def come(node: Node, stages: Sequence[Stage]) -> tuple[int, WorkerState] | None:
+    """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
+    is over."""
+    life = int(float(node.now_ns))
+    await node.send(stages[0].server, JOIN, None, (life,))
+    message = await node.recv(welcomed(life))
+    told = Welcome(*message.meta)
+    if told.word == STOP:
+        node.ledger.close(int(told.end_ns))
+        return None
+    params, moments = stages[0].trainer.init()
+    state = WorkerState(params if message.body is None else message.body, moments)
+    state.version, state.steps, state.samples = int(told.version), int(told.steps), int(told.samples)
+    if told.planned:
+        state.assigned = int(told.planned), (await node.recv(PLANNED)).body
+        stages = reassigned(stages, *state.assigned)
+    stage, state.life = stages[int(told.stage)], life
+    state.enter(stage, node.rank)
+    state.batch = int(told.batch) or state.batch
+    state.step = state.round = int(told.done)
+    state.drawn = state.step * state.batch
+    state.local_steps, state.ratio, state.interval_s = int(told.local_steps), told.ratio, told.interval_s
+    return stage.index, state

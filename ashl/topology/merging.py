@@ -1,0 +1,128 @@
+"""What a parameter server makes of pushes: taken in, folded into the model, and answered."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ashl.aggregate.weighted import Push
+from ashl.plan.plan import assigned
+from ashl.planner.assignment import Planner
+from ashl.planner.online import Averages
+from ashl.runtime.effects import Message
+from ashl.runtime.node import Node
+from ashl.runtime.records import Replan
+from ashl.stage.stage import GO, Stage
+from ashl.topology.local_work import reports_mean
+from ashl.topology.replies import AS_PLANNED, Pull
+from ashl.topology.sliced import head, put_together
+
+if TYPE_CHECKING:
+    from ashl.topology.parameter_server import ServerRule, ServerState
+
+
+def rule_of(stage: Stage) -> ServerRule:
+    """The stage's sync mode, as a server asks it."""
+    return cast("ServerRule", stage.sync)
+
+
+async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Take in one push; returns whether the model changed."""
+    tally, worker, rule = state.tally, message.src, rule_of(stage)
+    message = await put_together(node, stage, message) if stage.messages else message
+    steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
+    staleness = tally.version - version
+    all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
+    beyond = staleness - 1 if all_late else staleness
+    late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
+    tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
+    tally.arrive(worker, staleness, late)
+    if late or tally.diverged:
+        tally.drop(worker, steps)
+        return False
+    return await rule.messages().absorb(node, stage, state, message)
+
+
+async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
+    tally, worker = state.tally, message.src
+    steps, samples, loss, version, step_s, pull_s = message.meta
+    body = stage.link.arrived(state.ends, worker, message.body)
+    times = (step_s, node.now - message.start_ns / 1e9, pull_s)
+    push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
+    update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
+    if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
+        node.show_update(update, of=None, tick=tally.version - 1)
+    tally.now_s = node.now
+    state.rule_state = rule_of(stage).observe(stage, state.rule_state, tally, push)
+    if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
+        replan(node, stage, state, push, stage.planner)
+    return update is not None
+
+
+def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
+    """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum.
+    Until a quorum has come it is kept (None); with push None those that were are folded in, however few: at a border,
+    or where the others of the quorum are gone."""
+    tally = state.tally
+    members = state.buffer if push is None else (*state.buffer, push)
+    if push is not None and len(members) < stage.quorum_of(tally.present):
+        state.buffer = members
+        return None
+    members = tuple(sorted(members, key=lambda push: push.worker)) if len(members) > 1 else members
+    weights = stage.doing(state.workers).weights_of(members, tally.gone)
+    if stage.codec.flags.reduces:
+        update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
+    else:
+        update = stage.aggregate.fold(members, weights)
+    state.buffer = ()
+    lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
+    if stage.sync.exchange != "difference":
+        state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
+    else:
+        state.outer_state, state.params = stage.outer.step(state.outer_state, state.params, update, lr)
+    tally.merge()
+    for member in members:
+        tally.commit(member.worker, member.steps, member.samples)
+    return update
+
+
+def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
+    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on."""
+    payload = stage.payload(state.workers[push.worker].compression_ratio)
+    if state.averages is None:
+        profile = state.profile or stage.profile
+        assert profile is not None, "an online planner starts from a profile"
+        state.averages = Averages(profile)
+    averages = planner.observe(state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload)
+    assert stage.plan.h_preset is not None
+    presets = (stage.plan.h_preset, stage.plan.r_preset)
+    state.averages, rows = planner.replan(averages, state.workers, *presets, stage.payload)
+    if rows is not None:
+        state.workers = assigned(state.workers, rows, resharded=False)  # shards are cut at borders only
+        ratios = [w.compression_ratio for w in state.workers]
+        node.emit(Replan(node.rank, stage.index, ratios, [w.local_steps for w in state.workers], node.now_ns))
+
+
+async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
+    """Go on, on this model; returns whether it is another one than before."""
+    tally = state.tally
+    changed = tally.pulled[rank] != tally.version  # since this worker's last pull
+    staleness, late = tally.release(rank)
+    tally.now_s = node.now
+    what, applied = orders_of(stage, state, rank), (tally.version, tally.steps, tally.samples)
+    body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
+    body = head(stage, body) if stage.overlap.pulls and changed else body
+    await node.send(rank, state.pull(stage, rank), body, Pull(GO, *applied, staleness, late, 0, *what))
+    return changed
+
+
+def orders_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
+    """What this worker, which goes on now, does next: `Orders` in full."""
+    tally, plan = state.tally, state.workers[rank]
+    orders = rule_of(stage).steer(stage, state.rule_state, tally, rank) or AS_PLANNED
+    planned = plan.local_steps if orders.local_steps is None else orders.local_steps
+    ahead = int(stage.delayed is not None)
+    rest = None if planned == 1 else stage.rest(tally.steps, tally.samples, ahead, tally.gone)
+    ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
+    return stage.at_most(planned, rank, rest), ratio, orders.interval_s, orders.batch

@@ -1,0 +1,311 @@
+"""Workers that fail, come back and stand still, in virtual time: what a parameter server makes of it, held against a
+reference without a server, and to the nanosecond."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.cluster.spec import Churn, Event
+from ashl.errors import AshlError, UsageError
+from ashl.plan.plan import Plan
+from ashl.planning.build import assemble, parts_of
+from ashl.planning.legal_churn import check_churn
+from ashl.runtime.effects import PeerLostError
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage.link import Ends
+from ashl.stage.rule import CHURN, Rule
+from ashl.stage.stage import Stage
+from ashl.topology.all_reduce import AllReduce
+from ashl.topology.local_work import WorkerState, turn_of
+from ashl.topology.parameter_server import ParameterServer, ServerRule
+from tests.conf_option import CONF, conf_option
+from tests.laws.machines import cluster
+from tests.support import planned, run
+
+DETECT_S = 0.02  # of the cluster below
+RUN = ("cluster=homogeneous", "cluster.compute=[1,2,4]", "dataset.batch_size=16", "eval.every_commits=1")
+
+
+def with_events(plan: Plan, *events: dict, **cluster: object) -> Plan:
+    return replace(plan, cluster=plan.cluster | {"events": list(events), **cluster})
+
+
+def lost(worker: int, time_s: float) -> dict:
+    return {"time_s": time_s, "worker": worker, "fail": True}
+
+
+def back(worker: int, time_s: float) -> dict:
+    return {"time_s": time_s, "worker": worker, "join": True}
+
+
+class Alone:
+    """Rounds of some workers by the formula alone: no server, no messages, no clock."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, n = stage, stage.num_workers
+        self.params, self.moments = stage.trainer.init()
+        self.version = self.samples = 0
+        self.workers = [WorkerState(self.params, stage.trainer.moments()) for _ in range(n)]
+        self.server = Ends()
+        for rank, worker in enumerate(self.workers):
+            worker.enter(stage, rank)
+
+    def update(self, rank: int) -> Tensor:
+        """What this worker's push is decoded to."""
+        stage, worker, trainer = self.stage, self.workers[rank], self.stage.trainer
+        worker.params, worker.samples, local = self.params, self.samples, self.params
+        for _ in range(1 if stage.sync.exchange == "gradient" else worker.local_steps):
+            step, first = worker.step, worker.drawn
+            worker.step, worker.drawn = step + 1, first + worker.batch
+            span = range(first, worker.drawn)
+            if stage.sync.exchange == "gradient":
+                _, x = trainer.gradient(self.params, rank, step, span)
+            else:
+                rate = trainer.rate(self.samples)
+                _, worker.moments, local = trainer.local_step(local, worker.moments, rank, step, rate, span)
+                x = local - self.params
+        if not stage.link.flags.lossless:
+            turn = turn_of(stage, rank, worker, self.version)
+            x = stage.link.decode(self.server, rank, stage.link.encode(worker.ends, x, turn))
+        worker.round += 1
+        return x
+
+    def round(self, members: list[int]) -> Tensor:
+        """The model after a round of these."""
+        total = sum_in_rank_order([self.update(rank) * (1 / len(members)) for rank in members])
+        rate = self.stage.trainer.rate(self.samples)
+        if self.stage.sync.exchange == "gradient":
+            self.moments, self.params = self.stage.trainer.apply(self.params, self.moments, total, rate)
+        else:
+            self.params = self.params + total
+        self.version += 1
+        self.samples += sum(self.stage.round_samples[rank] for rank in members)
+        return self.params
+
+
+@pytest.mark.parametrize(
+    ("mode", "fails_s"),
+    [
+        (("sync=bsp", "optimizer.momentum=0.9"), 0.31),  # the slowest, while it computes
+        (("sync=bsp", "compression=topk", "compression.ratio=0.1"), 0.31),
+        (("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9"), 0.6),
+    ],
+    ids=["momentum", "topk", "local_sgd"],
+)
+def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], fails_s: float) -> None:
+    plan = with_events(planned(*RUN, *mode, "stop.steps=40", "aggregate=uniform"), lost(2, fails_s))
+    ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
+    with_it = ran.end["commits"][2]
+    assert 1 < with_it < ran.end["merges"] - 2
+    models = {record["merges"]: params for record, params in ran.snapshots}
+    for number in range(1, ran.end["merges"]):
+        params = alone.round([0, 1, 2] if number <= with_it else [0, 1])
+        assert torch.equal(models[number], params), number
+    assert ran.end["commits"][:2] == [ran.end["merges"]] * 2, "no round is counted twice"
+
+
+def test_a_loss_while_all_wait_for_it_makes_the_round_whole_at_once() -> None:
+    """The slowest needs 0.08 s; the others wait. It fails at 0.05 s, and 0.02 s later the round is merged."""
+    ran = run(with_events(planned(*RUN, "sync=bsp", "stop.steps=20"), lost(2, 0.05)))
+    first = ran.snapshots[0][0]
+    assert first["time_ns"] == round((0.05 + DETECT_S) * 1e9)
+    assert first["commits"] == [1, 1, 0]
+
+
+def test_what_the_lost_had_pushed_for_the_round_is_dropped_and_counted() -> None:
+    """The quickest pushes at 0.025 s and fails while it waits for the others."""
+    ran = run(with_events(planned(*RUN, "sync=bsp", "stop.steps=20"), lost(0, 0.03)))
+    assert ran.end["commits"][0] == 0
+    assert ran.end["dropped_by"] == [1, 0, 0]
+    assert ran.snapshots[0][0]["commits"] == [0, 1, 1]
+
+
+def test_one_at_a_time_the_weights_are_those_of_the_others() -> None:
+    ran = run(with_events(planned(*RUN, "sync=asp", "stop.steps=60", "aggregate=uniform"), lost(2, 0.3)))
+    stage = assemble(ran.plan, "cpu").stages[0]
+    pushes = [type("Push", (), {"worker": rank}) for rank in (0, 1)]
+    assert stage.weights_of(pushes, {2}) == [0.5, 0.5]
+    assert stage.weights_of(pushes) == [1 / 3, 1 / 3]
+    assert ran.end["commits"][2] == 3  # cycles of 0.09 s
+
+
+def test_a_lead_is_counted_from_the_slowest_who_is_left() -> None:
+    """Under SSP nobody is more than s commits ahead of the slowest; once that is gone, nobody waits for it."""
+    mode = ("sync=ssp", "sync.staleness=1", "runtime.gradients=false", "stop.seconds=3")
+    ran = run(with_events(planned(*RUN, *mode), lost(2, 0.5)))
+    assert ran.end["commits"][2] <= 6
+    assert ran.end["commits"][1] == pytest.approx(2.5 / 0.05, abs=8)  # its own cycles of 0.05 s from there on
+    assert ran.end["max_lead"] <= 1
+
+
+def test_who_comes_back_has_the_model_and_its_part_of_the_rounds() -> None:
+    ran = run(with_events(planned(*RUN, "sync=bsp", "stop.steps=60"), lost(1, 0.2), back(1, 0.6)))
+    down = ran.ledgers[1]["down"]
+    assert down == 400_000_000
+    rounds = [r for r in ran.of("round") if r["rank"] == 1]
+    again = next(r for r in rounds if r["end_ns"] > 600_000_000)
+    assert ["down", 200_000_000, 600_000_000] in [list(span) for span in again["spans_ns"]]
+    assert ran.end["commits"][1] < ran.end["commits"][0] == ran.end["commits"][2]
+    assert all(r["staleness"] == 0 for r in rounds), "it computes on the model of its round"
+
+
+def test_who_was_away_counts_as_the_slowest() -> None:
+    """Its lead is nobody's to wait for: SSP's bound holds, and nobody stands still until it has caught up."""
+    mode = ("sync=ssp", "sync.staleness=2", "runtime.gradients=false", "stop.seconds=4")
+    ran = run(with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 2.5)))
+    assert ran.end["max_lead"] <= 2
+    gaps = [r["end_ns"] - r["start_ns"] for r in ran.of("round") if r["rank"] == 1]
+    assert max(gaps) < 500_000_000
+
+
+ONE = ("cluster=homogeneous", "cluster.compute=[1]", "sync=asp", "stop.steps=9", "runtime.gradients=false")
+
+
+def test_a_pause_within_a_step_is_that_much_later() -> None:
+    """Alone with a server, in cycles of 0.03 s: the run ends later by the pause, and the pause is down."""
+    plan = planned(*ONE)
+    before = run(plan)
+    for time_s in (0.06, 0.0651, 0.0737):
+        after = run(with_events(plan, {"time_s": time_s, "worker": 0, "pause": 0.0123456}))
+        assert after.time_ns - before.time_ns == 12_345_600
+        assert after.ledgers[0] == before.ledgers[0] | {"down": 12_345_600}
+
+
+def test_what_comes_during_a_pause_is_taken_in_after_it() -> None:
+    """A step ends at 0.02 s, its push at 0.025 s; the reply, due at 0.03 s, is taken in at the pause's end."""
+    plan = planned(*ONE)
+    ran = run(with_events(plan, {"time_s": 0.027, "worker": 0, "pause": 0.1}))
+    assert ran.time_ns == run(plan).time_ns + 97_000_000
+
+
+def test_transfers_wait_until_the_link_is_back() -> None:
+    """The second push is on its way from 0.05 s on for 0.005 s; from 0.052 s to 0.152 s nothing moves."""
+    plan = planned(*ONE)
+    ran = run(with_events(plan, {"time_s": 0.052, "worker": 0, "link_down": 0.1}))
+    assert ran.time_ns == run(plan).time_ns + 100_000_000
+    assert ran.ledgers[0]["push"] == run(plan).ledgers[0]["push"] + 100_000_000
+
+
+def test_failures_at_random_are_each_workers_own() -> None:
+    plan = planned(*RUN, "sync=asp", "runtime.gradients=false", "stop.seconds=12")
+    churn = {"churn": {"mtbf_s": 1.0, "mttr_s": 0.2}}
+    ran = run(with_events(plan, **churn))
+    other = run(with_events(plan, {"time_s": 1.0, "worker": 0, "pause": 0.5}, **churn))
+    found = [[(r["rank"], r["time_ns"]) for r in of.of("lost") if r["rank"] == 1] for of in (ran, other)]
+    assert len(found[0]) > 3
+    assert found[0] == found[1]
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+    away = sum(ledger["down"] for ledger in ran.ledgers) / ran.time_ns / 3
+    assert 0.05 < away < 0.4  # 1 / 6 on average
+    assert run(with_events(plan, **churn)).records == ran.records
+
+
+def test_failures_at_random_never_end_a_run() -> None:
+    plan = planned(*RUN, "sync=asp", "runtime.gradients=false", "stop.seconds=5", "runtime.min_workers=2")
+    ran = run(with_events(plan, churn={"mtbf_s": 0.1, "mttr_s": 1.0}))
+    assert ran.end["reason"] == "seconds"
+    there = 3
+    for record in ran.records:
+        there += {"lost": -1, "joined": 1}.get(record["kind"], 0)
+        assert there >= 2
+
+
+@pytest.mark.parametrize(
+    ("events", "least", "said"),
+    [
+        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 is lost at 0\.32 s and 0 of 3 workers are left"),
+        ((lost(0, 0.1),), 3, r"2 of 3 workers are left, fewer than runtime\.min_workers=3"),
+        (({"time_s": 0.1, "server_fail": True},), 1, r"the server failed at 0\.1 s, as cluster\.events says"),
+    ],
+)
+def test_the_run_ends_where_too_few_are_left(events: tuple[dict, ...], least: int, said: str) -> None:
+    plan = planned(*RUN, "sync=asp", "stop.seconds=1", "runtime.gradients=false", f"runtime.min_workers={least}")
+    with pytest.raises(AshlError, match=said):
+        run(with_events(plan, *events))
+
+
+def test_a_loss_while_profiling_ends_the_run_and_one_after_it_does_not() -> None:
+    plan = planned(*RUN, "schedule=ashl", "stop.steps=120", "eval.every_commits=5")
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        run(with_events(plan, lost(1, 0.5)))
+    drift = {"time_s": 0.0, "worker": 0, "compute": 6.0}
+    ran = run(with_events(plan, drift, lost(1, 2.4), back(1, 2.9)))
+    assert ran.of("stage")[0]["end_ns"] < 2_400_000_000
+    assert ran.end["reason"] == "steps"
+    (made,) = ran.of("plan")
+    planned_steps = made["stages"][0][1][0]
+    assert planned_steps != plan.stages[1].workers[1].local_steps
+    again = [r["steps"] for r in ran.of("round") if r["rank"] == 1 and r["end_ns"] > 2_900_000_000 and r["stage"] == 1]
+    assert set(again) == {planned_steps}, "who comes back does what was planned while the run went on"
+
+
+def rules() -> list[str]:
+    """The modes that a parameter server's loops play."""
+    options = {path.stem: conf_option("sync", path.stem) for path in sorted((CONF / "sync").glob("*.yaml"))}
+    return [name for name, sync in options.items() if isinstance(sync, ServerRule) and type(sync).loop is Rule.loop]
+
+
+def goes_on(name: str) -> bool:
+    sync = conf_option("sync", name)
+    return CHURN in (ParameterServer.carries if sync.carries is None else sync.carries)
+
+
+def test_every_mode_goes_on_but_those_with_messages_of_their_own() -> None:
+    found = rules()
+    assert len(found) > 15
+    assert [name for name in found if not goes_on(name)] == ["asylpg", "spy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in rules() if goes_on(name)])
+def test_a_loss_at_any_moment(name: str) -> None:
+    """In compute, in push, while it waits, at the end: the run ends by its count, and the books balance."""
+    by_plan = ["schedule.h_preset=[2]"] if conf_option("sync", name).local_steps == "plan" else []
+    plan = planned(*RUN, "runtime.gradients=false", f"sync={name}", "stop.steps=60", *by_plan)
+    end_s = run(plan).time_ns / 1e9
+    for moment in (0.05, 0.11, 0.115, 0.125, 0.5 * end_s, 0.999 * end_s, end_s):
+        for worker in range(3):
+            for events in ((lost(worker, moment),), (lost(worker, moment), back(worker, moment + 0.033))):
+                ran = run(with_events(plan, *events))
+                assert ran.end["reason"] == "steps"
+                assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([back(0, 1.0)], "says join, and worker 0 is there by then"),
+        ([lost(0, 1.0), lost(0, 2.0)], "says fail, and worker 0 is gone by then"),
+        ([lost(7, 1.0)], "there are only workers 0 to 2"),
+        ([{"time_s": 1.0, "fail": True}], "names no worker"),
+        ([{"time_s": 1.0, "worker": 1, "server_fail": True}], "says server_fail, and more"),
+        ([{"time_s": 1.0, "worker": 1, "pause": 0.0}], "changes nothing"),
+        ([{"time_s": 1.0, "worker": 1, "pause": 1.0, "fail": True}], "says fail and pause at once"),
+    ],
+)
+def test_events_that_cannot_be_are_refused(events: list[dict], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        cluster(3, events=tuple(Event(**event) for event in events))
+
+
+def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
+    plan = planned(*RUN, "sync=bsp", "runtime.gradients=false")
+    parts, churn = parts_of(plan), Churn(mtbf_s=5.0, mttr_s=1.0)
+    (own,), random = parts.stages, replace(parts.cluster, churn=churn)
+
+    def refused(said: str, checkpoint_s: float | None = None, *, befallen: object = random, **stage: object) -> None:
+        changed = replace(parts, cluster=befallen, stages=(replace(own, **stage),))
+        with pytest.raises(UsageError, match=said):
+            check_churn(changed, plan.stages, checkpoint_s)
+
+    refused("topology=all_reduce, which cannot go on without a worker yet; take", topology=AllReduce())
+    refused("sync=spy, which cannot go on without a worker yet; take", sync=conf_option("sync", "spy"))
+    refused("overlap=late is not built yet: .* take overlap=none", overlap=conf_option("overlap", "late"))
+    refused("no checkpoint holds yet", 1.0)
+    server = Event(time_s=1.0, server_fail=True)
+    refused("no server that could fail", befallen=replace(parts.cluster, events=(server,)), topology=AllReduce())
+    with pytest.raises(UsageError, match="min_workers=4, and there are 3 workers; take at most 3"):
+        check_churn(replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None)
+    assert "detect_s" in replace(random, detect_s=None).missing(), "a missing cost is never zero"

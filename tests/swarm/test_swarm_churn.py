@@ -1,0 +1,139 @@
+"""The swarm with workers that fail, come back, stand still and lose their links, at a parameter server, through one or
+several stages of any sync modes: the run ends, books balance, and no push is counted twice or forgotten."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ashl.cluster.spec import Churn, Cluster, Event
+from ashl.compression.around.wrapped import wrapped
+from ashl.errors import AshlError
+from ashl.planning.predict import WITHOUT
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import ParameterServer
+from tests.conf_option import conf_option
+from tests.swarm.drawn import Seen, bound, drawn_cluster, each, run
+from tests.swarm.test_swarm_stages import drawn_sync
+
+SEEDS, MANY = 60, 10_000
+FIRST = 20_000  # other clusters than those of the other swarms
+
+
+def drawn_events(rng: random.Random, n: int, until_s: float) -> list[Event]:
+    """Lives of each worker, and times at which it stands still or cannot be reached."""
+    events = []
+    for worker in range(n):
+        time_s, there = 0.0, True
+        while rng.random() < 0.6:
+            time_s += rng.choice([0.0, 0.001, rng.expovariate(2 / until_s)])
+            events.append(Event(time_s=time_s, worker=worker, fail=there, join=not there))
+            there = not there
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            what = {rng.choice(["pause", "link_down"]): rng.choice([1e-9, 0.005, rng.uniform(0, until_s)])}
+            events.append(Event(time_s=rng.uniform(0, until_s), worker=worker, **what))
+    return events
+
+
+def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
+    rng = random.Random(seed)
+    cluster = drawn_cluster(rng)
+    n, until_s = cluster.num_workers, rng.choice([0.05, 0.5, 3.0])
+    churn = Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
+    events = sorted((*cluster.events, *drawn_events(rng, n, until_s)), key=lambda event: event.time_s)
+    cluster = replace(
+        cluster,
+        step_s=max(0.001, cluster.step_s or 0.0),
+        events=tuple(events),
+        churn=churn,
+        detect_s=rng.choice([0.0, 0.02, 0.3]),
+    )
+    topology = ParameterServer(pull_ratio=rng.choice([None, None, 0.1]))
+    seconds = rng.choice([0.5, 5.0, 5.0 if churn else None])  # who fails sooner than a round ends gets nowhere
+    limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
+    stages, codec = list[Stage](), conf_option("compression", "topk", ratio=0.1)
+    for index in range(rng.choice([1, 1, 2, 3])):
+        stage = bound(rng, drawn_sync(rng, topology, n), topology, n, limits)
+        until = {rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)}
+        plan = replace(stage.plan, until=until)
+        compressed = topology.pull_ratio is not None or rng.random() < 0.3
+        stages.append(
+            replace(
+                stage,
+                index=index,
+                plan=plan,
+                codec=wrapped(codec, ()) if compressed else stage.codec,
+                trainer=stages[0].trainer if stages else stage.trainer,
+                min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
+                joins=cluster.joins,
+            )
+        )
+    last = stages[-1]
+    stages[-1] = replace(last, plan=replace(last.plan, until={}))
+    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
+
+
+class Counted:
+    """What became of each worker's pushes: how many the server took in, and how many it merged or dropped."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.came, self.settled = Counter[int](), Counter[int]()
+        for name, counter in (("arrive", self.came), ("commit", self.settled), ("drop", self.settled)):
+            patch.setattr(Tally, name, self.counting(getattr(Tally, name), counter))
+
+    @staticmethod
+    def counting(method, counter):
+        def counted(tally, worker, *rest):
+            counter[worker] += 1
+            return method(tally, worker, *rest)
+
+        return counted
+
+
+def check(seed: int) -> None:
+    cluster, stages = drawn(seed)
+    n = cluster.num_workers
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Counted(patch)
+        try:
+            sim, seen = run(cluster, stages, seed)
+        except AshlError as error:
+            if "fewer than runtime.min_workers" not in str(error):
+                raise
+            return
+    end = seen.of("stage")[-1]
+    check_books(seen, n, end["end_ns"])
+    assert end["steps"] == sum(end["steps_by"])
+    for rank in range(n):
+        lives = 1 + sum(record["rank"] == rank for record in seen.of("joined"))
+        assert counted.came[rank] <= counted.settled[rank] <= counted.came[rank] + lives, "a push under way at the end"
+    for mail in sim._mail[n:]:
+        assert {tag[0] for tag in mail.messages} <= {"lost"}, "nobody forgot a message"
+
+
+def check_books(seen: Seen, n: int, end_ns: int) -> None:
+    """Every instant of every worker has one class, also of those that are gone; a round follows the other."""
+    for ledger in seen.of("ledger"):
+        assert sum(ledger["totals_ns"].values()) == end_ns, ledger
+        assert min(ledger["totals_ns"].values()) >= 0
+    cursor = dict.fromkeys(range(n), 0)
+    for record in seen.of("round"):
+        assert record["start_ns"] == min(cursor[record["rank"]], end_ns)
+        cursor[record["rank"]] = record["start_ns"]
+        for _, start, end in record["spans_ns"]:
+            assert start == cursor[record["rank"]] < end
+            cursor[record["rank"]] = end
+        assert record["end_ns"] == cursor[record["rank"]]
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
+def test_a_swarm(first: int) -> None:
+    each(range(first, first + 30), check, drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 500))
+def test_a_large_swarm(first: int) -> None:
+    each(range(first, first + 500), check, drawn)
