@@ -51,7 +51,7 @@ def received(store: Sealed) -> list[tuple[Record, Tensor | None]]:
             time.sleep(0.001)
         return [*said, *desk.received()]
     finally:
-        desk.close(End(0))
+        desk.close(End(0), range(5))
 
 
 @pytest.fixture

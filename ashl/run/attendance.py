@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.run.desk import POLL_S, Desk
+from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.monitor import Monitor
 from ashl.run.pace_kept import kept_pace
 from ashl.run.watch import ALONE
@@ -38,7 +38,6 @@ from ashl.runtime.records import (
 KILLED = "was killed by"  # how it is told, followed by the signal's name
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
 QUIET_S = 0.7  # of a rank that speaks five times a second, when others have lost a connection: it has vanished
-PATIENCE_S = 5.0  # after Ctrl-C: time for the ranks to leave in order
 
 
 @dataclass
@@ -91,6 +90,7 @@ def attend(
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     told, failed_at, interrupted_at = None, None, None
     while len(seen.left) < plan.num_ranks:
+        drained = desk.drained  # what was said until then is heard now
         for record, vector in desk.received():
             seen.hear(monitor, record, vector)
             if isinstance(record, Snapshot):
@@ -101,16 +101,14 @@ def attend(
             desk.tell(desk.news._replace(stopping=told))
         if failed_at is None and (seen.errors or seen.gone()):
             failed_at = now
-        if failed_at is not None and now - failed_at > SETTLE_S:
+        if failed_at is not None and drained - failed_at > SETTLE_S:
             rank, what = culprit(seen.errors, seen.gone(), seen.silent(QUIET_S))
             log = log_of(run_dir, rank)
             raise AshlError(f"{who(plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else ""))
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
             return None
         if now - desk.answered > timeout_s:
-            raise AshlError(
-                f"the job's store did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here"
-            )
+            raise AshlError(f"{desk.store} did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here")
         check_late(plan, monitor, seen, timeout_s)
         monitor.tick()
         time.sleep(POLL_S)

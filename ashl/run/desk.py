@@ -6,13 +6,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.run import vectors
-from ashl.run.reporter import RECORDS, news_of
+from ashl.run.reporter import NOTED, RECORDS, news_of
 from ashl.run.sealed import Sealed
 from ashl.runtime.plane import first_line
 from ashl.runtime.records import End, News, Record, Snapshot, UpdateShown, loads
@@ -21,7 +21,8 @@ POLL_S = 0.03
 PULSE_S = 0.25  # between news
 AHEAD = 2  # vectors that are taken out of the store before somebody wants them
 HOME = -1  # whom news are from
-LAST_WORD_S = 2.0  # for the news of the end
+LAST_WORD_S = 1.5  # for news that the run has failed
+PATIENCE_S = 5.0  # for those that it is over; after Ctrl-C: for the ranks to leave in order
 
 
 class Desk:
@@ -32,13 +33,15 @@ class Desk:
         self.heard = dict.fromkeys(range(num_ranks), now)  # when something of each rank was taken out last ...
         self.drained = now  # ... and when all there was had been taken out
         self.answered = now  # when the store answered last
+        self.store = f"the job's store at {store.address}"
         self._store, self._num_params = store, num_params
-        self.news = News()
-        self._due, self._told = 0.0, threading.Event()
+        self.news = self._told = News()
+        self._due = 0.0
         self._came: deque[tuple[Record, Tensor | None]] = deque()
         self._fetched = self._taken = 0  # vectors
         self._error: Exception | None = None
-        self._wake, self._closing = threading.Event(), False
+        self._wake, self._over = threading.Event(), False
+        self._missing: set[int] | None = None  # who has yet to take note of the end, once there is one
         self._thread = threading.Thread(target=self._loop, daemon=True, name="desk")
         self._thread.start()
 
@@ -57,34 +60,36 @@ class Desk:
         if isinstance(self._error, AshlError):
             raise self._error
         if self._error is not None:
-            raise AshlError(f"the job's store is gone: {first_line(self._error)}") from self._error
+            raise AshlError(f"{self.store} is gone: {first_line(self._error)}") from self._error
 
     def tell(self, news: News) -> None:
         """From now on these are the news."""
-        self.news, self._due = news, 0.0
+        self.news = news
         self._wake.set()
 
-    def close(self, end: End) -> None:
-        """Let everybody know how it ended, for as long as the store takes that in."""
-        self._told.clear()
-        self._closing = True
+    def close(self, end: End, here: Collection[int]) -> None:
+        """Let everybody know how it ended, and wait for a while until those who do not run here have taken note: the
+        store may end with this process. Where the run has failed, whoever is silent is not waited for."""
+        quiet = {rank for rank, at in self.heard.items() if end.code and self.drained - at > LAST_WORD_S}
+        self._missing = {*self.heard} - {*here} - quiet
         self.tell(self.news._replace(end=end))
-        self._told.wait(LAST_WORD_S)
+        self._thread.join(LAST_WORD_S if end.code else PATIENCE_S)
+        self._missing = set()
 
     def _loop(self) -> None:
         try:
-            while not self._told.is_set():
-                self._take_in()
+            while not self._over:
+                if self._missing is None:
+                    self._take_in()
                 self._tell()
                 self.answered = time.monotonic()
                 self._wake.wait(POLL_S)
                 self._wake.clear()
         except Exception as error:
             self._error = error
-            self._told.set()
 
     def _take_in(self) -> None:
-        while self._fetched - self._taken < AHEAD and not self._closing:
+        while self._fetched - self._taken < AHEAD:
             item = self._store.pop(RECORDS)
             self.answered = time.monotonic()
             if item is None:
@@ -102,12 +107,12 @@ class Desk:
                 self._came.append((record, vector))
 
     def _tell(self) -> None:
-        if time.monotonic() < self._due:
-            return
-        closing = self._closing  # before the news are read
-        self._due = time.monotonic() + PULSE_S
-        text = self.news.dumps().encode()
-        for rank in self.heard:
-            self._store.push(news_of(rank), HOME, text)
-        if closing:
-            self._told.set()
+        while self._missing and (item := self._store.pop(NOTED)):
+            self._missing.discard(item[0])
+        news = self.news
+        if news is not self._told or time.monotonic() > self._due:
+            self._told, self._due = news, time.monotonic() + PULSE_S
+            text = news.dumps().encode()
+            for rank in self.heard:
+                self._store.push(news_of(rank), HOME, text)
+        self._over = bool(self._told.end and not self._missing)

@@ -200,17 +200,12 @@ def join(plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat) -> dict | None
     """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating snapshots and writing
     records never hold it up. See `conduct`."""
     place = seat.place._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
-    try:
-        return conduct(plan, run_dir, monitor, seat.store.another(), [place])
-    finally:
-        leave(seat.store, seat.job)
+    return conduct(plan, run_dir, monitor, seat.store.another(), [place])
 
 
 def take_part(plan: Plan, seat: Seat) -> int:
     """Any other process of the job: it plays its rank here; returns the exit code."""
-    end = play(seat.place, plan.to_json())
-    leave(seat.store, seat.job)
-    return end.code
+    return play(seat.place, plan.to_json()).code
 
 
 def leave(store: Sealed, job: Membership) -> None:

@@ -82,7 +82,7 @@ def conduct(plan: Plan, run_dir: Path, monitor: Monitor, store: Sealed, places: 
         end = End(1, plain(str(error)))
         raise
     finally:
-        desk.close(end)
+        desk.close(end, [place.rank for place in places])
         monitor.refused = desk.refused
 
 

@@ -125,10 +125,12 @@ def play(place: Place, plan_json: str) -> End:
         end = End(0) if place.log else reporter.verdict() or End(1, "the job's store was gone before the run's end")
     except Exception as error:
         sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
-        reporter.emit(RankError(place.rank, sentence, *blame(error)))
+        consequence, blamed = blame(error)
+        reporter.emit(RankError(place.rank, sentence, consequence, blamed))
         reporter.close()
-        with suppress(OSError):  # its log may be on a full disk
-            traceback.print_exc()
+        if place.log or not (consequence or isinstance(error, AshlError)):
+            with suppress(OSError):  # its log may be on a full disk
+                traceback.print_exc()
         if not place.log:
             leave(reporter.verdict(VERDICT_S) or End(1, f"rank {place.rank}: {sentence}"))
         end = End(1, sentence)

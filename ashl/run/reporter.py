@@ -26,7 +26,7 @@ from ashl.size_only import Vector
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
 PENDING = 4  # snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are spared
-RECORDS = "records"  # the queue of all ranks' records
+RECORDS, NOTED = "records", "noted"  # queues of all ranks: their records; that they know of the end
 
 
 class Reporter:
@@ -92,7 +92,7 @@ class Reporter:
         try:
             self._push([dumps(RankError(self._rank, text, consequence=False))])
         except RuntimeError:
-            leave(End(1, f"the job's store is gone: {first_line(error)}"))
+            leave(End(1, f"the job's store at {self._store.address} is gone: {first_line(error)}"))
         with suppress(OSError):  # the rank's log may be on a full disk
             traceback.print_exception(error)
 
@@ -124,6 +124,8 @@ class Reporter:
             self._watch.heard()
             self.stopping = self.stopping or news.stopping
             self.scores, self.end = news.scores, news.end
+            if news.end:
+                self._store.push(NOTED, self._rank, b"")
             if news.end and news.end.code:
                 leave(news.end)
         self._watch.answered()

@@ -59,6 +59,10 @@ class Sealed(dist.Store):
         self._sent: dict[str, int] = {}
         self._came: dict[tuple[str, int], int] = {}
 
+    @property
+    def address(self) -> str:
+        return f"{self._base.host}:{self._base.port}"
+
     def another(self) -> Sealed:
         """The same store for another thread, by a connection of its own."""
         return Sealed(self._base.clone(), self._secret)

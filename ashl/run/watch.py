@@ -22,6 +22,7 @@ from ashl.runtime.records import End
 TICK_S = 0.1
 ALONE = 76  # exit code of a home's child that has heard nothing of it
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM}
+ALIKE_S = 1.0  # between silences that have one cause
 AWAKE_S = 0.5  # longer between two ticks, and the process was stopped
 
 
@@ -47,20 +48,26 @@ class Watch:
         """There is nothing to wait for any longer."""
         self._end.set()
 
+    def look(self, passed_s: float) -> End | None:
+        """Why this process has to end, where so long after the last look it has to."""
+        awake_s = min(passed_s, AWAKE_S)
+        self._answered += awake_s
+        self._heard += awake_s
+        if max(self._answered, self._heard) <= self._timeout_s:
+            return None
+        for_so_long = f"for {self._timeout_s:g} s (runtime.timeout_s)"
+        if self._heard - self._answered < ALIKE_S:  # no news, because no answers
+            return End(self._code, f"the job's store at {self._store} did not answer {for_so_long}")
+        home = f"the process that keeps the records, on {self._home},"
+        return End(self._code, f"nothing was heard of {home} {for_so_long}")
+
     def _loop(self) -> None:
         last = time.monotonic()
         while not self._end.wait(TICK_S):
-            last, awake_s = time.monotonic(), min(time.monotonic() - last, AWAKE_S)
-            self._answered += awake_s
-            self._heard += awake_s
-            if max(self._answered, self._heard) > self._timeout_s:
-                leave(End(self._code, self._what_is_missing()))
-
-    def _what_is_missing(self) -> str:
-        for_so_long = f"for {self._timeout_s:g} s (runtime.timeout_s)"
-        if self._answered > self._timeout_s:
-            return f"the job's store at {self._store} did not answer {for_so_long}"
-        return f"nothing was heard of the process that keeps the records, on {self._home}, {for_so_long}"
+            now = time.monotonic()
+            if end := self.look(now - last):
+                leave(end)
+            last = now
 
 
 def leave(end: End) -> NoReturn:

@@ -57,7 +57,7 @@ class TorchKernel:
         carry what lies there."""
         self.observer = observer
         self.node = Node(self, rank)
-        self._zero = 0
+        self._zero = time.monotonic_ns()  # until all have come, see `run`
         self.pace = make_pace(self.clock_ns)
         self._communicator = Communicator(
             rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None

@@ -251,7 +251,7 @@ class Fragile(Linear):
 def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, monkeypatch) -> None:
     (workplace / "fragile_models.py").write_text(FRAGILE)
     monkeypatch.syspath_prepend(workplace)
-    own = ["model=linear", "model._target_=fragile_models.Fragile", "allow_targets=[fragile_models]"]
+    own = ["sync=ssp", "model=linear", "model._target_=fragile_models.Fragile", "allow_targets=[fragile_models]"]
     code = main(["train", *[word for word in LONG if "hidden" not in word], *own])
     said = "ValueError: something is wrong with me"
     where = f"{workplace / 'fragile_models.py'}, line 13"
