@@ -30,7 +30,7 @@ from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
 FLIPPED = 5  # candidates whose times elsewhere are predicted
-LEAST = 0.02  # of the budget is left when that ends
+LEAST_S = 3.0  # of the budget is left when that ends, or a twentieth of it
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def answered(
     kept = [text for text in real if key_of(text) not in ("optimizer.lr", "seed", "run.dir")]
     command = shlex.join(["ashl", "train", *kept, *own.overrides, f"optimizer.lr={rate:g}"])
     plan = make_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
-    flips = flipped(field, board, lambda: deadline.left_s < LEAST * deadline.budget_s)
+    flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
     said, notes, sure = answer(board), notes_of(scale), board.second.probability if board.second else None
     up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"

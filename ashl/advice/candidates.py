@@ -181,7 +181,9 @@ def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]
         elif than is not None and own.rate <= GAIN * than.rate:
             gives_up = own.rule.gives_up
             left_out.append(
-                LeftOut(own.name, f"it gives up {gives_up} against {than.name} for less than 1 %: {rates(own, than)}.")
+                LeftOut(
+                    own.name, f"it gives up {gives_up} against {than.name} for no more than 1 %: {rates(own, than)}."
+                )
             )
         else:
             stays.append(own)

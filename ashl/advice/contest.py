@@ -18,7 +18,6 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
 from ashl.report.compare import Comparison, compare
-from ashl.report.phrases import unsure
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.race import Course
 from ashl.study.racing import Seen
@@ -214,8 +213,8 @@ def final(field: Field, tries: Sequence[Tuned], scale: Scale, place: Place, unti
             began_s = place.deadline.spent_s
             run(grid, place.folder, place, until_s, tell)
             now_s, found = place.deadline.spent_s, compared(place)
-            enough = len(found.board.ranked) < 2 or not unsure(found.board)
-            if enough or now_s + (now_s - began_s) / 2 > until_s:
+            second = found.board.second
+            if second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:
                 break
     return found
 

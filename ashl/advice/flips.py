@@ -63,9 +63,9 @@ def with_slowest(spec: Spec, worker: int, slowness: float) -> Spec:
 
 
 def with_workers(spec: Spec, count: int) -> Spec:
-    """The workers over and over, or cut."""
+    """The workers over and over, or cut; a measured sum over all of them says nothing of other numbers."""
     lists = {key: repeated(key, spec[key], count) for key in (*LISTS, *MEASURED) if isinstance(spec.get(key), list)}
-    return {**spec, **lists, "num_workers": count}
+    return {**spec, **lists, "num_workers": count, **({"all_reduce": None} if "all_reduce" in spec else {})}
 
 
 def ways(spec: Spec) -> list[Way]:
@@ -121,7 +121,9 @@ def terrain_of(racers: Sequence[Racer], way: Way, measure: Measure, over: Callab
         times = list[tuple[str, float]]()
         for own in racers:
             base_s = bases[own]
-            here_s = base_s and predicted_s(own, way.spec(way.axis.values[index]))
+            here_s = (
+                base_s if index == way.axis.first else base_s and predicted_s(own, way.spec(way.axis.values[index]))
+            )
             times.append((own.candidate.name, own.time_s * here_s / base_s if here_s and base_s else math.inf))
         if len(times) > 1 and any(math.isfinite(time_s) for _, time_s in times):
             cells[index,] = Cell(tuple(sorted(times, key=lambda named: named[1])), sure=True)
@@ -149,4 +151,4 @@ def flips_of(racers: Sequence[Racer], measure: Measure, over: Callable[[], bool]
     plan = racers[0].candidate.plan
     spec = {**plan.cluster, "num_workers": plan.num_workers}
     grounds = [None if over() else terrain_of(racers, way, measure, over) for way in ways(spec)]
-    return [said(ground) for ground in grounds if ground is not None]
+    return [said(ground) for ground in grounds if ground is not None and len(ground.cells) > 1]
