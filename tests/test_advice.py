@@ -147,9 +147,9 @@ def test_who_goes_on() -> None:
     base = made("BSP", 1)
     tries = [Tuned(made(str(k), 1), 0.1, course(1, reached_s=k + 1.0)) for k in range(6)]
     last = Tuned(base, 0.1, course(3, ended=False))
-    assert [own.candidate.name for own in front([*tries, last], base)] == ["BSP", "0", "1", "2", "3"]
+    assert [own.candidate.name for own in front([*tries, last], base, 4)] == ["BSP", "0", "1", "2", "3"]
     behind = [Tuned(made(str(k), 1), 0.1, course(k + 1, ended=False)) for k in range(3)]
-    assert [own.candidate.name for own in front([tries[0], *behind, last], base)] == ["BSP", "0", "0"]
+    assert [own.candidate.name for own in front([tries[0], *behind, last], base, 4)] == ["BSP", "0", "0"]
 
 
 def field_with(predicted_s: float, step_samples: int = 1) -> Field:
@@ -168,7 +168,7 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Field:
 def test_the_race_is_as_large_as_the_budget() -> None:
     scales = [
         scale_of(field_with(100.0), (), 0.01, left, left, 2, target=True, evaluates=False)
-        for left in (1000.0, 60.0, 12.0)
+        for left in (1000.0, 60.0, 16.0)
     ]
     assert [scale.length for scale in scales] == [1.0, 0.5, 0.125]
     assert scales[0].rates == RATES

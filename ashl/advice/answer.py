@@ -54,8 +54,8 @@ def show_field(console: Console, field: Field) -> None:
     if field.left_out:
         console.print("left out:")
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for out in field.left_out:
-            table.add_row(out.name, out.reason)
+        for reason in dict.fromkeys(out.reason for out in field.left_out):
+            table.add_row(", ".join(out.name for out in field.left_out if out.reason == reason), reason)
         console.print(table)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,17 +144,22 @@ def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) 
     for text in own:
         if (other := typed.get(key_of(text), text)) != text:
             raise UsageError(f"the command line says {other}, and this is {text}.")
-    if "sync" in typed and any(key_of(text) == "schedule" for text in own):
-        raise UsageError(f"the command line says {typed['sync']}, and this names the sync mode of each of its stages.")
+    chosen = dict(text.split("=", 1) for text in own)
+    if "schedule" in chosen and "sync" in {*typed, *wanted.several}:
+        raise UsageError("the command line names a sync mode, and this names that of each of its stages.")
+    refuse_others(chosen, wanted)
     own = tuple(text for text in own if text not in wanted.fixed)
     overrides = [*wanted.fixed, *own]
     config = compose(overrides, config_dir)
-    for key, values in wanted.several.items():
-        chosen = config["choices"].get(key)
-        if chosen not in values:
-            has = "names those of its stages" if chosen is None else f"has {chosen}"
-            raise UsageError(f"the command line says {key}={','.join(values)}, and this {has}.")
+    refuse_others(config["choices"], wanted)
     return Candidate(rule, own, config, make_plan(config, None, overrides), rule.reason(s))
+
+
+def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:
+    """UsageError for an option that is none of those that were typed."""
+    for key, values in wanted.several.items():
+        if chosen.get(key, values[0]) not in values:
+            raise UsageError(f"the command line says {key}={','.join(values)}, and this is {chosen[key]}.")
 
 
 def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:

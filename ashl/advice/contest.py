@@ -27,8 +27,8 @@ from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
 TUNING = "tuning"  # the sweep inside the study that chose the learning rates
-FRONT, SHARE = 4, 1 / 3  # candidates that go on from the tuning: so many at least, and this share of all
-ROUNDS = (3, 5, 8)  # seeds, until the first two are told apart
+RATED, FRONT = (4, 1 / 3), (3, 1 / 5)  # who tries other rates, and who goes on from there: at least, and of all
+ROUNDS = (3, 5, 8)  # seeds; those after the first for the first two alone, until they are told apart
 
 
 class Tuned(NamedTuple):
@@ -141,8 +141,8 @@ def judged(field: Field, scale: Scale, place: Place) -> Scale:
 
 
 def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tuned]:
-    """Each candidate at its best learning rate, the best candidate first. All try the configured rate, and the others
-    those that are not far behind at that one, and the baseline. Where there is one rate, nothing is run for it."""
+    """Each candidate at its best learning rate, the best candidate first. All try the first rate; those in front with
+    that one, and the baseline, try the others. Where there is one rate, nothing is run for it."""
     base, folder = field.candidates[0], place.folder / TUNING
     seed, scale = base.config["seed"], replace(scale, target=None)
     rates = {own: rates_of(own, scale) for own in field.candidates}
@@ -152,15 +152,21 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
     if len(scale.rates) == 1:
         return [Tuned(own, rates[own][0], None) for own in field.candidates]
     order = [teams[own][0] for own in field.candidates]
-    gone = run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
-    near = [own for own in field.candidates if own is base or teams[own][0].hash not in gone]
-    order += [teams[own][k] for k in range(1, len(scale.rates)) for own in near]
     run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
-    found = []
-    for own in field.candidates:
+
+    def best(own: Candidate) -> Tuned:
         courses = [Seen(folder / setting.hash, setting.config).course() for setting in teams[own]]
-        found.append(ranked([Tuned(own, *tried) for tried in zip(rates[own], courses, strict=True)])[0])
-    return ranked(found)
+        return ranked([Tuned(own, *tried) for tried in zip(rates[own], courses, strict=True)])[0]
+
+    near = [own.candidate for own in ranked([best(own) for own in field.candidates])][: most_of(RATED, field)]
+    order += [teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))]
+    run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
+    return ranked([best(own) for own in field.candidates])
+
+
+def most_of(bounds: tuple[int, float], field: Field) -> int:
+    least, share = bounds
+    return max(least, math.ceil(len(field.candidates) * share))
 
 
 def rates_of(own: Candidate, scale: Scale) -> list[float]:
@@ -185,10 +191,9 @@ def ranked(tries: Sequence[Tuned]) -> list[Tuned]:
     return sorted(tries, key=order)
 
 
-def front(tries: Sequence[Tuned], base: Candidate) -> list[Tuned]:
-    """Who goes on: the baseline first, and the best of the others."""
-    count = max(FRONT, math.ceil(len(tries) * SHARE))
-    if all(own.course is None for own in tries):  # nothing was tuned
+def front(tries: Sequence[Tuned], base: Candidate, count: int) -> list[Tuned]:
+    """Who goes on: the baseline first, and so many others; all, where nothing was tuned."""
+    if all(own.course is None for own in tries):
         return list(tries)
     others = [own for own in tries if own.candidate is not base and own.course is not None and not own.course.failed]
     whole = [own for own in others if own.course is not None and own.course.ended]
@@ -196,26 +201,26 @@ def front(tries: Sequence[Tuned], base: Candidate) -> list[Tuned]:
 
 
 def final(field: Field, tries: Sequence[Tuned], scale: Scale, place: Place, until_s: float) -> Comparison:
-    """Those in front with more and more seeds, until the first two are told apart or the budget is used up; where they
-    have not come to an end, the tuning.
+    """Those in front with seeds of their own, and the first two with more and more of them, until they are told apart
+    or the budget is used up; where nothing has come to an end, the tuning. Raises AshlError where nothing has there."""
+    seed, ahead = field.candidates[0].config["seed"], front(tries, field.candidates[0], most_of(FRONT, field))
+    counts = {own.candidate.name: ROUNDS[0] for own in ahead}
 
-    Raises AshlError where nothing has.
-    """
-    seed, ahead = field.candidates[0].config["seed"], front(tries, field.candidates[0])
-    grids = []
-    for count in ROUNDS:
-        pairs = [(own, seed + 1 + k) for own in ahead for k in range(count)]
+    def grid_now() -> Grid:
+        pairs = [(own, seed + 1 + k) for own in ahead for k in range(counts[own.candidate.name])]
         settings = [setting_of(own.candidate, place, scale, own.rate, k, ("seed",)) for own, k in pairs]
-        grids.append(grid_of(settings, field.left_out))
+        return grid_of(settings, field.left_out)
+
     wait_s = lambda: max(1.0, place.deadline.left_s / 2)  # noqa: E731
-    with copied_to_mlflow(grids[0], place.folder, place.command, place.console, wait_s) as tell:
-        for grid in grids:
+    with copied_to_mlflow(grid_now(), place.folder, place.command, place.console, wait_s) as tell:
+        for further in (*ROUNDS[1:], 0):
             began_s = place.deadline.spent_s
-            run(grid, place.folder, place, until_s, tell)
+            run(grid_now(), place.folder, place, until_s, tell)
             now_s, found = place.deadline.spent_s, compared(place)
             second = found.board.second
             if second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:
                 break
+            counts |= {name: further for row in found.board.ranked[:2] if (name := row.runs[0].label) in counts}
     return found
 
 

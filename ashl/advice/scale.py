@@ -64,7 +64,8 @@ def scale_of(
     tuning, final = (0.3, 0.5) if target else (0.6, 0.8)
     for length, rates in SCALES:
         tries = len(typed) or len(rates)
-        runs = (tuning * count * (tries + 1) / 2 if tries > 1 else 0.0) + final * SEEDS * (count / 3 + 1)
+        tuned = tuning * count * (1 + (tries - 1) / 3)
+        runs = final * SEEDS * count if tries == 1 else tuned + final * SEEDS * (count / 5 + 4)
         if runs * run_s(length) / cores <= left_s:
             break
     if run_s(length) > left_s:
