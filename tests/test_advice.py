@@ -168,7 +168,7 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Field:
 def test_the_race_is_as_large_as_the_budget() -> None:
     scales = [
         scale_of(field_with(100.0), (), 0.01, left, left, 2, target=True, evaluates=False)
-        for left in (1000.0, 60.0, 16.0)
+        for left in (1000.0, 60.0, 20.0)
     ]
     assert [scale.length for scale in scales] == [1.0, 0.5, 0.125]
     assert scales[0].rates == RATES
