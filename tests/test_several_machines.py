@@ -17,7 +17,7 @@ from ashl.run import interface
 from ashl.run import job as jobs
 from ashl.run.handshake import Hello, alike, difference, gathered, publish, read
 from ashl.run.interface import Chosen
-from ashl.run.placing import Wanted, check_gpus, check_profile, placed, said_of_server, wanted_by
+from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_note, wanted_by
 from ashl.run.sealed import Sealed, new_secret
 from ashl.run.starter import Membership, hosts, membership
 from tests.conf_option import conf_option
@@ -170,9 +170,8 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     processes = placed(JOB, 3, 4, wanted)
     assert processes == (3, 2, 0, 1)
     check_profile(known, JOB, processes, "FILE")
-    assert said_of_server("server", JOB, 1, wanted, known, "FILE").startswith(
-        "the server runs on host a: on the process that profile=FILE leaves"
-    )
+    said = server_note("the server", "a", wanted, known, "FILE")
+    assert said == "the server runs on host a: the process that profile=FILE leaves"
     with pytest.raises(UsageError, match="profile=FILE has measured worker 0 on c, and here it is on a; profile again"):
         check_profile(known, JOB, (0, 2, 3, 1), "FILE")
     given = Wanted(("a", "a", "c"))
@@ -193,7 +192,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
 )
 def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | None) -> None:
     assert known.better_host == better
-    said = said_of_server("server", JOB, 0, Wanted(), known, "FILE")
+    said = server_note("the server", None, Wanted(), known, "FILE")
     assert (f"`ashl profile cluster.server_host={better}`" in said) == (better is not None)
 
 

@@ -21,19 +21,21 @@ from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
+from ashl.plan.profile import Profile
 from ashl.planning.build import Parts
 from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run import interface
 from ashl.run.attendance import PATIENCE_S, role
-from ashl.run.desk import POLL_S
+from ashl.run.desk import POLL_S, Desk
 from ashl.run.handshake import Hello, alike, digest, gathered, hello, publish
 from ashl.run.launch import conduct
 from ashl.run.monitor import Monitor
-from ashl.run.placing import Wanted, check_gpus, check_profile, placed, said_of_server, wanted_by
+from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_note, wanted_by
 from ashl.run.rank import Place, play
 from ashl.run.sealed import Sealed, Secret, shared_secret
 from ashl.run.starter import Membership
 from ashl.runtime.plane import NEVER, first_line
+from ashl.runtime.records import End
 
 T = TypeVar("T")
 
@@ -85,15 +87,34 @@ def seated(
     plan: Plan, parts: Parts, path: str | None, came: tuple[Hello, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The process of each rank of the plan, and what is to be said of the one that is no worker's."""
-    cluster, profile = parts.cluster, read_profile(path) if path else None
-    wanted = Wanted(cluster.hosts, server=cluster.server_host) if isinstance(cluster, RealCluster) else Wanted()
-    wanted = wanted_by(profile, came, wanted, str(path))
+    profile = read_profile(path) if path else None
+    wanted = wanted_by(profile, came, given(parts), str(path))
     processes = placed(came, plan.num_workers, plan.num_ranks, wanted)
     check_profile(profile, came, processes, str(path))
+    return processes, server_notes(plan, came[processes[-1]].host, wanted, profile, str(path))
+
+
+def given(parts: Parts) -> Wanted:
+    """Where workers and server are wanted by the configuration."""
+    cluster = parts.cluster
+    return Wanted(cluster.hosts, server=cluster.server_host) if isinstance(cluster, RealCluster) else Wanted()
+
+
+def foreseen(plan: Plan, parts: Parts, path: str | None) -> tuple[str, ...]:
+    """What is to be said of the server before the processes have met."""
+    wanted, profile = given(parts), read_profile(path) if path else None
+    host = wanted.server
+    if profile is not None and profile.server_host is not None and wanted == Wanted():
+        host, wanted = profile.server_host, Wanted((), f"profile={path}")
+    return server_notes(plan, host, wanted, profile, str(path))
+
+
+def server_notes(plan: Plan, host: str | None, wanted: Wanted, profile: Profile | None, path: str) -> tuple[str, ...]:
+    """On which host the server, or coordinator, is, if there is one, and what has decided it."""
     if plan.num_ranks == plan.num_workers:
-        return processes, ()
-    who = role(plan, plan.num_workers).removeprefix("the ").partition(" (")[0]
-    return processes, (said_of_server(who, came, processes[-1], wanted, profile, str(path)),)
+        return ()
+    who = role(plan, plan.num_workers).partition(" (")[0]
+    return (server_note(who, host, wanted, profile, path),)
 
 
 def check_interfaces(came: tuple[Hello, ...]) -> None:
@@ -119,9 +140,8 @@ def met(job: Membership, own: Hello, text: str, timeout_s: float) -> tuple[Seale
             leave(store, job)
             raise
 
-    return within(
-        2 * timeout_s + PATIENCE_S, meet, f"the master {job.host}:{job.port} has stopped answering; is it reachable?"
-    )
+    late = f"the master {job.host}:{job.port} does not answer as a job's store does; is another program using the port?"
+    return within(2 * timeout_s + PATIENCE_S, meet, late)
 
 
 def within(limit_s: float, act: Callable[[], T], late: str) -> T:
@@ -140,6 +160,19 @@ def within(limit_s: float, act: Callable[[], T], late: str) -> T:
         return outcome.result(limit_s)
     except TimeoutError:
         raise AshlError(late) from None
+
+
+@contextmanager
+def waited_for(plan: Plan, seat: Seat | None) -> Generator[None]:
+    """What keeps the process of rank 0 from beginning, once all have met, is told to the others."""
+    try:
+        yield
+    except AshlError as error:
+        if seat is not None:
+            desk = Desk(seat.store.another(), plan.num_ranks, plan.num_params)
+            desk.close(End(error.exit_code, plain(str(error))))
+            leave(seat.store, seat.job)
+        raise
 
 
 @contextmanager
@@ -189,9 +222,11 @@ def await_master(job: Membership, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > end:
+                unknown = isinstance(error, socket.gaierror)
                 raise AshlError(
                     f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer within {timeout_s:g} "
-                    f"s (runtime.timeout_s): {error.strerror or error}; is rank 0 running, and reachable?"
+                    f"s (runtime.timeout_s): {error.strerror or error}; is rank 0 running, and "
+                    + ("known here by that name (torchrun --local-addr)?" if unknown else "reachable?")
                 ) from error
         time.sleep(3 * POLL_S)
 

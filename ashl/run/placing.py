@@ -117,20 +117,19 @@ def check_gpus(came: Sequence[Hello], workers: Sequence[int], share: bool) -> No
             )
 
 
-def said_of_server(
-    role: str, came: Sequence[Hello], process: int, wanted: Wanted, profile: Profile | None, path: str
-) -> str:
-    """Where the server, or coordinator, runs, and what has decided it."""
-    host = came[process].host
+def server_note(who: str, host: str | None, wanted: Wanted, profile: Profile | None, path: str) -> str:
+    """On which host, where that is known, the server or coordinator is, and what has decided it."""
     if wanted.server is not None:
         why = "as cluster.server_host says"
     elif wanted.hosts is not None:
-        why = f"on the process that {wanted.hosts_by} leaves"
+        why = f"the process that {wanted.hosts_by} leaves"
     else:
         why = "the node of process 0; no profile says which link is best, and cluster.server_host chooses another"
-    if profile is not None and wanted.server is None and (better := profile.better_host):
-        why += (
-            f"; by profile={path} the link of {better} is no worse, perhaps better: `ashl profile "
-            f"cluster.server_host={better}` would tell"
-        )
-    return f"the {role} runs on host {host}: {why}"
+    said = f"{who} runs on {why}" if host is None else f"{who} runs on host {host}: {why}"
+    better = profile.better_host if profile is not None and wanted.server is None else None
+    if better is None:
+        return said
+    return (
+        f"{said}; by profile={path} the link of {better} is no worse, perhaps better: `ashl profile "
+        f"cluster.server_host={better}` would tell"
+    )

@@ -22,7 +22,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import assemble, declared_profile
 from ashl.planning.by_part import with_parts
 from ashl.planning.device import device_of
-from ashl.planning.make import make_plan, prepared
+from ashl.planning.make import prepared
 from ashl.run import job as jobs
 from ashl.run import launch
 from ashl.run.monitor import Monitor
@@ -87,10 +87,11 @@ def run(
         plan = replace(plan, notes=(*plan.notes, *seat.notes))
     elif parts.runtime.name == "local":
         launch.check(plan, parts.runtime)
-    saved = None if resume is None else taken_up(resume, config)
-    run_dir = resume or folder(config, plan)
-    recorder = Recorder(run_dir, tracking.events, saved and saved["sizes"])
-    write_inputs(recorder, config, overrides, None if saved else plan)
+    with jobs.waited_for(plan, seat):
+        saved = None if resume is None else taken_up(resume, config)
+        run_dir = resume or folder(config, plan)
+        recorder = Recorder(run_dir, tracking.events, saved and saved["sizes"])
+        write_inputs(recorder, config, overrides, None if saved else plan)
     console = Console(highlight=False)
     if not quiet:
         notes(console, plan)
@@ -205,9 +206,12 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
 def dry_run(config: dict[str, Any], overrides: list[str]) -> None:
     """Compose, check, plan and estimate; run nothing."""
     config, job = joined(config)
-    plan, _, data = prepared(config, job.world_size if job else None, overrides)
+    plan, parts, data = prepared(config, job.world_size if job else None, overrides)
     construct(config["tracking"], "tracking", config["allow_targets"])
-    forecast(Console(highlight=False), plan, len(data.train))
+    if job:
+        plan = replace(plan, notes=(*plan.notes, *jobs.foreseen(plan, parts, config["profile"])))
+    if job is None or job.rank == 0:
+        forecast(Console(highlight=False), plan, len(data.train))
 
 
 def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False) -> int:
@@ -228,16 +232,11 @@ def profile(config: dict[str, Any], overrides: list[str], *, quiet: bool = False
         recorder.document("profile.json", found.to_json())
         recorder.leave()
     else:
-        measuring = through_server(config)
-        run_dir = folder({**measuring, "name": "profile"}, make_plan(measuring, world_size(config)))
-        measuring = {
-            **measuring,
-            "run": {**config["run"], "dir": str(run_dir), "save_weights": False},
-            "name": "profile",
-        }
-        ran = run(measuring, [], quiet=True, silent=True)
-        if ran.run_dir is None:  # another rank of the job is the one that writes
+        quick = {"run": {**config["run"], "save_weights": False}, "name": "profile", "profile": None}
+        ran = run({**through_server(config), **quick}, [], quiet=True, silent=True)
+        if ran.run_dir is None:  # another process of the job is the one that writes
             return ran.code
+        run_dir = ran.run_dir
         if not run_dir.joinpath("profile.json").exists():
             raise AshlError("the run ended before all was measured, so there is no profile; give stop.seconds more")
         found = read_profile(str(run_dir / "profile.json"))

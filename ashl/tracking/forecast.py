@@ -24,6 +24,7 @@ def show_profile(console: Console, profile: Profile) -> None:
         rates = ("-" if rate is None else f"{rate / 1e6:.3g}" for rate in (worker.push_bytes_s, worker.pull_bytes_s))
         table.add_row(str(rank), *map(milliseconds, costs), *rates, milliseconds(worker.compress_s))
     console.print(table)
+    show_hosts(console, profile)
     show_parts(console, profile)
     for way in ("push", "pull"):
         if loaded := [getattr(worker, f"{way}_loaded_s") or 0.0 for worker in profile.workers if worker.push_loaded_s]:
@@ -34,6 +35,21 @@ def show_profile(console: Console, profile: Profile) -> None:
             console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {said}")
     if profile.num_workers > MAX_ROWS:
         console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
+
+
+def show_hosts(console: Console, profile: Profile) -> None:
+    """Print where it was measured, if on several machines, and whether the server may have a better place."""
+    hosts = [worker.host for worker in profile.workers]
+    if len({*hosts, profile.server_host} - {None}) < 2:
+        return
+    said = ", ".join(f"worker {rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS]))
+    console.print(f"{said}{', …' if len(hosts) > MAX_ROWS else ''}; the server on {profile.server_host}", markup=False)
+    if better := profile.better_host:
+        console.print(
+            f"all that the server's port lets through comes from {better}: its link is no worse, perhaps better; "
+            f"cluster.server_host={better} would tell",
+            markup=False,
+        )
 
 
 def show_parts(console: Console, profile: Profile) -> None:

@@ -212,12 +212,17 @@ def test_a_full_disk(train, workplace, monkeypatch) -> None:
 
 
 def test_a_killed_parent_leaves_no_orphans(workplace) -> None:
+    """Nor was there anything before that another machine could have spoken to."""
     process = subprocess.Popen([sys.executable, "-m", "ashl.cli", "train", *LONG], cwd=workplace)
     run = workplace / "run"
     try:
         wait_for(lambda: under_way(run) and len(ranks_of(run)) == 3)
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
+        everyone = [psutil.Process(process.pid), *family]
+        ports = [port for one in everyone for port in one.net_connections("inet") if not port.raddr]
+        assert len([port for port in ports if port.status == psutil.CONN_LISTEN]) >= 4, "of the store, and of each rank"
+        assert {port.laddr.ip for port in ports} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     finally:
         process.kill()
         process.wait()
