@@ -170,7 +170,7 @@ def waited_for(plan: Plan, seat: Seat | None) -> Generator[None]:
     except AshlError as error:
         if seat is not None:
             desk = Desk(seat.store.another(), plan.num_ranks, plan.num_params)
-            desk.close(End(error.exit_code, plain(str(error))))
+            desk.close(End(error.exit_code, plain(str(error))), here=[seat.place.rank])
             leave(seat.store, seat.job)
         raise
 

@@ -19,7 +19,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble, declared_profile
+from ashl.planning.build import Parts, assemble, declared_profile
 from ashl.planning.by_part import with_parts
 from ashl.planning.device import device_of
 from ashl.planning.make import prepared
@@ -80,13 +80,9 @@ def run(
     with jobs.telling(job):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
         plan, parts, data = prepared(config, job.world_size if job else None, overrides)
-    seat = jobs.enter(plan, parts, config, job) if job else None
+    plan, seat = seated(plan, parts, config, job)
     if seat and seat.job.rank != 0:
         return Ran(jobs.take_part(plan, seat))
-    if seat:
-        plan = replace(plan, notes=(*plan.notes, *seat.notes))
-    elif parts.runtime.name == "local":
-        launch.check(plan, parts.runtime)
     with jobs.waited_for(plan, seat):
         saved = None if resume is None else taken_up(resume, config)
         run_dir = resume or folder(config, plan)
@@ -146,6 +142,16 @@ def joined(config: dict[str, Any]) -> tuple[dict[str, Any], Membership | None]:
             "runtime": {**config["runtime"], "_target_": "ashl.runtime.runtimes.TorchrunRuntime"},
         }
     return config, job
+
+
+def seated(plan: Plan, parts: Parts, config: dict[str, Any], job: Membership | None) -> tuple[Plan, jobs.Seat | None]:
+    """The plan with what is to be said of who is where, and this process's seat in its job, once all have met."""
+    if job is not None:
+        seat = jobs.enter(plan, parts, config, job)
+        return replace(plan, notes=(*plan.notes, *seat.notes)), seat
+    if parts.runtime.name == "local":
+        launch.check(plan, parts.runtime)
+    return plan, None
 
 
 def drive(

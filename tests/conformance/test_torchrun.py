@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -82,6 +83,25 @@ def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -
     assert [job.communicate(timeout=60)[0] for job in jobs] == [said, said]
     assert [job.returncode for job in jobs] == [2, 2]
     assert not [path for folder in folders for path in folder.iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "more", "code", "said"),
+    [
+        (1, "runtime.interface=eth77", 2, "runtime.interface=eth77, and .* has no interface 'eth77'; there are: "),
+        (1, "dataset=mnist", 3, "Data set MNIST is not, or not whole, in "),
+        (0, "run.dir=/dev/null/run", 1, "Cannot write to the run folder /dev/null/run"),
+    ],
+)
+def test_what_one_process_cannot_do_ends_all(tmp_path: Path, rank: int, more: str, code: int, said: str) -> None:
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    given = [[more] if r == rank else [] for r in range(2)]
+    jobs = [start(tmp_path / str(r), "gossip", ["ashl.cli"], given[r], RANK=str(r), **world) for r in range(2)]
+    told = [job.communicate(timeout=60)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [code, code], told
+    for line in told:
+        assert re.fullmatch(rf"ashl: (rank {rank} on .*: )?{said}.*\n", line), told
 
 
 @pytest.mark.slow
