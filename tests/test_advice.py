@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ashl.advice import candidates, contest, flips
+from ashl.advice import advise, candidates, contest, flips
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
 from ashl.advice.contest import Tuned, front, ranked
 from ashl.advice.flips import Racer, Way, axis_of, faster_links, said, terrain_of, with_slowest, with_workers
 from ashl.advice.rules import RULES, Rule
-from ashl.advice.scale import RATES, scale_of
+from ashl.advice.scale import RATES, Scale, scale_of
 from ashl.advice.situation import Situation
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
@@ -177,6 +177,19 @@ def test_the_race_is_as_large_as_the_budget() -> None:
     assert (typed.rates, typed.every_s) == (pytest.approx((1.0, 3.0)), None)
     with pytest.raises(UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"):
         scale_of(field_with(100.0), (), 0.01, 0.5, 1.0, 2, target=True, evaluates=False)
+
+
+def test_a_race_that_is_taken_up_stays_as_large_unless_the_budget_allows_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"stop": {"target_accuracy": None, "target_loss": None}, "eval": {"every_s": None}}
+    field: Any = SimpleNamespace(candidates=[SimpleNamespace(config=config)], host=())
+    wanted, deadline = asked([], None), SimpleNamespace(budget_s=9.0, spent_s=1.0)
+    place: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, slots=2)
+    monkeypatch.setattr(advise, "step_here_s", lambda: 0.01)
+    sizes = iter([Scale(0.25, RATES, 0.1), Scale(0.125, RATES, 0.2), Scale(1.0, RATES, 0.3)])
+    monkeypatch.setattr(advise, "scale_of", lambda *args, **more: next(sizes))
+    assert [advise.scaled(field, wanted, place).length for _ in range(3)] == [0.25, 0.25, 1.0]
 
 
 # --- what would flip it -----------------------------------------------------------------------------------------------

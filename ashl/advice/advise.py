@@ -116,21 +116,29 @@ def folder_of(field: Field, wanted: Asked) -> Path:
 
 
 def scaled(field: Field, wanted: Asked, place: Place) -> Scale:
-    """How large the race is: as when it began, where it is taken up."""
+    """How large the race is: as when it began, where it is taken up, unless the budget allows a larger one now."""
+    before = None
     with suppress(TypeError, KeyError):
-        before = (jsonl.whole(place.folder / FILE) or {})["scale"]
-        return Scale(before["length"], tuple(before["rates"]), before["every_s"], before["target"])
+        known = (jsonl.whole(place.folder / FILE) or {})["scale"]
+        before = Scale(known["length"], tuple(known["rates"]), known["every_s"], known["target"])
     limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
-    scale = scale_of(
-        field,
-        wanted.rates,
-        step_here_s(*field.host),
-        RACING * place.deadline.budget_s - place.deadline.spent_s,
-        place.deadline.budget_s,
-        place.slots,
-        target=any(limits[key] is not None for key in ("target_accuracy", "target_loss")),
-        evaluates=any(value is not None for value in evaluation.values()),
-    )
+    try:
+        scale = scale_of(
+            field,
+            wanted.rates,
+            step_here_s(*field.host),
+            RACING * place.deadline.budget_s - place.deadline.spent_s,
+            place.deadline.budget_s,
+            place.slots,
+            target=any(limits[key] is not None for key in ("target_accuracy", "target_loss")),
+            evaluates=any(value is not None for value in evaluation.values()),
+        )
+    except UsageError:
+        if before is None:
+            raise
+        return before
+    if before is not None and (before.length, len(before.rates)) >= (scale.length, len(scale.rates)):
+        return before
     jsonl.write_json(place.folder / FILE, {"schema": 1, "scale": asdict(scale)})
     return scale
 

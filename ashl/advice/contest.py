@@ -94,15 +94,14 @@ def run(
     until_s: float,
     tell: Callable[[Setting], None] = lambda setting: None,
     seeds: int = 1,
-) -> set[str]:
-    """Race what is missing of a grid in its folder, as long as the budget lets it; returns the hashes of those that
-    were dropped. With more `seeds` than there are in the grid, nobody is dropped for what may be chance, and nobody
-    stays as the baseline."""
+) -> None:
+    """Race what is missing of a grid in its folder, as long as the budget lets it. With more `seeds` than there are in
+    the grid, nobody is dropped for what may be chance, and nobody stays as the baseline."""
     folder.mkdir(parents=True, exist_ok=True)
     record = begun(grid, place.fixed, folder, keep_dropped=True)
     waiting = [setting for setting in grid.settings if open_in(folder, setting, record)]
     if not waiting or place.deadline.spent_s >= until_s:
-        return {entry["hash"] for entry in record["dropped"]}
+        return
     progress = SweepProgress(place.console, len(waiting), quiet=place.quiet, deadline=place.deadline)
     fill(
         grid,
@@ -119,7 +118,6 @@ def run(
     for setting in waiting:
         if open_in(folder, setting, record):
             clear(folder / setting.hash)  # cut off by the budget: the same command runs it again
-    return {entry["hash"] for entry in record["dropped"]}
 
 
 def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
@@ -154,14 +152,17 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
     order = [teams[own][0] for own in field.candidates]
     run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
 
-    def best(own: Candidate) -> Tuned:
-        courses = [Seen(folder / setting.hash, setting.config).course() for setting in teams[own]]
-        return ranked([Tuned(own, *tried) for tried in zip(rates[own], courses, strict=True)])[0]
+    def best(count: int) -> list[Tuned]:
+        """All at the best of their first rates."""
+        tries = [(own, *tried) for own in field.candidates for tried in zip(rates[own], teams[own], strict=True)]
+        found = [Tuned(own, rate, Seen(folder / run.hash, run.config).course()) for own, rate, run in tries]
+        size = len(scale.rates)
+        return ranked([ranked(found[k : k + count])[0] for k in range(0, len(found), size)])
 
-    near = [own.candidate for own in ranked([best(own) for own in field.candidates])][: most_of(RATED, field)]
+    near = [own.candidate for own in best(1)][: most_of(RATED, field)]
     order += [teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))]
     run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
-    return ranked([best(own) for own in field.candidates])
+    return best(len(scale.rates))
 
 
 def most_of(bounds: tuple[int, float], field: Field) -> int:

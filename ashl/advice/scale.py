@@ -13,7 +13,8 @@ START_S = 0.7  # of host time, to begin a run and to end it
 OVERHEAD = 1.4  # of a step in a run, against the step alone
 SEEDS = 3
 READINGS = 200  # evaluations of the fastest candidate's whole run, where nothing is said
-EVALUATING = 0.5  # of the host time of its steps, evaluations may take, of runs twice as long as the fastest
+EVALUATING = 1.0  # of the host time of steps, evaluations may take, of a run twice as long as the fastest
+LEAST = 40  # evaluations of the fastest, whatever they take
 RATES = (1.0, 0.5, 2.0)  # of the learning rate
 SCALES = ((1.0, RATES), (0.5, RATES), (0.25, RATES), (0.125, RATES), (0.125, (1.0,)), (1 / 16, (1.0,)))
 
@@ -54,8 +55,8 @@ def scale_of(
     count, epoch = len(field.candidates), len(field.host.data.train)
     steps = fmean(steps_of(own, epoch) for own in field.candidates)
     times = [own.plan.predicted_s for own in field.candidates if own.plan.predicted_s] or [0.0]
-    most = max(40.0, EVALUATING * steps * step_s / max(field.evaluation_s, 1e-6))  # evaluations
-    every_s = None if evaluates or not all(times) else float(f"{min(times) / min(READINGS, most / 2):.2g}")
+    most = EVALUATING * steps * step_s / max(field.evaluation_s, 1e-6) / 2
+    every_s = None if evaluates or not all(times) else float(f"{min(times) / min(READINGS, max(LEAST, most)):.2g}")
 
     def run_s(length: float) -> float:
         evaluated_s = field.evaluation_s * fmean(times) / every_s if every_s else 0.0
