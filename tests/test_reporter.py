@@ -16,7 +16,8 @@ from ashl.run.rank import Place, play
 from ashl.run.reporter import PENDING, RECORDS, Reporter
 from ashl.run.sealed import Sealed, new_secret
 from ashl.run.watch import Watch
-from ashl.runtime.records import Alive, End, Left, RankError, Record, Snapshot, UpdateShown, dumps
+from ashl.runtime.news import End
+from ashl.runtime.records import Alive, Left, RankError, Record, Snapshot, UpdateShown, dumps
 from tests.support import planned
 
 D = 1000

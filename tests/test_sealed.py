@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from ashl.errors import AshlError, plain
 from ashl.run.sealed import FROM, HASH_BYTES, Sealed, new_secret, shared_secret
-from ashl.runtime.records import KINDS, Alive, End, News, ProfileMeasured, dumps, loads
+from ashl.runtime.news import End, News
+from ashl.runtime.records import KINDS, Alive, ProfileMeasured, dumps, loads
 
 SECRET = new_secret()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
+from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.monitor import Monitor
 from ashl.run.pace_kept import kept_pace
@@ -23,6 +24,7 @@ from ashl.run.watch import ALONE
 from ashl.runtime.records import (
     Alive,
     Border,
+    Kept,
     Left,
     PaceKept,
     RankError,
@@ -55,7 +57,7 @@ class Attendance:
         match record:
             case Round() | StageEnd() | Border() | Replan() if record.stage not in range(len(self.plan.stages)):
                 raise AshlError(f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not have")
-            case Alive():
+            case Alive() | Kept():
                 pass
             case Left():
                 self.left.add(record.rank)
@@ -82,7 +84,7 @@ class Attendance:
 
 
 def attend(
-    plan: Plan, run_dir: Path, monitor: Monitor, desk: Desk, processes: Mapping[int, BaseProcess]
+    plan: Plan, run_dir: Path, monitor: Monitor, desk: Desk, processes: Mapping[int, BaseProcess], savings: Savings
 ) -> dict | None:
     """Take in what the ranks tell until all have left, as `conduct` says."""
     timeout_s = monitor.job.parts.runtime.timeout_s
@@ -95,6 +97,8 @@ def attend(
             seen.hear(monitor, record, vector)
             if isinstance(record, Snapshot):
                 desk.tell(desk.news._replace(scores=monitor.scores))
+            elif isinstance(record, Kept):
+                savings.hear(record, monitor)
         now = time.monotonic()
         if monitor.stopping and not told:
             told, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
@@ -110,6 +114,8 @@ def attend(
         if now - desk.answered > timeout_s:
             raise AshlError(f"{desk.store} did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here")
         check_late(plan, monitor, seen, timeout_s)
+        if wanted := savings.name(monitor.beats.get(plan.home)):
+            desk.tell(desk.news._replace(wanted=wanted))
         monitor.tick()
         time.sleep(POLL_S)
     for process in processes.values():

@@ -14,8 +14,9 @@ from ashl.errors import AshlError
 from ashl.run import vectors
 from ashl.run.reporter import NOTED, RECORDS, news_of
 from ashl.run.sealed import Sealed
+from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
-from ashl.runtime.records import End, News, Record, Snapshot, UpdateShown, loads
+from ashl.runtime.records import Record, Snapshot, UpdateShown, loads
 
 POLL_S = 0.03
 PULSE_S = 0.25  # between news

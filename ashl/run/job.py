@@ -26,6 +26,7 @@ from ashl.planning.build import Parts
 from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run import interface
 from ashl.run.attendance import PATIENCE_S, role
+from ashl.run.checkpoints import Savings
 from ashl.run.desk import POLL_S, Desk
 from ashl.run.handshake import Hello, alike, digest, gathered, hello, publish
 from ashl.run.launch import conduct
@@ -34,8 +35,8 @@ from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_n
 from ashl.run.rank import Place, play
 from ashl.run.sealed import Sealed, Secret, shared_secret
 from ashl.run.starter import Membership
+from ashl.runtime.news import End
 from ashl.runtime.plane import NEVER, first_line
-from ashl.runtime.records import End
 
 T = TypeVar("T")
 
@@ -235,7 +236,7 @@ def join(plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat) -> dict | None
     """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating snapshots and writing
     records never hold it up. See `conduct`."""
     place = seat.place._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
-    return conduct(plan, run_dir, monitor, seat.store.another(), [place])
+    return conduct(plan, run_dir, monitor, seat.store.another(), [place], Savings(run_dir, plan.num_ranks))
 
 
 def take_part(plan: Plan, seat: Seat) -> int:

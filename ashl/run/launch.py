@@ -22,14 +22,15 @@ from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run.attendance import attend
+from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk
 from ashl.run.interface import LOOPBACK, Chosen, named
 from ashl.run.monitor import Monitor
 from ashl.run.rank import Place, play_in_child
 from ashl.run.sealed import Sealed, new_secret
 from ashl.run.watch import INTERRUPTS
+from ashl.runtime.news import End
 from ashl.runtime.plane import NEVER
-from ashl.runtime.records import End
 
 
 def check(plan: Plan, runtime: Any) -> None:
@@ -49,8 +50,8 @@ def devices_of(plan: Plan, runtime: Any) -> list[str]:
     return [device_of(runtime, rank) for rank in range(plan.num_ranks)]
 
 
-def launch(plan: Plan, run_dir: Path, monitor: Monitor) -> dict | None:
-    """All ranks on this machine; see `conduct`."""
+def launch(plan: Plan, run_dir: Path, monitor: Monitor, savings: Savings, saved: Saved | None = None) -> dict | None:
+    """All ranks on this machine, as they were saved or from the beginning; see `conduct`."""
     runtime = monitor.job.parts.runtime
     through = named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1")
     listener = socket.create_server(("127.0.0.1", 0))
@@ -62,11 +63,16 @@ def launch(plan: Plan, run_dir: Path, monitor: Monitor) -> dict | None:
     place = Place(0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through)
     devices = devices_of(plan, runtime)
     apart = one_each([*map(gpu_of, devices)], runtime)
+    if saved is not None:
+        place = place._replace(saved=str(saved.folder), since_ns=saved.time_ns)
+    place = place._replace(keeps=savings.every_s is not None)
     places = [place._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]
-    return conduct(plan, run_dir, monitor, Sealed(store, secret), places)
+    return conduct(plan, run_dir, monitor, Sealed(store, secret), places, savings)
 
 
-def conduct(plan: Plan, run_dir: Path, monitor: Monitor, store: Sealed, places: Sequence[Place]) -> dict | None:
+def conduct(
+    plan: Plan, run_dir: Path, monitor: Monitor, store: Sealed, places: Sequence[Place], savings: Savings
+) -> dict | None:
     """Start these ranks here and attend to all ranks, until they have left; returns how well the pace was kept, None
     where somebody was interrupted and would not leave. Raises AshlError naming the rank that failed. However it ends,
     every process of the job is told."""
@@ -74,7 +80,7 @@ def conduct(plan: Plan, run_dir: Path, monitor: Monitor, store: Sealed, places: 
     end = End(130)
     try:
         with children(plan, places) as processes:
-            pace = attend(plan, run_dir, monitor, desk, processes)
+            pace = attend(plan, run_dir, monitor, desk, processes, savings)
         if pace is not None:
             end = End(0)
         return pace

@@ -35,11 +35,14 @@ from ashl.run.interface import Chosen, use
 from ashl.run.reporter import Reporter
 from ashl.run.sealed import Sealed, Secret
 from ashl.run.watch import ALONE, Watch, handled, leave
+from ashl.runtime import keeping
 from ashl.runtime.effects import PeerLostError
+from ashl.runtime.keeping import Keeper
+from ashl.runtime.news import End
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import End, Left, Placed, RankError, StopAsked
+from ashl.runtime.records import Left, Placed, RankError, StopAsked
 from ashl.stage.program import links_of, program
 from ashl.stage.stage import Stage
 
@@ -70,6 +73,9 @@ class Place(NamedTuple):
     interface: Chosen | None = None  # of its messages; None = what gloo takes by itself
     device: str = HOST
     one_each: bool = False  # whether all ranks of the job have a GPU of their own
+    keeps: bool = False  # whether it keeps its part of checkpoints, in the run folder
+    saved: str | None = None  # the folder of the checkpoint that it goes on from
+    since_ns: int = 0  # ... and the moment
 
 
 def play_in_child(place: Place, plan_json: str) -> None:
@@ -112,6 +118,8 @@ def play(place: Place, plan_json: str) -> End:
     wait = timedelta(seconds=max(1.0, timeout_s))
     store = Sealed(dist.TCPStore(place.host, place.port, is_master=False, timeout=wait), place.secret)
     reporter = Reporter(store.another(), place.rank, place.rounds, watch)
+    if place.keeps:
+        reporter.keeper = Keeper(Path(place.run_dir), place.rank, reporter.emit)
     try:
         if place.log:
             redirect(Path(place.run_dir) / f"rank{place.rank}.log")
@@ -174,12 +182,18 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
         device=place.device,
         settle=None if place.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
+        keeper=reporter.keeper,
     )
+    saved = None
+    if place.saved is not None:
+        known = keeping.read(Path(place.saved) / f"rank{place.rank}.pt", ("ashl", *plan.allow_targets))
+        kernel.go_on(known, place.since_ns)
+        saved = known.stage, known.state
     if place.rank < plan.num_workers:
         assert isinstance(stage.trainer, Trainer)
         warm_up(stage.trainer, place.rank)
     reporter.beat = kernel.beat
-    kernel.run(partial(program, stages=job.stages))
+    kernel.run(partial(program, stages=job.stages, saved=saved))
     reporter.emit(kernel.pace.report())
     for rank in range(plan.num_ranks):
         store.push(f"done/{rank}", place.rank, b"")

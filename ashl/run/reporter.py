@@ -19,8 +19,10 @@ from torch import Tensor
 from ashl.run import vectors
 from ashl.run.sealed import Sealed
 from ashl.run.watch import Watch, leave
+from ashl.runtime.keeping import Keeper, Wanted
+from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
-from ashl.runtime.records import Alive, End, News, RankError, Record, Snapshot, UpdateShown, dumps
+from ashl.runtime.records import Alive, RankError, Record, Snapshot, UpdateShown, dumps
 from ashl.size_only import Vector
 
 EVERY_S = 0.2
@@ -37,6 +39,7 @@ class Reporter:
         self.scores: dict[str, float | None] | None = None
         self.end: End | None = None  # of the run, once it has one
         self.rounds, self._rank, self._broken = rounds, rank, False
+        self.keeper: Keeper | None = None  # of this rank's part of checkpoints
         self.beat: Callable[[], Record] = lambda: Alive(rank)
         self._store, self._watch = store, watch
         self._out: deque[tuple[Record, Tensor | None]] = deque()
@@ -126,6 +129,8 @@ class Reporter:
             self.scores, self.end = news.scores, news.end
             if news.end:
                 self._store.push(NOTED, self._rank, b"")
+            if self.keeper is not None and news.wanted is not None:
+                self.keeper.asked = Wanted(*news.wanted)
             if news.end and news.end.code:
                 leave(news.end)
         self._watch.answered()

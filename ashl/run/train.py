@@ -23,8 +23,9 @@ from ashl.planning.build import Parts, assemble, declared_profile
 from ashl.planning.by_part import with_parts
 from ashl.planning.device import device_of
 from ashl.planning.make import prepared
+from ashl.run import checkpoints, launch
 from ashl.run import job as jobs
-from ashl.run import launch
+from ashl.run.checkpoints import Saved, Savings
 from ashl.run.monitor import Monitor
 from ashl.run.rank import step_here_s
 from ashl.run.starter import Membership, membership
@@ -84,9 +85,9 @@ def run(
     if seat and seat.job.rank != 0:
         return Ran(jobs.take_part(plan, seat))
     with jobs.waited_for(plan, seat):
-        saved = None if resume is None else taken_up(resume, config)
+        saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan)
         run_dir = resume or folder(config, plan)
-        recorder = Recorder(run_dir, tracking.events, saved and saved["sizes"])
+        recorder = Recorder(run_dir, tracking.events, sizes)
         write_inputs(recorder, config, overrides, None if saved else plan)
     console = Console(highlight=False)
     if not quiet:
@@ -155,15 +156,31 @@ def seated(plan: Plan, parts: Parts, config: dict[str, Any], job: Membership | N
 
 
 def drive(
-    plan: Plan, run_dir: Path, monitor: Monitor, seat: jobs.Seat | None, saving: Saving, saved: dict | None
+    plan: Plan,
+    run_dir: Path,
+    monitor: Monitor,
+    seat: jobs.Seat | None,
+    saving: Saving,
+    saved: dict | Saved | None,
 ) -> dict | None:
     """Run the plan where it wants to be run; returns how a paced run kept its pace."""
     if plan.runtime["_target_"].endswith("SimRuntime"):
+        assert not isinstance(saved, Saved)
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
+    assert not isinstance(saved, dict)
     if seat:
         return jobs.join(plan, run_dir, monitor, seat)
-    return launch.launch(plan, run_dir, monitor)
+    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity)
+    if saved is not None:
+        monitor.go_on(checkpoints.monitor_of(saved, plan.home, plan.limits))
+        savings.number = saved.number + 1
+        if savings.every_s is not None:
+            savings.plan_next(saved.time_ns)
+    pace = launch.launch(plan, run_dir, monitor, savings, saved)
+    for warning in filter(None, (saved and saved.broken, savings.warning)):
+        Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True, markup=False)
+    return pace
 
 
 def identity(config: dict[str, Any]) -> str:
@@ -171,12 +188,16 @@ def identity(config: dict[str, Any]) -> str:
     return config_hash({**config, "stop": None})
 
 
-def taken_up(run_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint of this run. Raises UsageError where there is none, or where it is of another run."""
-    saved = checkpoint.read(run_dir)
-    if saved["run"] != identity(config):
+def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan) -> tuple[dict[str, Any] | Saved, dict[str, int]]:
+    """The checkpoint of this run, and how much of its records is from before. Raises UsageError where there is none, or
+    where it is of another run."""
+    if not is_virtual(config):
+        saved = checkpoints.newest(run_dir, identity(config))
+        return saved, checkpoints.cut_back(run_dir, saved, plan.home)
+    found = checkpoint.read(run_dir)
+    if found["run"] != identity(config):
         raise UsageError(f"the checkpoint in {run_dir} is of another run; only stop.* may change when a run goes on")
-    return saved
+    return found, found["sizes"]
 
 
 def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from ashl.runtime.records import End
+from ashl.runtime.news import End
 
 TICK_S = 0.1
 ALONE = 76  # exit code of a home's child that has heard nothing of it

@@ -172,7 +172,6 @@ class Saving:
         """All that the simulation needs to go on."""
         sim = self.sim
         under_way = [(time_ns, place, self.received(place, *what)) for time_ns, place, *what in sorted(sim._heap)]
-        nodes = [{"ledger": slots(node.ledger)} | {name: getattr(node, name) for name in KEPT} for node in sim.nodes]
         return {
             "schema": SCHEMA,
             "time_ns": sim.now_ns,
@@ -181,7 +180,7 @@ class Saving:
             "events": sim.events,
             "marks": [vars(self.marks[rank]) for rank in range(len(sim.nodes))],
             "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
-            "nodes": packed(nodes),
+            "nodes": packed([counted(node) for node in sim.nodes]),
             "push_end": list(sim._push_end),
             "ports": packed(sim.network.saved()),
             "channels": packed({channel.team: channel.free_ns for channel in sim.channels.all()}),
@@ -219,10 +218,7 @@ def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> 
     sim._push_end[:] = saved["push_end"]
     sim.network.go_on(unpacked(saved["ports"], packages))
     for node, known in zip(sim.nodes, unpacked(saved["nodes"], packages), strict=True):
-        for name, value in known["ledger"].items():
-            setattr(node.ledger, name, value)
-        for name in KEPT:
-            setattr(node, name, known[name])
+        put_back(node, known)
 
 
 class Replay:
@@ -301,8 +297,18 @@ class Deaf:
         pass
 
 
-def slots(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__slots__}
+def counted(node: Node) -> dict[str, Any]:
+    """What a node has counted."""
+    ledger = {name: getattr(node.ledger, name) for name in node.ledger.__slots__}
+    return {"ledger": ledger} | {name: getattr(node, name) for name in KEPT}
+
+
+def put_back(node: Node, known: dict[str, Any]) -> None:
+    """A fresh node goes on with it."""
+    for name, value in known["ledger"].items():
+        setattr(node.ledger, name, value)
+    for name in KEPT:
+        setattr(node, name, known[name])
 
 
 def write(run_dir: Path, document: dict[str, Any]) -> None:

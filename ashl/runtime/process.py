@@ -23,8 +23,10 @@ import torch.distributed as dist
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Collective
+from ashl.runtime.checkpoint import put_back
 from ashl.runtime.communicator import Communicator, End, Outcome
 from ashl.runtime.compute_unit import IDLE, ComputeUnit, Ran
+from ashl.runtime.keeping import Keeper, Restored
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.machine import boot
 from ashl.runtime.node import Node, Observer
@@ -51,6 +53,7 @@ class TorchKernel:
         device: str = HOST,
         settle: Callable[[], None] | None = None,
         nccl: bool = False,
+        keeper: Keeper | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
         goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
@@ -58,6 +61,7 @@ class TorchKernel:
         self.observer = observer
         self.node = Node(self, rank)
         self._zero = time.monotonic_ns()  # until all have come, see `run`
+        self._since_ns, self._keeper = 0, keeper
         self.pace = make_pace(self.clock_ns)
         self._communicator = Communicator(
             rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None
@@ -85,10 +89,15 @@ class TorchKernel:
         return self.now_ns
 
     def mark(self, node: Node, stage: int, state: Any) -> None:
-        """Checkpoints of real processes are not built yet."""
+        """The main task is at the top of its loop; kept where that is wanted, and nothing runs beside it."""
+        if self._keeper is None or (wanted := self._keeper.wanted) is None or state is None or self._live > 1:
+            return
+        if state.version >= wanted.version:
+            drawn = self.pace.speed.drawn(node.rank) if self.pace.speed else 0
+            self._keeper.keep(wanted.number, node, stage, state, self.now_ns, drawn)
 
     def wants_mark(self, node: Node) -> bool:
-        return False
+        return self._keeper is not None and self._keeper.wanted is not None
 
     def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         """Each process computes it for itself."""
@@ -100,10 +109,20 @@ class TorchKernel:
         self._ready.append((task, None))
         return task
 
+    def go_on(self, known: Restored, time_ns: int) -> None:
+        """To be called before `run`: as the rank was kept, with the clock at this moment."""
+        put_back(self.node, known.node)
+        self.node.ledger.mark("wait", time_ns)
+        if self.pace.speed:
+            self.pace.speed.draw_from(self.node.rank, known.drawn)
+        self._since_ns = time_ns
+
     def run(self, main: Callable[[Node], Coroutine]) -> Any:
         """Run `main(node)` to its end; what else was spawned ends with it, once the collectives that this rank has
         posted have ended. The clock starts now, on all ranks."""
-        self._zero = common_zero()  # before anything is listened to: what a faster peer sends is timed by this clock
+        self._zero = (
+            common_zero() - self._since_ns
+        )  # before anything is listened to: what a faster peer sends is timed by this clock
         self._links = Links(self._peers, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes, self._device)
         self._main = self.spawn(self.node, main(self.node), main=True)
         try:

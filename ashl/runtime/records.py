@@ -2,7 +2,7 @@
 
 In virtual time a record reaches the monitor as it is; a process sends it as a line of JSON, in which `kind` names the
 type. A field that has its default is left out. Nothing is ever unpickled: what comes is checked field by field, and
-text that will be shown loses what a terminal would obey. The other way goes `News`.
+text that will be shown loses what a terminal would obey. The other way goes `ashl.runtime.news`.
 """
 
 from __future__ import annotations
@@ -251,6 +251,18 @@ class RankError(NamedTuple):
     blames: int | None = None
 
 
+class Kept(NamedTuple):
+    """A rank has written its part of a checkpoint, or could not: its state at the top of its loop."""
+
+    rank: int
+    number: int  # of the checkpoint
+    stage: int
+    version: int  # of the model
+    time_ns: int
+    sha256: Text = ""
+    error: Text | None = None
+
+
 class Snapshot(NamedTuple):
     """A model for the evaluator, or the counts that belong to it. Where every worker has its own model, those with the
     same tick make one evaluation (None = at the end)."""
@@ -292,6 +304,7 @@ Record = (
     | Left
     | StopAsked
     | RankError
+    | Kept
     | Snapshot
     | UpdateShown
 )
@@ -314,6 +327,7 @@ KINDS: dict[str, type[Record]] = {
     "left": Left,
     "stop_asked": StopAsked,
     "error": RankError,
+    "kept": Kept,
     "snapshot": Snapshot,
     "update": UpdateShown,
 }
@@ -359,30 +373,3 @@ def checked(of: type[T], fields: object, what: str) -> T:
 @cache
 def checker(of: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(of)
-
-
-class End(NamedTuple):
-    """How the run ended: exit code, and what to say of it (empty: nothing)."""
-
-    code: int
-    why: Text = ""
-
-
-class News(NamedTuple):
-    """What the process that keeps the records lets every rank know, again and again: that it is there, whether to
-    stop, how the model was judged last, and at last how it all ended."""
-
-    stopping: Text | None = None
-    scores: dict[str, float | None] | None = None
-    end: End | None = None
-
-    def dumps(self) -> str:
-        return json.dumps(self)
-
-    @staticmethod
-    def loads(line: str | bytes) -> News:
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            fields = None
-        return checked(News, fields, "news")

@@ -198,6 +198,11 @@ class ServerState:
 
     workers: tuple[WorkerPlan, ...] = ()  # what each worker does now: the plan's, until it is planned anew
 
+    @property
+    def version(self) -> int:
+        """Of the model."""
+        return self.tally.version
+
     def enter(self, stage: Stage, now_s: float) -> None:
         """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
         if self.entered == stage.index:

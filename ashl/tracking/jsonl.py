@@ -4,7 +4,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -59,6 +59,19 @@ def read(path: Path) -> Iterator[dict]:
         for line in file:
             if line.endswith(b"\n"):
                 yield json.loads(line)
+
+
+def keep(path: Path, size: int, wanted: Callable[[dict], bool]) -> int:
+    """Leave of the first so many bytes of a JSONL file the wanted records; returns how many bytes they are, after which
+    it may go on as it likes. A file that is shorter stays as it is."""
+    lines = path.read_bytes()[:size].splitlines(keepends=True) if path.exists() and path.stat().st_size >= size else []
+    kept = b"".join(line for line in lines if wanted(json.loads(line)))
+    if len(kept) == size or not lines:
+        return size
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(kept)
+    os.replace(part, path)
+    return len(kept)
 
 
 def tail(path: Path, offset: int) -> tuple[list[dict], int]:

@@ -44,7 +44,10 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
-        ("runtime=local run.checkpoint_s=1", "real processes leave no checkpoints yet"),
+        ("runtime=local run.checkpoint_s=1", "in stage ahl not all go round by round"),
+        ("runtime=local sync=ssp run.checkpoint_s=1", "take sync=bsp or sync=local_sgd"),
+        ("runtime=local sync=bsp overlap=late run.checkpoint_s=1", "real processes leave checkpoints only then"),
+        ("runtime=local topology=gossip sync=d_psgd run.checkpoint_s=1", "by a server or topology=all_reduce"),
         ("topology=gossip sync=ad_psgd run.checkpoint_s=1", "take a mode that goes in rounds, as sync=d_psgd"),
         # combinations
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),

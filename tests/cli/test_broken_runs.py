@@ -21,7 +21,8 @@ import torch.distributed as dist
 from ashl.cli.app import main
 from ashl.run.reporter import RECORDS
 from ashl.run.sealed import Sealed, shared_secret
-from ashl.runtime.records import End, Left, News, RankError, Snapshot, dumps
+from ashl.runtime.news import End, News
+from ashl.runtime.records import Left, RankError, Snapshot, dumps
 from ashl.tracking import jsonl
 
 LONG = [  # two workers and a server, for a minute if nobody ends it

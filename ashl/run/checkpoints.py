@@ -1,0 +1,190 @@
+"""Checkpoints of real runs in which all go round by round.
+
+Rule: every so many seconds home names a version of the model that nobody has come to yet. Each rank keeps its state
+when it is there (`ashl.runtime.keeping`) and says so; once all have, home writes what it knows itself and, last, a
+manifest with the hash of every file. A checkpoint without one, or with a file that is not what was written, is none:
+the newest whole one counts, and two are kept. Where a rank had been past the version when it heard of it, the next one
+is named further ahead. The run waits for nothing of this.
+
+What the records hold of later moments is forgotten when the run goes on, and written anew.
+
+Source: coordinated checkpoints, Elnozahy et al., "A survey of rollback-recovery protocols in message-passing systems",
+ACM Computing Surveys 2002.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ashl.errors import UsageError
+from ashl.plan.plan import Limits
+from ashl.run.evaluation import Target
+from ashl.run.monitor import Books, Monitor
+from ashl.runtime import keeping
+from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.records import Beat, Kept
+from ashl.tracking import jsonl
+from ashl.tracking.recorder import METRICS
+
+SCHEMA = 1
+MANIFEST, MONITOR = "manifest.json", "monitor.pt"
+AHEAD_S = 1.0  # of run time, for the news of a version to come to all before it does
+LONGEST_S = 60.0
+WHOLE = 2  # checkpoints that are kept
+
+
+@dataclass
+class Savings:
+    """Home's side: names versions, and makes checkpoints of what the ranks have kept."""
+
+    run_dir: Path
+    num_ranks: int
+    every_s: float | None = None  # None = never
+    identity: str = ""  # what the run is, apart from when it stops
+    number: int = 0  # of the next one
+    due_s: float | None = None  # on the run's clock; None = as long after its beginning as between two
+    ahead_s: float = AHEAD_S
+    wanted: tuple[int, int] | None = None
+    kept: dict[int, Kept] = field(default_factory=dict)
+    seen: tuple[int, int] | None = None  # the last version that home's rank told of, and when
+    warning: str | None = None
+
+    def name(self, beat: Beat | None) -> tuple[int, int] | None:
+        """The checkpoint to make, as of what home's rank says of itself; None where it is not time for a new one."""
+        if self.every_s is None or beat is None or beat.counts is None:
+            return None
+        before, self.seen = self.seen, (beat.counts.merges, beat.time_ns)
+        if before is None or beat.time_ns <= before[1]:
+            self.seen = before or self.seen
+            return None
+        due_s = self.every_s if self.due_s is None else self.due_s
+        if self.wanted is not None or beat.time_ns < due_s * 1e9:
+            return None
+        per_ns = (beat.counts.merges - before[0]) / (beat.time_ns - before[1])
+        self.kept = {}
+        self.wanted = self.number, beat.counts.merges + 1 + math.ceil(per_ns * self.ahead_s * 1e9)
+        self.number += 1
+        return self.wanted
+
+    def hear(self, kept: Kept, monitor: Monitor) -> None:
+        """A rank has kept its part, or could not."""
+        if self.wanted is None or kept.number != self.wanted[0]:
+            return
+        self.kept[kept.rank] = kept
+        if kept.error is not None:
+            self.warning = f"no checkpoint was made: rank {kept.rank} could not write its part ({kept.error})"
+        if len(self.kept) < self.num_ranks:
+            return
+        folder = keeping.folder_of(self.run_dir, kept.number)
+        self.plan_next(max(kept.time_ns for kept in self.kept.values()))
+        places = {(k.stage, k.version) for k in self.kept.values()}
+        if all(k.error is None for k in self.kept.values()) and len(places) == 1:
+            self.finish(folder, monitor)
+        else:
+            self.ahead_s, self.due_s = min(2 * self.ahead_s, LONGEST_S), 0.0
+            shutil.rmtree(folder, ignore_errors=True)
+        self.wanted = None
+
+    def plan_next(self, now_ns: int) -> None:
+        assert self.every_s is not None
+        self.due_s = (now_ns // round(self.every_s * 1e9) + 1) * self.every_s
+
+    def finish(self, folder: Path, monitor: Monitor) -> None:
+        """All parts are there: what home knows, then the manifest."""
+        ranks = [self.kept[rank] for rank in range(self.num_ranks)]
+        try:
+            home = keeping.write(folder / MONITOR, packed(monitor.state()))
+            manifest = {
+                "schema": SCHEMA,
+                "run": self.identity,
+                "version": ranks[0].version,
+                "time_ns": max(kept.time_ns for kept in ranks),
+                "files": {MONITOR: home} | {f"rank{kept.rank}.pt": kept.sha256 for kept in ranks},
+                "ranks_ns": [kept.time_ns for kept in ranks],
+                "sizes": monitor.recorder.sizes(),
+            }
+            part = folder / f"{MANIFEST}.part"
+            part.write_text(json.dumps(manifest))
+            part.rename(folder / MANIFEST)
+        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+            self.warning = f"no checkpoint was made: {error}"
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        for old in numbered(self.run_dir)[:-WHOLE]:
+            shutil.rmtree(keeping.folder_of(self.run_dir, old), ignore_errors=True)
+
+
+class Saved(NamedTuple):
+    """A checkpoint to go on from."""
+
+    number: int
+    folder: Path
+    version: int
+    time_ns: int
+    ranks_ns: list[int]
+    sizes: dict[str, int]
+    broken: str | None  # what was the matter with a newer one
+
+
+def numbered(run_dir: Path) -> list[int]:
+    """The numbers of all that have a manifest, the oldest first."""
+    found = (path.parent.name for path in run_dir.glob(f"checkpoint/*/{MANIFEST}"))
+    return sorted(int(name) for name in found if name.isdigit())
+
+
+def newest(run_dir: Path, identity: str) -> Saved:
+    """The newest whole checkpoint of a run. Raises UsageError where there is none, or where it is of another run."""
+    broken: str | None = None
+    for number in reversed(numbered(run_dir)):
+        folder = keeping.folder_of(run_dir, number)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            if manifest["schema"] != SCHEMA:
+                raise ValueError(f"schema {manifest['schema']}")
+            for name, digest in manifest["files"].items():
+                if Path(name).name != name or keeping.hash_of(folder / name) != digest:
+                    raise ValueError(f"{name} is not what was written")
+            found = Saved(number, folder, *(manifest[k] for k in ("version", "time_ns", "ranks_ns", "sizes")), broken)
+            if manifest["run"] != identity:
+                text = f"the checkpoint in {run_dir} is of another run; only stop.* may change when a run goes on"
+                raise UsageError(text)
+            return found
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            broken = f"{folder} cannot be gone on from ({error})"
+    raise UsageError(f"{broken}; run this setting anew" if broken else f"{run_dir} holds no whole checkpoint")
+
+
+def cut_back(run_dir: Path, saved: Saved, home: int) -> dict[str, int]:
+    """Take back what the records hold of later moments than the checkpoint's; returns how much is left, by file."""
+
+    def earlier(name: str, record: Mapping[str, Any]) -> bool:
+        if name == METRICS:
+            return record["time_s"] * 1e9 <= saved.ranks_ns[home] + 1
+        return record["kind"] != "round" or record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"]] + 1
+
+    return {
+        name: jsonl.keep(run_dir / name, size, lambda record, name=name: earlier(name, record))
+        for name, size in saved.sizes.items()
+    }
+
+
+def monitor_of(saved: Saved, home: int, limits: Limits) -> dict[str, Any]:
+    """What home knew, without what came later."""
+    state = unpacked(torch.load(saved.folder / MONITOR, weights_only=True))
+    books: Books = state["books"]
+    until_s = (saved.ranks_ns[home] + 1) / 1e9
+    found = [one for one in books.evaluations if one.time_s <= until_s]
+    if len(found) < len(books.evaluations):
+        target = Target()
+        for one in found:
+            target.judge(limits, one)
+        state["books"] = replace(books, evaluations=found, best=None, target=target)
+    return state

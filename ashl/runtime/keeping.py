@@ -1,0 +1,101 @@
+"""What a rank of a real run keeps of itself: its state at the top of its loop, in a file of the run folder.
+
+All go round by round, so at the top of their loops, at one version of the model, nothing is on its way: the states of
+all ranks there are the run. `ashl.run.checkpoints` names the version, and makes one checkpoint of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ashl.runtime.checkpoint import counted
+from ashl.runtime.node import Node
+from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.plane import first_line
+from ashl.runtime.records import Kept
+
+
+class Wanted(NamedTuple):
+    """The checkpoint of this number is to be of this version of the model."""
+
+    number: int
+    version: int
+
+
+class Keeper:
+    """Writes one rank's files, in a thread, and says so."""
+
+    def __init__(self, run_dir: Path, rank: int, emit: Callable[[Kept], None]) -> None:
+        self._run_dir, self._rank, self._emit = run_dir, rank, emit
+        self._done = -1  # the last number that has been kept
+        self.asked: Wanted | None = None  # by home
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What is to be kept and has not been."""
+        asked = self.asked
+        return asked if asked is not None and asked.number > self._done else None
+
+    def keep(self, number: int, node: Node, stage: int, state: Any, time_ns: int, drawn: int) -> None:
+        """At the top of the loop, so many draws of jitter into the run."""
+        self._done = number
+        document = {"stage": stage, "state": packed(state), "node": packed(counted(node))}
+        document |= {"time_ns": time_ns, "drawn": drawn}
+        kept = Kept(self._rank, number, stage, state.version, time_ns)
+        threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
+
+    def _write(self, document: dict[str, Any], kept: Kept) -> None:
+        path = file_of(self._run_dir, kept.number, self._rank)
+        try:
+            self._emit(kept._replace(sha256=write(path, document)))
+        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+            self._emit(kept._replace(error=first_line(error)))
+
+
+def write(path: Path, document: dict[str, Any]) -> str:
+    """Write a file in one step; returns its hash."""
+    part = path.with_suffix(".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(document, part)
+    digest = hash_of(part)
+    os.replace(part, path)
+    return digest
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_of(run_dir: Path, number: int) -> Path:
+    return run_dir / "checkpoint" / str(number)
+
+
+def file_of(run_dir: Path, number: int, rank: int) -> Path:
+    return folder_of(run_dir, number) / f"rank{rank}.pt"
+
+
+class Restored(NamedTuple):
+    """A rank as it was kept: its stage and state, what its node had counted, and where clock and jitter were."""
+
+    stage: int
+    state: Any
+    node: dict[str, Any]
+    time_ns: int
+    drawn: int
+
+
+def read(path: Path, packages: tuple[str, ...]) -> Restored:
+    """What a rank kept; states may be of classes of these packages. Nothing is unpickled."""
+    document = torch.load(path, weights_only=True)
+    for name in ("state", "node"):
+        document[name] = unpacked(document[name], packages)
+    return Restored(**document)

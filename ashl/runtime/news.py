@@ -1,0 +1,37 @@
+"""What the process that keeps a real run's records tells the ranks: the other way from records."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from ashl.runtime.records import Text, checked
+
+
+class End(NamedTuple):
+    """How the run ended: exit code, and what to say of it (empty: nothing)."""
+
+    code: int
+    why: Text = ""
+
+
+class News(NamedTuple):
+    """What the process that keeps the records lets every rank know, again and again: that it is there, whether to
+    stop, how the model was judged last, of which version of it the next checkpoint is to be (number, version), and at
+    last how it all ended."""
+
+    stopping: Text | None = None
+    scores: dict[str, float | None] | None = None
+    end: End | None = None
+    wanted: tuple[int, int] | None = None
+
+    def dumps(self) -> str:
+        return json.dumps(self)
+
+    @staticmethod
+    def loads(line: str | bytes) -> News:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            fields = None
+        return checked(News, fields, "news")

@@ -1,0 +1,113 @@
+"""Checkpoints of real runs: when they are made, which one counts, and what the records keep."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ashl.errors import UsageError
+from ashl.run import checkpoints
+from ashl.run.checkpoints import Savings
+from ashl.runtime.keeping import file_of, folder_of, write
+from ashl.runtime.records import Beat, Counts, Kept
+
+SECOND = 1_000_000_000
+
+
+class Home:
+    """What a checkpoint asks of the monitor."""
+
+    @property
+    def recorder(self) -> "Home":
+        return self
+
+    def state(self) -> dict:
+        return {"books": [1, 2]}
+
+    def sizes(self) -> dict[str, int]:
+        return {"events.jsonl": 7}
+
+
+def beat(version: int, time_s: float) -> Beat:
+    counts = Counts(0, 0, version, [], [], [], [], [], 0, None, None, 0.0, None)
+    return Beat(2, round(time_s * SECOND), 0, 0, 0.0, {}, 0, 0, {}, counts)
+
+
+def made(savings: Savings, number: int, versions: tuple[int, ...], **other: object) -> None:
+    """All ranks keep their parts of a checkpoint, at these versions."""
+    for rank, version in enumerate(versions):
+        digest = write(file_of(savings.run_dir, number, rank), {"version": version})
+        savings.hear(Kept(rank, number, 0, version, 3 * SECOND + rank, digest, **other), Home())
+
+
+def test_a_version_is_named_that_nobody_has_come_to(tmp_path: Path) -> None:
+    savings = Savings(tmp_path, 3, 2.0, "run")
+    assert [savings.name(beat(10 * k, k)) for k in range(2)] == [None, None]
+    assert savings.name(beat(20, 2.0)) == (0, 31)  # a second ahead
+    assert savings.name(beat(40, 4.0)) is None  # one at a time
+    made(savings, 0, (31, 31, 31))
+    assert savings.name(beat(50, 3.9)) is None
+    assert savings.name(beat(80, 4.1)) is not None
+    assert Savings(tmp_path, 3).name(beat(1, 100.0)) is None
+
+
+def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path: Path) -> None:
+    savings = Savings(tmp_path, 2, 1.0, "run")
+    savings.name(beat(0, 0.5))
+    assert savings.name(beat(10, 1.0)) == (0, 31)
+    made(savings, 0, (31, 32))
+    assert not folder_of(tmp_path, 0).exists()
+    assert savings.name(beat(40, 2.0)) == (1, 101)  # two seconds ahead
+    made(savings, 1, (101, 101), error="no space left on device")
+    assert "rank 1 could not write its part (no space left on device)" in savings.warning
+    assert not checkpoints.numbered(tmp_path)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A run folder with checkpoints 1 and 2; 0 is gone."""
+    savings = Savings(tmp_path, 2, 1.0, "run")
+    for number in range(3):
+        savings.wanted, savings.kept = (number, 31), {}
+        made(savings, number, (31, 31))
+    assert checkpoints.numbered(tmp_path) == [1, 2]
+    return tmp_path
+
+
+def test_the_newest_whole_one_counts(kept: Path) -> None:
+    found = checkpoints.newest(kept, "run")
+    assert (found.number, found.version, found.ranks_ns, found.broken) == (2, 31, [3 * SECOND, 3 * SECOND + 1], None)
+    with pytest.raises(UsageError, match=r"of another run; only stop\.\* may change"):
+        checkpoints.newest(kept, "other")
+    part = file_of(kept, 2, 1)
+    part.write_bytes(part.read_bytes()[:-1] + b"?")  # flipped
+    found = checkpoints.newest(kept, "run")
+    assert found.number == 1
+    assert found.broken == f"{kept}/checkpoint/2 cannot be gone on from (rank1.pt is not what was written)"
+    (folder_of(kept, 1) / "manifest.json").write_text("{")
+    with pytest.raises(UsageError, match="run this setting anew"):
+        checkpoints.newest(kept, "run")
+
+
+def test_files_are_looked_for_in_their_own_folder_only(kept: Path) -> None:
+    manifest = folder_of(kept, 2) / "manifest.json"
+    text = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(text | {"files": {"../1/rank0.pt": text["files"]["rank0.pt"]}}))
+    assert checkpoints.newest(kept, "run").number == 1
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no whole checkpoint"):
+        checkpoints.newest(tmp_path, "run")
+
+
+def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
+    rounds = [{"kind": "round", "rank": r, "end_s": t} for t in (2.0, 3.0, 3.5) for r in (0, 1)]
+    lines = [json.dumps(line) + "\n" for line in [*rounds, {"kind": "stage", "rank": 1}]]
+    (kept / "events.jsonl").write_text("".join(lines))
+    (kept / "metrics.jsonl").write_text('{"time_s": 3.0}\n{"time_s": 3.1}\n{"time_s": 9.0}\n')
+    sizes = {"events.jsonl": len("".join(lines)), "metrics.jsonl": 32}
+    saved = checkpoints.newest(kept, "run")._replace(sizes=sizes)
+    left = checkpoints.cut_back(kept, saved, home=1)
+    assert (kept / "events.jsonl").read_text() == "".join([*lines[:4], lines[-1]])
+    assert left == {"events.jsonl": len("".join([*lines[:4], lines[-1]])), "metrics.jsonl": 16}
