@@ -16,6 +16,7 @@ from .advise import advise
 from .compare import compare
 from .doctor import doctor
 from .export import export
+from .launch import launch
 from .list import show_options
 from .profile import profile
 from .sweep import sweep
@@ -47,6 +48,7 @@ COMMANDS = {
     "train": train,
     "profile": profile,
     "sweep": sweep,
+    "launch": launch,
     "advise": advise,
     "compare": compare,
     "export": export,

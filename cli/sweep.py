@@ -1,11 +1,11 @@
 """`ashl sweep`: a grid of settings, run, compared, and taken up again where it was left."""
 
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,10 +14,16 @@ from ashl.errors import UsageError
 
 from .train import ConfigDir, Debug, Overrides, as_yaml, starting
 
+if TYPE_CHECKING:
+    from ashl.run.ssh import Launch
+    from ashl.study.grid import Grid
+    from ashl.study.slots import Job
+
 TERMINATED = 128 + signal.SIGTERM  # the exit code of what SIGTERM has ended
 
 
 def sweep(
+    ctx: typer.Context,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print every run's resolved configuration and stop.")] = False,
@@ -46,8 +52,6 @@ def sweep(
 
     The same command again goes on where it was left: what has ended is not run twice.
     """
-    from ashl.config.compose import compose
-
     typed, theirs = overrides or [], []
     if launcher or sweeper:
         from . import plugins
@@ -58,18 +62,9 @@ def sweep(
         refuse({"--race": race, "--strict": strict, "--cfg": cfg, "--dry-run": dry_run, "--baseline": baseline})
         return search(typed, theirs, config_dir, launcher, sweeper, jobs, rerun_failed=rerun_failed, quiet=quiet)
     with starting(quiet):
-        from rich.console import Console
-
         from ashl.study import sweep as study
-        from ashl.study.grid import grid_lines, make_grid
 
-    with Console(stderr=True).status("composing") as status:  # seen on a terminal only
-        grid = make_grid(
-            grid_lines(typed, config_dir),
-            lambda point: compose(point, config_dir),
-            strict=strict,
-            progress=lambda done, size: status.update(f"composing {done} of {size} settings"),
-        )
+    grid = whole_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         for setting in grid.settings:
             typer.echo(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", nl=False)
@@ -83,9 +78,37 @@ def sweep(
         slots = plugins.at_a_time(launcher, jobs, study.slots_for(grid))
         launch = partial(plugins.bring, launcher=launcher, overrides=[*slots, *theirs])
     with interruptible(quiet):
+        run = there(ctx.obj, grid, config_dir) if ctx.obj else None
         how = {"rerun_failed": rerun_failed, "race": race, "quiet": quiet}
-        summaries = study.sweep(grid, typed, folder, slots=jobs, launch=launch, baseline=baseline, **how)
+        summaries = study.sweep(grid, typed, folder, slots=jobs, launch=launch, baseline=baseline, run=run, **how)
     return int(any(summary["status"] == "failed" for summary in summaries))
+
+
+def whole_grid(typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None") -> "Grid":
+    """Composed and checked, for the hosts of `ashl launch` where there are such."""
+    from rich.console import Console
+
+    from ashl.config.compose import compose
+    from ashl.run.on_hosts import size_there
+    from ashl.study.grid import alone, grid_lines, make_grid
+
+    with Console(stderr=True).status("composing") as status:  # seen on a terminal only
+        return make_grid(
+            grid_lines(typed, config_dir),
+            lambda point: compose(point, config_dir),
+            strict=strict,
+            progress=lambda done, size: status.update(f"composing {done} of {size} settings"),
+            processes=partial(size_there, where=where) if where else alone,
+        )
+
+
+def there(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[Job], int]":
+    """What brings the runs to the hosts of `ashl launch`, all of which answer."""
+    from ashl.run.on_hosts import look_round, size_there
+    from ashl.study import slots
+
+    look_round(where, max(size_there(setting.config, where) or 0 for setting in grid.settings))
+    return partial(slots.on_hosts, where=where, config_dir=config_dir)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import typer
 
 from ashl.cli import plugins
 from ashl.cli.app import app, main
+from ashl.cli.launch import LAUNCHED
 from ashl.config.catalog import CONF, catalog, parameters
 from ashl.config.compose import compose
 from ashl.errors import DataMissingError
@@ -87,6 +88,9 @@ def test_a_command_is_possible(line: str, examples: Path) -> None:
         return
     named = [word for word in args if not PLACEHOLDER.fullmatch(word.rpartition("=")[2])]
     given = CLI.commands[name].make_context(name, args, resilient_parsing=False).params  # type: ignore[attr-defined]
+    if name == "launch" and (words := [word for word in given["command"] if not PLACEHOLDER.fullmatch(word)]):
+        assert words[0] in LAUNCHED
+        CLI.commands[words[0]].make_context(words[0], words[1:])  # type: ignore[attr-defined]
     if name == "list":
         folder = given["config_dir"] if given["config_dir"] in (None, Path("options")) else None
         group, option = (word if word in named else None for word in (given["group"], given["option"]))
@@ -96,10 +100,11 @@ def test_a_command_is_possible(line: str, examples: Path) -> None:
         return
     overrides = [word for word in given["overrides"] or () if word in named]
     world = re.search(r"torchrun .*--nproc-per-node[ =](\d+) .*-m ashl\.cli ", line)
+    nodes = re.search(r"torchrun .*--nnodes (\d+) ", line)
     assert world or not line.startswith("torchrun")
     points = swept(overrides, given) if name == "sweep" else {tuple(overrides)}
     for point in points:
-        can_be_planned(point, given["config_dir"], int(world[1]) if world else None)
+        can_be_planned(point, given["config_dir"], int(world[1]) * int(nodes[1] if nodes else 1) if world else None)
 
 
 def swept(overrides: list[str], given: dict) -> set[tuple[str, ...]]:

@@ -230,12 +230,12 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
     return ("interrupted" if reason == "interrupted" else "finished"), reason
 
 
-def dry_run(config: dict[str, Any], overrides: list[str]) -> None:
-    """Compose, check, plan and estimate; run nothing."""
+def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> None:
+    """Compose, check, plan and estimate; run nothing. `processes`: how many a job will have."""
     config, job = joined(config)
-    plan, parts, data = prepared(config, job.world_size if job else None, overrides)
+    plan, parts, data = prepared(config, job.world_size if job else processes, overrides)
     construct(config["tracking"], "tracking", config["allow_targets"])
-    if job:
+    if job or processes:
         plan = replace(plan, notes=(*plan.notes, *jobs.foreseen(plan, parts, config["profile"])))
     if job is None or job.rank == 0:
         forecast(Console(highlight=False), plan, len(data.train))
@@ -288,11 +288,11 @@ def is_virtual(config: Mapping[str, Any]) -> bool:
     return config["runtime"]["_target_"].endswith("SimRuntime")
 
 
-def through_server(config: dict[str, Any]) -> dict[str, Any]:
+def through_server(config: dict[str, Any], in_job: bool = False) -> dict[str, Any]:
     """The configuration of a run that measures: its links lead to a server, whatever the topology is. Raises UsageError
     where others have started the processes, and none for a server."""
     topology = config["choices"]["topology"]
-    if topology != "parameter_server" and joined(config)[1]:
+    if topology != "parameter_server" and (in_job or joined(config)[1]):
         raise UsageError(
             f"`ashl profile` measures links to a server, for which a job with topology={topology} has no process; "
             "profile with topology=parameter_server and one process more, and train with profile=FILE"

@@ -18,6 +18,12 @@ from ashl.planning.make import make_plan
 
 MAX_POINTS = 10_000
 
+Processes = Callable[[dict[str, Any]], int | None]  # of the job that this configuration will be run in, if in one
+
+
+def alone(config: dict[str, Any]) -> None:
+    """In no job: a run starts its processes itself."""
+
 
 class Line(NamedTuple):
     """A grid: the product of the alternatives of each override. `label`: what its settings are called."""
@@ -126,6 +132,7 @@ def make_grid(
     *,
     strict: bool = False,
     progress: Callable[[int, int], None] = lambda done, size: None,
+    processes: Processes = alone,
 ) -> Grid:
     """Compose and plan every point. A point that cannot be run is skipped with its reason, or with `strict` an error.
 
@@ -144,7 +151,7 @@ def make_grid(
     for number, (point, label) in enumerate(wanted.items()):
         progress(number, len(wanted))
         try:
-            kept, config, predicted_s = checked(point, compose, plans)
+            kept, config, predicted_s = checked(point, compose, plans, processes)
         except UsageError as error:
             if strict:
                 raise UsageError(f"{' '.join(point)}: {error}") from error
@@ -188,7 +195,10 @@ def seeds_at_once(compose: Callable[[Sequence[str]], dict[str, Any]]) -> Callabl
 
 
 def checked(
-    point: tuple[str, ...], compose: Callable[[Sequence[str]], dict[str, Any]], plans: dict[str, Plan | UsageError]
+    point: tuple[str, ...],
+    compose: Callable[[Sequence[str]], dict[str, Any]],
+    plans: dict[str, Plan | UsageError],
+    processes: Processes = alone,
 ) -> tuple[tuple[str, ...], dict[str, Any], float | None]:
     """A point without the keys that have no say in it, its configuration and its predicted time.
 
@@ -199,7 +209,7 @@ def checked(
             config = compose(point)
             shared = config_hash(config if config["cluster"].get("compute_spread") else {**config, "seed": 0})
             if shared not in plans:
-                plans[shared] = planned(config, point)
+                plans[shared] = planned(config, point, processes)
             plan = plans[shared]
             if isinstance(plan, UsageError):
                 raise plan
@@ -211,10 +221,10 @@ def checked(
             point = rest
 
 
-def planned(config: dict[str, Any], point: Sequence[str]) -> Plan | UsageError:
+def planned(config: dict[str, Any], point: Sequence[str], processes: Processes) -> Plan | UsageError:
     """The plan, or why there is none; missing data is missing for every point."""
     try:
-        return make_plan(config, None, point)
+        return make_plan(config, processes(config), point)
     except DataMissingError:
         raise
     except UsageError as error:

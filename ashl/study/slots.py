@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -18,7 +19,9 @@ from typing import Any
 from ashl.errors import AshlError
 from ashl.run.attendance import KILLED
 from ashl.run.launch import start_fork_server
+from ashl.run.on_hosts import LOST, fetch, run_job, size_there
 from ashl.run.rank import die_with_parent, redirect
+from ashl.run.ssh import UNREACHED, Launch
 from ashl.run.train import train
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY, UNWRITABLE
@@ -26,7 +29,7 @@ from ashl.tracking.recorder import SUMMARY, UNWRITABLE
 LOG = "output.log"
 GONE = "its process is gone without a word"
 ENDED = ("finished", "diverged", "failed")  # what is not run again
-FROM_OUTSIDE = (UNWRITABLE, GONE, *(f"{KILLED} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")))
+FROM_OUTSIDE = (UNWRITABLE, GONE, UNREACHED, LOST, *(f"{KILLED} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")))
 LEAVE_S = 20.0  # after an interrupt: time for the runs to leave in order
 POLL_S = 0.25
 
@@ -41,15 +44,36 @@ class Job:
     resume: bool = False  # go on from the checkpoint that is there
 
 
+def here(job: Job) -> int:
+    """Run it in this process; returns its exit code."""
+    resume = job.folder if job.resume else None
+    return train(job.config, list(job.overrides), quiet=True, silent=True, resume=resume)
+
+
+def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
+    """Run it there, if it is real, and see to it that its records are here afterwards."""
+    size = size_there(job.config, where)
+    if size is None:
+        return here(job)
+    own = {"run.dir": str(job.folder), "run.save_weights": job.config["run"]["save_weights"], "tracking.sink": "none"}
+    options = ["--quiet", *(["--config-dir", str(config_dir)] if config_dir else [])]
+    argv = ["train", *options, *job.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+    code = run_job(where, size, argv)
+    if not (job.folder / SUMMARY).exists() and not fetch(where, job.folder) and code == 0:
+        raise AshlError(f"the records of this run are not on {where.hosts[0].name}, in {where.folder}, either")
+    return code
+
+
 def run_all(
     slots: int,
     jobs: Sequence[Job],
     show: Callable[[list[Job]], None],
     unwanted: Callable[[Job], bool] = lambda job: False,
+    run: Callable[[Job], int] = here,
 ) -> Iterator[Job]:
     """Run every job, `slots` at a time, in order; yields each as it ends. `show` is called a few times a second with
     those that run; what is `unwanted` then is not begun, or leaves in order. On an interrupt (or when the caller goes
-    away) the running ones leave in order first."""
+    away) the running ones leave in order first. Each has a process, in which `run` brings it to its end."""
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["ashl.study.slots"])
     start_fork_server()
@@ -61,7 +85,7 @@ def run_all(
                 job = waiting.pop()
                 if unwanted(job):
                     continue
-                process = context.Process(target=play, args=(job,), name=job.folder.name)
+                process = context.Process(target=play, args=(job, run), name=job.folder.name)
                 process.start()
                 running[process.sentinel] = (job, process)
             for sentinel in wait(list(running), timeout=POLL_S):
@@ -89,7 +113,7 @@ def stop(processes: Sequence[BaseProcess]) -> None:
             process.join()
 
 
-def play(job: Job) -> None:
+def play(job: Job, run: Callable[[Job], int]) -> None:
     """The whole of a run's process. Ctrl-C is for the parent, which passes it on as SIGTERM."""
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
     die_with_parent()
@@ -97,13 +121,7 @@ def play(job: Job) -> None:
     redirect(job.folder / LOG)
     code = 1
     try:
-        code = train(
-            job.config,
-            list(job.overrides),
-            quiet=True,
-            silent=True,
-            resume=job.folder if job.resume else None,
-        )
+        code = run(job)
     except KeyboardInterrupt:
         code = 130
     except AshlError as error:

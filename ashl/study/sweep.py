@@ -30,7 +30,7 @@ from ashl.runtime.checkpoint import FILE
 from ashl.study.grid import Grid, Setting, label
 from ashl.study.launcher import Launch, run_elsewhere
 from ashl.study.racing import Race
-from ashl.study.slots import ENDED, Job, by_itself, read_summary, run_all
+from ashl.study.slots import ENDED, Job, by_itself, here, read_summary, run_all
 from ashl.tracking import jsonl, mlflow, mlflow_study
 from ashl.tracking.console import seconds
 from ashl.tracking.store import ADDRESS
@@ -63,10 +63,11 @@ def sweep(
     silent: bool = False,
     baseline: str | None = None,
     launch: Launch | None = None,
+    run: Callable[[Job], int] | None = None,
 ) -> list[dict[str, Any]]:
     """Run what is missing, or with `race` as much of it as decides, here or where `launch` brings it; returns the
-    summaries. `baseline` is the setting that the others are compared with; `quiet`
-    shows no progress, `silent` not even the outcome. Raises AshlError where the folder cannot be
+    summaries. `run` brings a run to its end, in a process of its own. `baseline` is the setting that the others are
+    compared with; `quiet` shows no progress, `silent` not even the outcome. Raises AshlError where the folder cannot be
     used or the launcher fails, and KeyboardInterrupt when interrupted: what has ended by then is kept."""
     with locked(folder):
         record = begun(grid, overrides, folder, keep_dropped=race)
@@ -77,7 +78,8 @@ def sweep(
         command = " ".join(["ashl sweep", *overrides])
         progress = SweepProgress(console, len(missing), quiet=quiet)
         with copied_to_mlflow(grid, folder, command, console) as tell:
-            run_jobs = partial(run_elsewhere, folder, launch) if launch else partial(run_all, slots or slots_for(grid))
+            own = partial(run_all, slots or slots_for(grid), run=run or here)
+            run_jobs = partial(run_elsewhere, folder, launch) if launch else own
             stays = kept_in(grid, baseline)
             fill(grid, record, folder, missing, run_jobs, progress, tell, stays if race else None)
             conclude(folder, command, console, baseline)

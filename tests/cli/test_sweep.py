@@ -83,10 +83,10 @@ def test_a_race_drops_who_is_behind_and_never_does_more_than_its_grid(
     all take equally many. The baseline stays, however far behind it is; who was dropped has a row of its own."""
     begun: list[str] = []
 
-    def counted(slots: int, jobs: list[Job], *rest) -> Iterator[Job]:
+    def counted(slots: int, jobs: list[Job], *rest, **more) -> Iterator[Job]:
         begun.extend(job.folder.name for job in jobs)
         assert not any(job.resume for job in jobs)
-        return run_all(slots, jobs, *rest)
+        return run_all(slots, jobs, *rest, **more)
 
     grid = ["sync=asp", "optimizer.lr=0.0001,0.0002,0.1", "seed=0,1", *TINY, "model.hidden=[16]", "stop.epochs=2"]
     with patch("ashl.study.sweep.run_all", counted):

@@ -1,0 +1,230 @@
+"""A job on several hosts, one ssh for each: who is there, what their ranks say, and that all of it ends together."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from pydantic import BaseModel, ValidationError
+
+from ashl.errors import AshlError, UsageError, plain
+from ashl.plan.files import read_plan
+from ashl.planning.build import Options
+from ashl.planning.make import drawn
+from ashl.run.attendance import how_ended
+from ashl.run.hosts import master_address, ranks_environment, shared_out
+from ashl.run.node_agent import GRACE_S, KILL, PULSE, SILENCE_S, STOP
+from ashl.run.sealed import SECRET
+from ashl.run.ssh import Connection, Heard, Inbox, Launch, Wish, command, connected, greeted, heard, printable
+from ashl.run.train import is_virtual
+from ashl.run.watch import handled
+from ashl.stage.rule import extra_ranks
+
+PULSE_S = 2.0
+SETTLE_S = 5.0  # after the first failure: for the others to notice, and to finish their records
+LOST = "was lost during the run"
+RANK = ("-P", "-m", "ashl.cli")  # to Python
+MAX_LINES = 10  # of each rank but 0: a library that fails says much, all of it of no use
+CODES = (1, 2, 3, 130)  # what a command of ours ends with, if not well
+
+
+class Said(BaseModel):
+    """What it says later: one of these, of a rank or of itself."""
+
+    rank: int = 0
+    out: str | None = None
+    err: str | None = None
+    code: int | None = None
+    failed: str | None = None
+
+
+class Failure(NamedTuple):
+    """The first thing that went wrong."""
+
+    code: int
+    sentence: str
+    at: float
+
+
+def run_job(where: Launch, size: int, argv: Sequence[str]) -> int:
+    """Start `ashl ARGV` on as many slots, and see it to its end; returns its exit code, 130 if interrupted.
+
+    The first Ctrl-C or SIGTERM ends the job in order, the second one at once. Raises AshlError naming the host where
+    one cannot take part (then nothing was started anywhere) or is lost, and UsageError for a folder that is not there.
+    """
+    shares, wish = shared_out(where.hosts, size), Wish()
+    with handled(wish), connected(where, shares) as (connections, inbox):
+        if not (greetings := greeted(connections, inbox, wish, where.python)):
+            return 130
+        first, *others = greetings
+        if first.port is None:
+            raise UsageError(f"--port {where.port} is taken on {connections[0].name}; give another, or none.")
+        address = "127.0.0.1"
+        if others:
+            address = master_address(shares[0].host, first.reached_at, [other.seen_from for other in others])
+        env = {**where.env, SECRET: secrets.token_hex(32)}  # by which they know each other; it is in no command line
+        order = {"argv": [*RANK, *argv], "folder": where.folder, "env": env}
+        for group, connection in enumerate(connections):
+            own = ranks_environment(connection.share, group, size, (address, first.port))
+            connection.running = set(own)
+            connection.tell(json.dumps({**order, "ranks": list(own.items())}).encode())
+        return attend(connections, inbox, wish, Report(where.verbose))
+
+
+def job_size(config: Mapping[str, Any], where: Launch) -> int:
+    """How many processes this run takes: all slots, where neither the user nor the configuration says. Raises
+    UsageError where these do not agree, or there are fewer slots."""
+    asked, slots, options = where.size, where.slots, Options(config["allow_targets"])
+    topology, schedule, sync = (options.of(group, config[group]) for group in ("topology", "schedule", "sync"))
+    workers = options.of("cluster", drawn(config["cluster"], config["seed"])).num_workers
+    extra = extra_ranks(topology, None if schedule.names_sync else sync)
+    if config["plan"]:
+        plan = read_plan(config["plan"])
+        workers, extra = plan.num_workers, plan.num_ranks - plan.num_workers
+    needed = (asked or slots) if workers is None else workers + extra
+    beside = (" and a server" if topology.has_server else " and a coordinator") if extra else ""
+    if asked not in (None, needed):
+        raise UsageError(f"--np {asked}: {workers} workers{beside} are {needed} processes; drop one of the two.")
+    if needed > slots:
+        what = f"--np {needed}" if workers is None else f"{workers} workers{beside}"
+        raise UsageError(f"{what} need {needed} slots, and the hosts have {slots}; name more hosts, or write slots=2.")
+    return needed
+
+
+def size_there(config: Mapping[str, Any], where: Launch) -> int | None:
+    """The same of a run that is real; None in virtual time, which needs no hosts."""
+    return None if is_virtual(config) else job_size(config, where)
+
+
+def look_round(where: Launch, size: int) -> None:
+    """Raises AshlError naming the hosts that could not take part in a job of this size."""
+    with connected(where, shared_out(where.hosts, size)) as (connections, inbox):
+        greeted(connections, inbox, Wish(), where.python)
+
+
+class Report:
+    """What the user sees of what the ranks say: all of rank 0, of the others their errors, once where they all say the
+    same. Their last sentences are held back: rank 0 may say it better."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.verbose, self.ending = verbose, False
+        self.complaints: set[str] = set()
+        self.lines: Counter[int] = Counter()  # of complaints that were shown, by rank
+        self.sentences: dict[str, str] = {}  # of other ranks: what, and who said so first
+
+    def show(self, name: str, rank: int, text: str, error: bool) -> None:
+        last = error and text.startswith("ashl: ")
+        if self.verbose and rank:
+            write(sys.stderr, f"{name} r{rank} | {text}")
+        elif last and rank:
+            self.sentences.setdefault(text, f"{name} r{rank}")
+        elif not error and not rank:
+            write(sys.stdout, text)
+        elif last or (error and not self.ending and text not in self.complaints):  # who is interrupted may complain
+            self.complaints.add(text)
+            self.lines[rank] += 1
+            text = "... (--verbose shows all)" if rank and self.lines[rank] == MAX_LINES else text
+            if not rank or self.lines[rank] <= MAX_LINES:
+                write(sys.stderr, f"{name} r{rank} | {text}" if rank else text)
+
+    def close(self) -> bool:
+        """Show what was held back; returns whether any rank has said what went wrong."""
+        for text, who in self.sentences.items():
+            if text not in self.complaints:
+                write(sys.stderr, f"{who} | {text}")
+        return bool(self.sentences) or any(text.startswith("ashl: ") for text in self.complaints)
+
+
+def write(stream: TextIO, text: str) -> None:
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: Report) -> int:
+    """Until every host is done; the first failure anywhere ends the job everywhere, in order."""
+    failure: Failure | None = None
+    asked_at, pulse_at = None, 0.0
+    while any(connection.open for connection in connections):
+        now = time.monotonic()
+        if wish.times > 1 or (asked_at is not None and now - asked_at > GRACE_S + SETTLE_S):
+            tell(connections, KILL)
+            break
+        if asked_at is None and (wish.times or (failure is not None and now - failure.at > SETTLE_S)):
+            asked_at, report.ending = now, True
+            tell(connections, STOP)
+        if now - pulse_at > PULSE_S:
+            pulse_at = now
+            tell(connections, PULSE)
+        if (found := heard(inbox, 0.1)) and (wrong := take_in(found, report)) and failure is None:
+            failure = wrong
+    explained = report.close()
+    if wish.times:
+        return 130
+    if failure is None:
+        return 0
+    if not explained:
+        raise (UsageError if failure.code == 2 else AshlError)(failure.sentence)
+    return failure.code
+
+
+def take_in(found: Heard, report: Report) -> Failure | None:
+    """Show what a host says; returns what has gone wrong there, if something has."""
+    connection, line, error = found
+    name, now = connection.name, time.monotonic()
+    if line is None:
+        connection.open = False
+        if not connection.running:
+            return None
+        words = next(
+            (printable(text) for text in reversed(connection.words) if text.strip()), "the connection has ended"
+        )
+        return Failure(1, f"{name} {LOST} ({words}); what ran there ends by itself within {SILENCE_S:g} s", now)
+    try:
+        said = Said() if error else Said.model_validate_json(line)
+    except ValidationError:
+        error, said = True, Said()
+    if error:
+        connection.words.append(line)
+    for text, is_error in ((said.out, False), (said.err, True)):
+        if text is not None:
+            report.show(name, said.rank, printable(text), is_error)
+    if said.failed is not None:
+        connection.running.clear()
+        return Failure(2, f"{name}: {plain(said.failed)}; name a folder that every host has by --folder", now)
+    if said.code is None:
+        return None
+    connection.running.discard(said.rank)
+    if said.code == 0:
+        return None
+    what = f"rank {said.rank} on {name} {how_ended(said.code)}"
+    return Failure(said.code if said.code in CODES else 1, what, now)
+
+
+def fetch(where: Launch, run_dir: Path) -> bool:
+    """Bring the files of a run folder here from the first host, which keeps the records; whether there were any.
+    Nothing but plain files of the folder itself is taken."""
+    there, count = str(Path(where.folder, run_dir)), 0
+    remote = command(where, where.hosts[0], ["tar", "-C", there, "-cf", "-", "."])
+    process = subprocess.Popen(remote, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    with process, suppress(tarfile.TarError), tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+        for member in archive:
+            content = archive.extractfile(member) if member.isfile() else None
+            if content is not None and "/" not in (name := member.name.removeprefix("./")):
+                run_dir.joinpath(name).write_bytes(content.read())
+                count += 1
+    return count > 0
+
+
+def tell(connections: Sequence[Connection], line: bytes) -> None:
+    for connection in connections:
+        connection.tell(line)

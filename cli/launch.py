@@ -1,0 +1,127 @@
+"""`ashl launch`: a command of ours on several hosts."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ashl.config.catalog import catalog, meant, parameters
+from ashl.config.override import key_of
+from ashl.errors import UsageError
+from ashl.run.hosts import copied_environment, idle, read_hosts, shared_out
+
+from .train import Debug, resumed, starting
+
+if TYPE_CHECKING:
+    from ashl.run.ssh import Launch
+
+LAUNCHED = ("train", "profile", "sweep")
+
+
+def launch(
+    ctx: typer.Context,
+    hosts: Annotated[Path, typer.Option(metavar="FILE", help="A line for each host: `node1`, or `node1 slots=2`.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="train, profile or sweep, with all that it takes.")
+    ],
+    np: Annotated[int | None, typer.Option("--np", min=1, help="Processes; default: as many as it needs.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Of the first host, to meet at; default: one that is free.")
+    ] = None,
+    ssh: Annotated[str, typer.Option(metavar="COMMAND", help="As in --ssh 'ssh -p 2222'.")] = "ssh",
+    python: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="The Python there that has ashl; default: as here.", show_default=False),
+    ] = sys.executable,
+    folder: Annotated[str | None, typer.Option(metavar="PATH", help="Where to run there; default: as here.")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Copy this variable, too, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what all ranks say.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Run train, profile or sweep on several hosts: one ssh for each, ranks in the order of the file.
+
+    runtime=torchrun and cluster=real are understood. Rank 0 prints and keeps the records. Ctrl-C ends it everywhere.
+    """
+    name, *args = command
+    if name not in LAUNCHED:
+        hint = "; write `-- train`, `-- profile` or `-- sweep` behind its options."
+        raise UsageError(f"`ashl launch` cannot run {name}{meant(name, LAUNCHED, hint)}")
+    found, copied = read_hosts(hosts), copied_environment(os.environ, env or [])
+    assert ctx.parent is not None
+    group = ctx.parent.command
+    assert isinstance(group, TyperGroup)
+    known = group.get_command(ctx.parent, name)
+    assert known is not None
+    inner = known.make_context(name, [*args], parent=ctx)  # it takes what it reads out of the list
+    given = inner.params
+    own = implied(name, given["overrides"] or [], given["config_dir"])
+    given["overrides"] = [*(given["overrides"] or []), *own]
+    if given["cfg"]:
+        return inner.command.invoke(inner)
+    with starting(given["quiet"]):
+        from ashl.run.ssh import Launch
+
+    columns = str(shutil.get_terminal_size().columns)
+    where = Launch(
+        found, split(ssh), python, folder or os.getcwd(), {"COLUMNS": columns, **copied}, np, port, verbose=verbose
+    )
+    if name == "sweep":
+        for option in [option for option in ("launcher", "sweeper", "jobs") if given[option]]:
+            raise UsageError(f"`ashl launch` brings the runs to its hosts, one at a time; drop --{option}.")
+        inner.obj = where
+        return inner.command.invoke(inner)
+    return start(where, name, [name, *args, *own], given)
+
+
+def start(where: "Launch", name: str, argv: list[str], given: dict[str, Any]) -> int:
+    """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
+    from ashl.config.compose import compose
+    from ashl.run.on_hosts import job_size, run_job
+    from ashl.run.train import dry_run, is_virtual, through_server
+
+    if given.get("resume"):
+        config = resumed(given["resume"], given["overrides"], given["config_dir"])
+    else:
+        config = compose(given["overrides"], given["config_dir"])
+    if is_virtual(config):
+        raise UsageError("runtime=sim is virtual time, which needs no hosts; drop it, or `ashl launch`.")
+    if name == "profile":
+        config = through_server(config, in_job=True)
+    size = job_size(config, where)
+    if given["dry_run"]:
+        for share in shared_out(where.hosts, size):
+            typer.echo(f"{share.host.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
+        dry_run(config, given["overrides"] if name == "train" else [], size)
+        return 0
+    if not given["quiet"] and (left := idle(where.hosts, size)):
+        typer.echo(f"ashl: nothing to do for {left}", err=True)
+    return run_job(where, size, argv)
+
+
+def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:
+    """What need not be said: real processes, and a real cluster where the user declares none."""
+    keys = {key_of(text) for text in overrides}
+    known = {f"cluster.{parameter.key}" for parameter in parameters(catalog(config_dir)["cluster"]["real"])}
+    declared = any(key == "cluster" or (key.startswith("cluster.") and key not in known) for key in keys)
+    if name == "sweep" and not declared and "cluster.num_workers" not in keys:
+        raise UsageError("Give cluster.num_workers, as all settings of a sweep need equally many workers.")
+    return [*([] if "runtime" in keys else ["runtime=torchrun"]), *([] if declared else ["cluster=real"])]
+
+
+def split(command: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise UsageError(f"--ssh {command}: {str(error).lower()}.") from error
+    if not words:
+        raise UsageError("--ssh is empty; give a command, as in --ssh 'ssh -p 2222'.")
+    return words

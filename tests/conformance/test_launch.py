@@ -1,0 +1,163 @@
+"""`ashl launch`: on this machine as two hosts, and over real ssh between network namespaces behind unequal links."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ashl.cli.app import main
+from tests.namespaces import address, inside, machines, missing, run
+from tests.test_node_agent import SSH
+
+SHORT = [
+    "model.hidden=[8]",
+    "tracking=none",
+    "run.dir=run",
+    "stop.steps=60",
+    "eval.every_commits=20",
+    "run.save_weights=false",
+]
+MODES = {
+    "bsp": ["sync=bsp"],
+    "ssp": ["sync=ssp"],
+    "ashl": ["schedule=ashl"],
+    "all_reduce": ["topology=all_reduce", "sync=bsp"],
+    "partial_all_reduce": ["topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=2"],
+    "gossip": ["topology=gossip", "sync=ad_psgd", "topology.graph=ring"],
+}
+
+
+@pytest.fixture
+def two_hosts(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What makes this machine two hosts of a slot each."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("ssh").write_text(SSH)
+    Path("ssh").chmod(0o755)
+    Path("hosts").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3 # for nobody\n")
+    return ["launch", "--hosts", "hosts", "--ssh", str(workplace / "ssh")]
+
+
+def test_a_run_and_what_is_said_of_it(two_hosts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    mode = ["topology=all_reduce", "sync=bsp", "cluster.num_workers=2"]
+    assert main([*two_hosts, "--", "train", *mode, *SHORT]) == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["runtime"], summary["status"], summary["num_workers"]) == ("torchrun", "finished", 2)
+    out, err = capfd.readouterr()
+    assert "run folder  run" in out
+    assert "ashl: nothing to do for 127.0.0.3\n" in err
+
+
+@pytest.mark.slow
+def test_a_sweep_brings_its_real_runs_there(two_hosts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """The virtual one stays here; where the records end elsewhere they are brought here; a second time nothing runs."""
+    Path("there").mkdir()
+    grid = [
+        "sync=bsp,ssp",
+        "cluster.num_workers=2",
+        "tracking=none",
+        "model.hidden=[8]",
+        "stop.steps=60",
+        "run.dir=grid",
+    ]
+    command = [*two_hosts, "--folder", str(Path("there").absolute()), "--", "sweep", *grid]
+    assert main(command) == 0
+    found = [json.loads(file.read_text()) for file in Path("grid").glob("*/summary.json")]
+    assert [(run["runtime"], run["status"]) for run in found] == [("torchrun", "finished")] * 2
+    assert len(list(Path("there/grid").glob("*/summary.json"))) == 2
+    capfd.readouterr()
+    assert main(command) == 0
+    assert "2 of them done, 0 to go" in capfd.readouterr().out
+
+
+@contextmanager
+def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
+    """An sshd on each machine, for whoever has this test's key; yields the command to connect by."""
+    for key in ("host", "user"):
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
+    public = (folder / "host.pub").read_text()
+    (folder / "known").write_text("".join(f"{address(name)} {public}" for name in names))
+    (folder / "sshd").write_text(
+        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
+        "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+    )
+    (folder / "client").write_text(f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known\n")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd")]
+    servers = [subprocess.Popen([*inside(name), *command], stderr=subprocess.DEVNULL) for name in names]
+    try:
+        yield f"ssh -F {folder}/client"
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+
+
+def left_running(folder: Path) -> list[str]:
+    """Processes that work in a folder of this test."""
+    found = []
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        if str(process.info["cwd"] or "").startswith(str(folder)):
+            found.append(" ".join(process.info["cmdline"] or ()))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_machines_behind_unequal_links(tmp_path: Path) -> None:
+    """As root, with sshd; elsewhere it says why not. Each machine has a folder of its own."""
+    why = missing() or ("" if shutil.which("sshd", path="/usr/sbin:/usr/bin") else "there is no sshd")
+    if why:
+        pytest.skip(why)
+    with machines(1000, 200, 50) as names, ssh_between(names, tmp_path) as ssh:
+        addresses = [address(name) for name in names]
+        (tmp_path / "hosts").write_text(f"{addresses[0]} slots=2\n{addresses[1]}\n{addresses[2]}\n")
+        (tmp_path / "work").mkdir()
+        launch = [
+            *inside(names[0]),
+            sys.executable,
+            "-m",
+            "ashl.cli",
+            "launch",
+            "--hosts",
+            "../hosts",
+            "--ssh",
+            ssh,
+            "--",
+        ]
+
+        def started(*words: str) -> subprocess.Popen[str]:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            return subprocess.Popen([*launch, *words], cwd=tmp_path / "work", **pipes)
+
+        profiling = started("profile", "run.dir=profile", "cluster.num_workers=3", "model.hidden=[512]")
+        said = profiling.communicate(timeout=200)[0]
+        assert profiling.returncode == 0, said
+        workers = json.loads((tmp_path / "work/profile/profile.json").read_text())["workers"]
+        assert workers[2]["push_s"] > workers[1]["push_s"]
+        for mode, overrides in MODES.items():
+            job = started("train", "cluster.num_workers=3", *overrides, *SHORT, f"run.dir=run-{mode}")
+            said = job.communicate(timeout=200)[0]
+            assert job.returncode == 0, said
+            summary = json.loads((tmp_path / "work" / f"run-{mode}" / "summary.json").read_text())
+            assert summary["status"] == "finished", mode
+        for end in ("interrupt", "kill"):
+            job = started("train", "cluster.num_workers=3", "sync=ssp", *SHORT, "stop.steps=10000000", f"run.dir={end}")
+            while not (events := tmp_path / "work" / end / "events.jsonl").exists() or not events.stat().st_size:
+                assert job.poll() is None, job.communicate()[0]
+                time.sleep(0.1)
+            job.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)
+            job.communicate(timeout=60)
+            limit = time.monotonic() + 30
+            while left_running(tmp_path) and time.monotonic() < limit:
+                time.sleep(0.2)
+            assert not left_running(tmp_path)
+            summary = json.loads((tmp_path / "work" / end / "summary.json").read_text())
+            assert summary["status"] == "interrupted"
