@@ -174,6 +174,10 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     assert said == "the server runs on host a: the process that profile=FILE leaves"
     with pytest.raises(UsageError, match="profile=FILE has measured worker 0 on c, and here it is on a; profile again"):
         check_profile(known, JOB, (0, 2, 3, 1), "FILE")
+    with pytest.raises(
+        UsageError, match=r"profile=FILE names c for 1 worker beside the server, .*; profile again with"
+    ):
+        placed(JOB, 3, 4, wanted._replace(server="c"))
     given = Wanted(("a", "a", "c"))
     assert wanted_by(known, JOB, given, "FILE") == given
     for elsewhere in (profile("x", "y", "z", server="x"), profile(None, None, None), None):

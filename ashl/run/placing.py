@@ -75,9 +75,12 @@ def crowded(named: dict[int, str], by: str, rank: int, num_workers: int, there: 
         return f"{by} names {name}, and it is named already; name each process once"
     workers = sum(other.partition(":")[0] == host for who, other in named.items() if who < num_workers)
     server = " beside the server" if num_workers in named and named[num_workers].partition(":")[0] == host else ""
+    fix = "start more, or name other hosts"
+    if by.startswith("profile="):
+        fix = "profile again with `ashl profile` and the server where it is to be, or drop profile="
     return (
         f"{by} names {name} for {workers} worker{'s' if workers > 1 else ''}{server}, and the job has {there} "
-        f"process{'es' if there > 1 else ''} there; start more, or name other hosts"
+        f"process{'es' if there > 1 else ''} there; {fix}"
     )
 
 
