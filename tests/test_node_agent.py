@@ -19,6 +19,7 @@ import pytest
 from ashl.errors import AshlError, UsageError
 from ashl.run import on_hosts, ssh
 from ashl.run.hosts import Host
+from ashl.run.node_agent import PULSE, SILENCE_S, Ear
 from ashl.run.on_hosts import run_job
 from ashl.run.ssh import Launch
 
@@ -92,6 +93,18 @@ def test_an_agent_that_is_ended_takes_its_ranks_along() -> None:
         process.terminate()
         assert process.wait(5) == 128 + signal.SIGTERM
     assert gone(*map(int, pids))
+
+
+def test_a_launcher_that_is_silent_for_long_is_gone() -> None:
+    reading, writing = os.pipe()
+    ear = Ear(reading)
+    ear.heard_at -= SILENCE_S + 1
+    assert ear.gone()
+    os.write(writing, PULSE + b"\n")
+    assert (ear.lines(1.0), ear.gone()) == ([PULSE], False)
+    os.close(writing)
+    assert (ear.lines(1.0), ear.gone()) == ([], True)
+    os.close(reading)
 
 
 @pytest.fixture

@@ -137,12 +137,15 @@ def connected(where: Launch, shares: Sequence[Seats]) -> Generator[tuple[list[Co
         for connection in connections:
             with suppress(OSError):
                 connection.stdin.close()  # on which an agent ends what it has started
+        end = time.monotonic() + 1.0
         for connection in connections:
-            try:
-                connection.process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                connection.process.kill()
-                connection.process.wait()
+            process = connection.process  # by SIGTERM an agent on this machine ends its ranks before it goes
+            for more_firmly, until in ((process.terminate, end), (process.kill, end + 4.0)):
+                try:
+                    process.wait(max(0.0, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    more_firmly()
+            process.wait()
             for listener in connection.listeners:
                 listener.join(1.0)
 
