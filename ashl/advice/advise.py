@@ -69,7 +69,7 @@ def advise(
         found = final(field, tries, scale, place, RACING * budget_s)
         told = answered(field, tries, scale, found, real, deadline)
         keep(folder, told, scale)
-    show(console, field, told, explain=explain)
+    show(console, field, told, folder, explain=explain)
 
 
 def with_target(overrides: Sequence[str], target: float | None) -> list[str]:

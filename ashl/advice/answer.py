@@ -92,7 +92,8 @@ def answered(
         raise AshlError(nobody(board, deadline))
     own, rate = named(field, first), first.runs[0].config["optimizer.lr"]
     kept = [text for text in real if key_of(text) not in ("optimizer.lr", "seed", "run.dir")]
-    command = shlex.join(["ashl", "train", *kept, *own.overrides, f"optimizer.lr={rate:g}"])
+    evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
+    command = shlex.join(["ashl", "train", *kept, *evaluated, *own.overrides, f"optimizer.lr={rate:g}"])
     plan = make_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
     said, notes, sure = answer(board), notes_of(scale), board.second.probability if board.second else None
@@ -202,13 +203,13 @@ def nobody(board: Leaderboard, deadline: Deadline) -> str:
     )
 
 
-def show(console: Console, field: Field, told: Answered, *, explain: bool) -> None:
-    """The answer on the terminal."""
+def show(console: Console, field: Field, told: Answered, folder: Path, *, explain: bool) -> None:
+    """The answer on the terminal, and where the rest of it lies."""
     console.print(told.sentences[0], style="bold", markup=False, soft_wrap=True)
     for sentence in told.sentences[1:]:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print()
-    for key, text in told.lines:
+    for key, text in (*told.lines, ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}")):
         console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
     if explain:
         console.print()
