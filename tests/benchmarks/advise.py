@@ -2,7 +2,8 @@
 
 For each cluster preset, mlp on digits to 95 %: first the advice, then every candidate at every learning rate with the
 seeds of the race. The grid's winner is the best median; the advice is inside if the median that its winner and rate
-have in the grid lies within the range of the grid's winner. Cost is the runs' own host seconds, and their number.
+have in the grid lies within the range of the grid's winner. Cost is the runs' own host seconds, their steps and their
+number.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ TARGET = ["stop.target_accuracy=0.95", "stop.target_hold=2"]
 Times = dict[tuple[str, str], list[float]]  # by candidate and learning rate: seconds to the target
 
 
-def cost(folder: Path) -> tuple[float, int]:
-    """Host seconds of all runs below, and how many there are."""
+def cost(folder: Path) -> tuple[float, int, int]:
+    """Host seconds and steps of all runs below, and how many there are."""
     found = [jsonl.whole(path) or {} for path in folder.rglob("summary.json")]
-    return sum(summary.get("host_s") or 0.0 for summary in found), len(found)
+    host_s, steps = (sum(summary.get(key) or 0 for summary in found) for key in ("host_s", "steps"))
+    return host_s, steps, len(found)
 
 
 def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Path) -> Times:
@@ -75,7 +77,7 @@ def main(clusters: list[str]) -> None:
             best = min(times, key=lambda key: median(times[key]))
             name, rate = told["winner"]["name"], f"{told['winner']['optimizer.lr']:g}"
             own_s, low_s, high_s = median(times[name, rate]), min(times[best]), max(times[best])
-            (advice_s, advice_runs), (grid_s, grid_runs) = cost(folder / "advice"), cost(folder / "grid")
+            both = zip(cost(folder / "advice"), cost(folder / "grid"), strict=True)
             table.add_row(
                 cluster,
                 str(len(field.candidates)),
@@ -84,8 +86,7 @@ def main(clusters: list[str]) -> None:
                 f"{name} at {rate}",
                 f"{own_s:.3g} s",
                 "yes" if own_s <= high_s else "no",
-                f"{advice_s:.0f} / {grid_s:.0f} = {advice_s / grid_s:.2f}",
-                f"{advice_runs} / {grid_runs} = {advice_runs / grid_runs:.2f}",
+                *(f"{own:.0f} / {whole:.0f} = {own / whole:.2f}" for own, whole in both),
             )
             console.print(f"{cluster}: spent {told['spent_s']:.0f} s, {told['headline']}")
             console.print(table)
