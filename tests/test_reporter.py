@@ -1,8 +1,11 @@
 """A rank's line to the monitor, through a store: what is said arrives in order, whole, and never piles up."""
 
 import io
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -99,6 +102,71 @@ def test_a_model_of_another_size_is_an_error(store, reporter) -> None:
     reporter.close()
     with pytest.raises(AshlError, match=f"rank 3 handed in {D + 1} parameters where {D} were expected"):
         received(store)
+
+
+class Line:
+    """A way to the store that may be cut: what is sent then comes no further, and no connection breaks."""
+
+    def __init__(self, port: int) -> None:
+        self.cut = threading.Event()
+        self._port, self._listener = port, socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = [self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._port))]
+                self._sockets += ends
+                for a, b in (ends, ends[::-1]):
+                    threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
+
+    def _pass_on(self, a: socket.socket, b: socket.socket) -> None:
+        with suppress(OSError):
+            while data := a.recv(65536):
+                if not self.cut.is_set():
+                    b.sendall(data)
+
+    def close(self) -> None:
+        for end in self._sockets:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+@pytest.fixture
+def line(server) -> Iterator[Line]:
+    made = Line(server.port)
+    yield made
+    made.close()
+
+
+def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, monkeypatch) -> None:
+    """Some calls of torch's would hold all threads, and with them the watch: the run hung for good."""
+    ends: list[End] = []
+    monkeypatch.setattr("ashl.run.watch.leave", ends.append)
+    monkeypatch.setattr("ashl.run.reporter.leave", ends.append)
+    monkeypatch.setattr("ashl.run.reporter.EVERY_S", 0.01)
+    monkeypatch.setattr("ashl.run.desk.LAST_WORD_S", 0.1)
+    base = dist.TCPStore("127.0.0.1", line.port, is_master=False)
+    watch = Watch(0.4, "here", "home", 1)
+    made, desk = Reporter(Sealed(base, SECRET), 3, rounds=True, watch=watch), Desk(Sealed(base.clone(), SECRET), 5, D)
+    for tick in range(2):
+        made.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
+    until = time.monotonic() + 10
+    while len([*desk.received()]) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    line.cut.set()
+    made.snapshot(Snapshot(3, 0, 2), torch.zeros(D))
+    while not ends:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    watch.over()
+    assert ends[0] == End(1, "the job's store at here did not answer for 0.4 s (runtime.timeout_s)")
+    assert time.monotonic() - desk.answered > 0.2
+    desk.close(End(1), [])
 
 
 def test_what_is_no_record_is_an_error(store) -> None:

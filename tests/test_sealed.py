@@ -52,7 +52,6 @@ def test_what_others_put_into_a_queue_is_passed_over_and_counted(server, store) 
     items(server, store, "a", old)
     assert [store.pop("a"), store.pop("a"), store.pop("a")] == [(3, b"first"), (3, b"second"), None]
     assert store.refused == 8
-    assert store.queued("a") == 0
 
 
 def test_queues_are_not_listed_and_keys_are_checked(server, store) -> None:
@@ -121,7 +120,7 @@ def read(parse: Callable[[str], object], line: str) -> tuple[object, str]:
         return None, str(error)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(RECORD | st.text() | ANY.map(json.dumps) | st.binary())
 def test_whatever_comes_is_a_record_or_one_plain_sentence(line) -> None:
     for parse in (loads, News.loads):

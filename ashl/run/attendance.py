@@ -20,7 +20,7 @@ from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.monitor import Monitor
 from ashl.run.pace_kept import kept_pace
-from ashl.run.watch import ALONE
+from ashl.run.watch import ALIKE_S, ALONE, AWAKE_S
 from ashl.runtime.records import (
     Alive,
     Border,
@@ -91,6 +91,7 @@ def attend(
     seen = Attendance(plan, desk, processes)
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     told, failed_at, interrupted_at = None, None, None
+    looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
     while len(seen.left) < plan.num_ranks:
         drained = desk.drained  # what was said until then is heard now
         for record, vector in desk.received():
@@ -100,6 +101,8 @@ def attend(
             elif isinstance(record, Kept):
                 savings.hear(record, monitor)
         now = time.monotonic()
+        unanswered_s += min(now - looked, AWAKE_S) if desk.answered == answered else -unanswered_s
+        looked, answered = now, desk.answered
         if monitor.stopping and not told:
             told, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
             desk.tell(desk.news._replace(stopping=told))
@@ -110,8 +113,10 @@ def attend(
             log = log_of(run_dir, rank)
             raise AshlError(f"{who(plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else ""))
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
+            if vanished := [rank for rank in seen.silent(PATIENCE_S - SETTLE_S) if rank not in processes]:
+                raise AshlError(f"{who(plan, monitor, vanished[0])} vanished, and the run was interrupted")
             return None
-        if now - desk.answered > timeout_s:
+        if unanswered_s > timeout_s:
             raise AshlError(f"{desk.store} did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here")
         check_late(plan, monitor, seen, timeout_s)
         if wanted := savings.name(monitor.beats.get(plan.home)):
@@ -166,7 +171,8 @@ def who(plan: Plan, monitor: Monitor, rank: int) -> str:
 def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float) -> None:
     """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
     for_so_long = f"for {timeout_s:g} s (runtime.timeout_s)"
-    if late := seen.silent(timeout_s):
+    if seen.silent(timeout_s):
+        late = seen.silent(timeout_s - min(ALIKE_S, timeout_s / 2))  # with those who fell silent at about the same time
         here = {rank for rank in range(plan.num_ranks) if rank in seen.processes}
         elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
         if len(elsewhere) > 1 and not here & {*late} and here | seen.left | {*late} == {*range(plan.num_ranks)}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
 
 from torch import Tensor
@@ -40,6 +40,7 @@ class Desk:
         self._due = 0.0
         self._came: deque[tuple[Record, Tensor | None]] = deque()
         self._fetched = self._taken = 0  # vectors
+        self._from: Counter[str] = Counter()  # how many of them by queue
         self._error: Exception | None = None
         self._wake, self._over = threading.Event(), False
         self._missing: set[int] | None = None  # who has yet to take note of the end, once there is one
@@ -104,14 +105,16 @@ class Desk:
                 self.heard[sender] = time.monotonic()
                 shown = isinstance(record, Snapshot | UpdateShown)
                 vector = vectors.fetch(self._store, record, self._num_params) if shown else None
-                self._fetched += vector is not None
+                if isinstance(record, Snapshot | UpdateShown) and vector is not None:
+                    self._fetched += 1
+                    self._from[vectors.queue_of(record)] += 1
                 self._came.append((record, vector))
 
     def _tell(self) -> None:
         while self._missing and (item := self._store.pop(NOTED)):
             self._missing.discard(item[0])
-        news = self.news
-        if news is not self._told or time.monotonic() > self._due:
+        news = self.news._replace(taken=dict(self._from))
+        if news != self._told or time.monotonic() > self._due:
             self._told, self._due = news, time.monotonic() + PULSE_S
             text = news.dumps().encode()
             for rank in self.heard:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -43,6 +43,8 @@ class Reporter:
         self.beat: Callable[[], Record] = lambda: Alive(rank)
         self._store, self._watch = store, watch
         self._out: deque[tuple[Record, Tensor | None]] = deque()
+        self._posted_to: Counter[str] = Counter()  # vectors by queue, and how many home has taken out of each
+        self._taken: dict[str, int] = {}
         self._held: dict[type, int] = {Snapshot: 0, UpdateShown: 0}  # among them, with their vectors
         self._lock, self._flush_lock = threading.Lock(), threading.Lock()
         self._end = threading.Event()
@@ -126,7 +128,7 @@ class Reporter:
             news = News.loads(item[1])
             self._watch.heard()
             self.stopping = self.stopping or news.stopping
-            self.scores, self.end = news.scores, news.end
+            self.scores, self.end, self._taken = news.scores, news.end, news.taken or {}
             if news.end:
                 self._store.push(NOTED, self._rank, b"")
             if self.keeper is not None and news.wanted is not None:
@@ -140,8 +142,10 @@ class Reporter:
         assert isinstance(record, Snapshot | UpdateShown)
         with self._lock:
             self._held[type(record)] -= 1
-        if not is_last(record) and vectors.waiting(self._store, record, vector) >= PENDING:
+        queue = vectors.queue_of(record)
+        if not is_last(record) and self._posted_to[queue] - self._taken.get(queue, 0) >= PENDING:
             return None
+        self._posted_to[queue] += 1
 
         def between() -> None:  # a large model takes its time, and is not late
             self._push([dumps(self.beat())])

@@ -48,7 +48,10 @@ def shared_secret(*known: object) -> Secret:
 
 
 class Sealed(dist.Store):
-    """The job's store under its secret; gloo meets through it, too. One per thread, as of any client."""
+    """The job's store under its secret; gloo meets through it, too. One per thread, as of any client.
+
+    Every call lets other threads go on while the store does not answer; torch's `queue_len` and `list_keys` do not.
+    """
 
     def __init__(self, store: dist.Store, secret: Secret) -> None:
         super().__init__()
@@ -124,9 +127,6 @@ class Sealed(dist.Store):
                     self._came[queue, sender] = number
                     return sender, bytes(content)
             self.refused += 1
-
-    def queued(self, queue: str) -> int:
-        return self._store.queue_len(self._name(queue))
 
     def _name(self, queue: str) -> str:
         return self._hash(b"queue", queue.encode()).hex()

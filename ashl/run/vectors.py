@@ -27,11 +27,6 @@ def post(store: Sealed, record: Snapshot | UpdateShown, vector: Tensor, between:
     return content.nbytes
 
 
-def waiting(store: Sealed, record: Snapshot | UpdateShown, vector: Tensor) -> float:
-    """How many vectors like this one nobody has taken out yet."""
-    return store.queued(queue_of(record)) / pieces_of(4 * vector.numel())
-
-
 def fetch(store: Sealed, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:
     """Take a record's vector out, if it has one. Raises AshlError for one of another size than the model's."""
     if record.nbytes is None:

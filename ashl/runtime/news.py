@@ -24,6 +24,7 @@ class News(NamedTuple):
     scores: dict[str, float | None] | None = None
     end: End | None = None
     wanted: tuple[int, int] | None = None
+    taken: dict[str, int] | None = None  # how many vectors it has taken out of each queue
 
     def dumps(self) -> str:
         return json.dumps(self)
