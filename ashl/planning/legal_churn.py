@@ -8,11 +8,25 @@ from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL
 from ashl.errors import UsageError
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
-from ashl.planning.build import Parts
+from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import chosen
 from ashl.stage.rule import CHURN
 
 MEMBERS = {FAIL, "join", "churn"}  # what changes who takes part
+
+
+def carried(own: StageParts) -> frozenset[str]:
+    return own.topology.carries if own.sync.carries is None else own.sync.carries
+
+
+def beside(own: StageParts) -> bool:
+    """Whether a worker's exchanges go on beside its steps."""
+    return isinstance(own.overlap, Delayed) or not own.overlap.serial
+
+
+def goes_on(parts: Parts) -> bool:
+    """Whether a run goes on without a worker that is lost, in every stage that does not only measure."""
+    return all(CHURN in carried(own) and not beside(own) for own in parts.stages)
 
 
 def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
@@ -25,8 +39,11 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
     if not befalls:
         return
     named = ", ".join(sorted(befalls))
-    if parts.runtime.name != "sim":
-        raise UsageError(f"cluster.events and cluster.churn ({named}) are for virtual time yet; take runtime=sim")
+    if parts.runtime.name != "sim" and (befalls - {FAIL} or parts.runtime.name != "local"):
+        raise UsageError(
+            f"cluster.events and cluster.churn ({named}) are for virtual time, but for fail with runtime=local; take "
+            "runtime=sim"
+        )
     if checkpoint_s is not None:
         raise UsageError(
             f"run.checkpoint_s: no checkpoint holds yet what befalls a cluster ({named}); drop it, or the events"
@@ -37,16 +54,14 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
             "server_fail, or take topology=parameter_server"
         )
     for stage, own in zip(stages, parts.stages, strict=True):
-        carried = own.topology.carries if own.sync.carries is None else own.sync.carries
-        if befalls & MEMBERS and CHURN not in carried:
+        if befalls & MEMBERS and CHURN not in carried(own):
             who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
             raise UsageError(
                 f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, which "
                 "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
                 "sync=bsp or sync=asp"
             )
-        beside = isinstance(own.overlap, Delayed) or not own.overlap.serial
-        if beside and befalls - {LINK_DOWN, SERVER_FAIL}:
+        if beside(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
             raise UsageError(
                 f"cluster.events ({named}) with overlap={chosen(own.overlap)} is not built yet: what goes on beside a "
                 "step would not stand still; take overlap=none"

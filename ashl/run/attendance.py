@@ -16,16 +16,19 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
+from ashl.planning.legal_churn import goes_on
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.monitor import Monitor
 from ashl.run.pace_kept import kept_pace
+from ashl.run.rank import FAILED
 from ashl.run.watch import ALIKE_S, ALONE, AWAKE_S
 from ashl.runtime.records import (
     Alive,
     Border,
     Kept,
     Left,
+    Lost,
     PaceKept,
     RankError,
     Record,
@@ -38,6 +41,7 @@ from ashl.runtime.records import (
 )
 
 KILLED = "was killed by"  # how it is told, followed by the signal's name
+DECLARED = "failed, as cluster.events says"
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
 QUIET_S = 0.7  # of a rank that speaks five times a second, when others have lost a connection: it has vanished
 
@@ -50,6 +54,7 @@ class Attendance:
     desk: Desk
     processes: Mapping[int, BaseProcess]  # of the ranks that run here
     left: set[int] = field(default_factory=set)
+    lost: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
     errors: list[RankError] = field(default_factory=list)
     pace: list[PaceKept] = field(default_factory=list)
 
@@ -74,12 +79,26 @@ class Attendance:
 
     def gone(self) -> dict[int, str]:
         """The ranks here whose process has ended before it had said all, and how."""
-        ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in self.left}
+        away = self.left.union(self.lost)
+        ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in away}
         return {rank: how_ended(code) for rank, code in ended.items() if code is not None}
+
+    def lose(self, monitor: Monitor) -> None:
+        """Workers that were killed, or failed as declared, and without which the run goes on, once it has begun."""
+        home, beats = monitor.beats.get(self.plan.home), monitor.beats.values()
+        if home is None or home.counts is None or not goes_on(monitor.job.parts):
+            return
+        for rank, how in self.gone().items():
+            if rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
+                self.lost[rank] = how
+                why = "declared" if how == DECLARED else how
+                monitor.emit(Lost(rank, max(beat.time_ns for beat in beats), why))
+                self.desk.tell(self.desk.news._replace(lost=tuple(self.lost)))
 
     def silent(self, for_s: float) -> list[int]:
         """Of whom nothing was heard for longer than that, as far as home has listened; longest first."""
-        since = {rank: self.desk.drained - at for rank, at in self.desk.heard.items() if rank not in self.left}
+        away = self.left.union(self.lost)
+        since = {rank: self.desk.drained - at for rank, at in self.desk.heard.items() if rank not in away}
         return sorted((rank for rank in since if since[rank] > for_s), key=lambda rank: -since[rank])
 
 
@@ -92,7 +111,7 @@ def attend(
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     told, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
-    while len(seen.left) < plan.num_ranks:
+    while len(seen.left.union(seen.lost)) < plan.num_ranks:
         drained = desk.drained  # what was said until then is heard now
         for record, vector in desk.received():
             seen.hear(monitor, record, vector)
@@ -106,10 +125,14 @@ def attend(
         if monitor.stopping and not told:
             told, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
             desk.tell(desk.news._replace(stopping=told))
-        if failed_at is None and (seen.errors or seen.gone()):
+        if savings.every_s is None:  # else the run is gone on with from its last checkpoint
+            seen.lose(monitor)
+        if not (seen.errors or seen.gone()):
+            failed_at = None  # the run goes on without who was gone
+        elif failed_at is None:
             failed_at = now
         if failed_at is not None and drained - failed_at > SETTLE_S:
-            rank, what = culprit(seen.errors, seen.gone(), seen.silent(QUIET_S))
+            rank, what = culprit(seen.errors, seen.gone() | seen.lost, seen.silent(QUIET_S))
             log = log_of(run_dir, rank)
             raise AshlError(f"{who(plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else ""))
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
@@ -131,6 +154,8 @@ def attend(
 def how_ended(code: int) -> str:
     if code == ALONE:
         return "heard nothing of this process for runtime.timeout_s, and left"
+    if code == FAILED:
+        return DECLARED
     return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -182,8 +207,9 @@ def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float)
             )
         names = ", ".join(who(plan, monitor, rank) for rank in sorted(late))
         raise AshlError(f"{names} was not heard of {for_so_long} and is late; the run ends here")
-    beats = [monitor.beats.get(rank) for rank in range(plan.num_ranks)]
+    there = [rank for rank in range(plan.num_ranks) if rank not in seen.lost]
+    beats = [monitor.beats.get(rank) for rank in there]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
-    if len(stuck) == plan.num_ranks:
+    if len(stuck) == len(there):
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
         raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")

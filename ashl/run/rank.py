@@ -18,7 +18,7 @@ from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ BROKEN = (
     "not connected",
 )  # gloo's words
 ORPHANED = 75  # exit code of a rank whose parent has died
+FAILED = 77  # ... of one that fails as its cluster says
 
 
 class Place(NamedTuple):
@@ -193,17 +194,27 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
         assert isinstance(stage.trainer, Trainer)
         warm_up(stage.trainer, place.rank)
     reporter.beat = kernel.beat
+    for event in parts.cluster.events if parts.cluster.befalls else ():
+        if event.fail and event.worker == place.rank:
+            threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
     kernel.run(partial(program, stages=job.stages, saved=saved))
     reporter.emit(kernel.pace.report())
     for rank in range(plan.num_ranks):
         store.push(f"done/{rank}", place.rank, b"")
     done: set[int] = set()
-    while len(done) < plan.num_ranks:
+    while len(done.union(reporter.lost)) < plan.num_ranks:
         if item := store.pop(f"done/{place.rank}"):
             done.add(item[0])
         else:
             time.sleep(0.01)
     kernel.goodbye(GOODBYE_S)
+
+
+def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
+    """End this process when its clock says so."""
+    while not kernel.started or kernel.now_ns < time_s * 1e9:
+        time.sleep(0.001)
+    os._exit(FAILED)
 
 
 def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -38,6 +38,7 @@ class Reporter:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.end: End | None = None  # of the run, once it has one
+        self.lost: tuple[int, ...] = ()  # workers without which the run goes on
         self.rounds, self._rank, self._broken = rounds, rank, False
         self.keeper: Keeper | None = None  # of this rank's part of checkpoints
         self.beat: Callable[[], Record] = lambda: Alive(rank)
@@ -129,6 +130,7 @@ class Reporter:
             self._watch.heard()
             self.stopping = self.stopping or news.stopping
             self.scores, self.end, self._taken = news.scores, news.end, news.taken or {}
+            self.lost = news.lost
             if news.end:
                 self._store.push(NOTED, self._rank, b"")
             if self.keeper is not None and news.wanted is not None:

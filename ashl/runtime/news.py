@@ -25,6 +25,7 @@ class News(NamedTuple):
     end: End | None = None
     wanted: tuple[int, int] | None = None
     taken: dict[str, int] | None = None  # how many vectors it has taken out of each queue
+    lost: tuple[int, ...] = ()  # workers without which the run goes on
 
     def dumps(self) -> str:
         return json.dumps(self)

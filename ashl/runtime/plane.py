@@ -69,12 +69,13 @@ class Links:
         self._left: dict[int, deque[int]] = {peer: deque() for peer in peers}  # when the others left, still unanswered
         self._known = dict.fromkeys(peers, 0)  # how many of them are answered
         self._out: dict[int, queue.SimpleQueue[Parcel | None]] = {peer: queue.SimpleQueue() for peer in peers}
+        self._lost: set[int] = set()  # peers that are gone: what is sent to them may never come back
         self._threads = [
-            threading.Thread(target=loop, args=(peer,), daemon=True, name=f"{loop.__name__}-{peer}")
+            (peer, threading.Thread(target=loop, args=(peer,), daemon=True, name=f"{loop.__name__}-{peer}"))
             for peer in peers
             for loop in (self._send_loop, self._listen)
         ]
-        for thread in self._threads:
+        for _, thread in self._threads:
             thread.start()
 
     def post(
@@ -94,8 +95,13 @@ class Links:
         for out in self._out.values():
             out.put(None)
         end = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        for peer, thread in self._threads:
+            if peer not in self._lost:
+                thread.join(max(0.0, end - time.monotonic()))
+
+    def _lose(self, peer: int, error: Exception) -> None:
+        self._lost.add(peer)
+        self._inbox.put(PeerLostError(peer, first_line(error)))
 
     def _send_loop(self, peer: int) -> None:
         try:
@@ -110,7 +116,7 @@ class Links:
                 parcel.sent(self._clock())
             dist.send(wire.encode(wire.BYE, ("bye", 0, 0)), peer, tag=HEADER)
         except RuntimeError as error:
-            self._inbox.put(PeerLostError(peer, first_line(error)))
+            self._lose(peer, error)
 
     def _listen(self, peer: int) -> None:
         try:
@@ -134,7 +140,7 @@ class Links:
                     body = to_device(body, self._device)
                 self._inbox.put(Message(peer, header.tag, body, header.meta, start))
         except (RuntimeError, wire.WireError) as error:
-            self._inbox.put(PeerLostError(peer, first_line(error)))
+            self._lose(peer, error)
 
     def _answered(self, peer: int, bodies: int, took_ns: int) -> None:
         """So many have come there, the last one within that time."""

@@ -84,6 +84,11 @@ class TorchKernel:
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._zero
 
+    @property
+    def started(self) -> bool:
+        """Whether the clock runs."""
+        return self._zero > 0
+
     def clock_ns(self) -> int:
         """The same, to hand on."""
         return self.now_ns

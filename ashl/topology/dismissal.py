@@ -23,7 +23,7 @@ async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
     for rank in sorted(set(tally.waiting) - set(state.called)) if stage.delayed else ():
         state.called += (rank,)
         staleness, late = tally.answer(rank)
-        await node.send(rank, state.pull(stage, rank), None, Pull(LAST, *applied, staleness, late, 0))
+        await node.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
 
 
 async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
@@ -39,7 +39,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> No
         staleness, late = tally.answer(rank)
         stage.link.gave(state.ends, rank, state.params)
         meta = Pull(word, *applied, staleness, late or rank in unmerged, end_ns)
-        await node.send(rank, state.pull(stage, rank), state.params if word == NEXT else None, meta)
+        await node.send(rank, state.pulls[rank], state.params if word == NEXT else None, meta)
     while working:
         message = await node.recv(stage.tag("push"), LOST, JOIN)
         if message.tag == JOIN:
@@ -51,7 +51,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> No
         message = await put_together(node, stage, message) if stage.messages else message
         if message.start_ns <= end_ns:
             tally.drop(message.src, int(message.meta[0]))
-        await node.send(message.src, state.pull(stage, message.src), None, Pull(word, *applied, 0, True, end_ns))
+        await node.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
     if word == STOP:
         if stage.joins:
             node.spawn(close_doors(node, state, end_ns))

@@ -82,6 +82,7 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     if rank in tally.gone:
         return False
     tally.lose(rank)
+    state.quorum = stage.quorum_of(tally.present)
     state.ends.forget(rank)
     if (left := tally.present + len(state.newcomers)) < stage.min_workers:
         raise AshlError(
@@ -96,7 +97,7 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
         if push.worker == rank:
             tally.drop(rank, push.steps)
     state.buffer = tuple(push for push in state.buffer if push.worker != rank)
-    if not state.buffer or len(state.buffer) < stage.quorum_of(tally.present):
+    if not state.buffer or len(state.buffer) < state.quorum:
         return False
     await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
     return True
@@ -107,6 +108,7 @@ async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> No
     tally = state.tally
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     tally.come(rank)
+    state.quorum, state.pulls[rank] = stage.quorum_of(tally.present), stage.tag("pull", state.lives[rank])
     tally.now_s = node.now
     state.rule_state = rule_of(stage).changed(stage, state.rule_state, tally, rank)
     stage.link.gave(state.ends, rank, state.params)

@@ -66,7 +66,7 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     or where the others of the quorum are gone."""
     tally = state.tally
     members = state.buffer if push is None else (*state.buffer, push)
-    if push is not None and len(members) < stage.quorum_of(tally.present):
+    if push is not None and len(members) < state.quorum:
         state.buffer = members
         return None
     members = tuple(sorted(members, key=lambda push: push.worker)) if len(members) > 1 else members
@@ -113,7 +113,7 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
     what, applied = orders_of(stage, state, rank), (tally.version, tally.steps, tally.samples)
     body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
     body = head(stage, body) if stage.overlap.pulls and changed else body
-    await node.send(rank, state.pull(stage, rank), body, Pull(GO, *applied, staleness, late, 0, *what))
+    await node.send(rank, state.pulls[rank], body, Pull(GO, *applied, staleness, late, 0, *what))
     return changed
 
 

@@ -191,10 +191,8 @@ class ServerState:
     ahead: Message | None = None  # what has come already
     newcomers: tuple[int, ...] = ()  # who came at the border, and is answered in the next stage
     lives: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
-
-    def pull(self, stage: Stage, rank: int) -> Tag:
-        """The tag of this worker's replies: of another life none is mistaken for one of this."""
-        return stage.tag("pull", self.lives.get(rank, 0))
+    pulls: list[Tag] = field(default_factory=list)  # of each worker's replies, in its present life
+    quorum: int = 1  # how many pushes make a merge now
 
     workers: tuple[WorkerPlan, ...] = ()  # what each worker does now: the plan's, until it is planned anew
 
@@ -211,6 +209,8 @@ class ServerState:
         self.tally.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.tally)
         self.workers, self.ends = stage.plan.workers, stage.entered(self.ends, self.tally.samples)
+        self.quorum = stage.quorum_of(self.tally.present)
+        self.pulls = [stage.tag("pull", self.lives.get(rank, 0)) for rank in stage.workers]
         if stage.resets:
             self.moments = stage.trainer.moments()
         self.outer_state = None if stage.resets_outer else self.outer_state

@@ -36,6 +36,7 @@ LONG = [  # two workers and a server, for a minute if nobody ends it
     "cluster.step_s=0.005",
     "stop.seconds=60",
 ]
+FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 PATIENCE_S = 60.0
 
 
@@ -80,7 +81,7 @@ def train(workplace, capsys):
 
         thread = threading.Thread(target=disturb, daemon=True)
         thread.start()
-        mode = [] if any(override.startswith("sync=") for override in overrides) else ["sync=ssp"]
+        mode = [] if any(override.startswith(("sync=", "schedule=")) for override in overrides) else ["sync=ssp"]
         code = main(["train", *LONG, *mode, *overrides])
         thread.join()
         assert not failed
@@ -102,8 +103,50 @@ def check_records(run: Path, status: str) -> dict:
     return summary
 
 
-@pytest.mark.parametrize("mode", ["sync=ssp", "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]"])
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    ("rank", "mode"),
+    [
+        (1, "sync=ssp"),
+        *(
+            pytest.param(rank, mode, marks=pytest.mark.slow)
+            for mode in ("sync=bsp", "sync=local_sgd sync.local_steps=4", "sync=asp", "sync=fedbuff", "sync=backup")
+            for rank in (0, 1)  # the first waits at a barrier, the second computes
+        ),
+    ],
+)
+def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
+    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3")
+    assert (code, err) == (0, "")
+    summary = check_records(workplace / "run", "finished")
+    (lost,) = summary["lost_workers"]
+    assert (lost["worker"], lost["why"], lost["back_s"]) == (rank, "was killed by SIGKILL", None)
+    away_s = summary["workers"][rank]["down_s"]
+    assert away_s == pytest.approx(summary["time_s"] - lost["time_s"], abs=0.5)
+    assert summary["workers"][1 - rank]["down_s"] == 0
+    assert summary["workers"][1 - rank]["commits"] > summary["workers"][rank]["commits"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
+    assert main(["train", *LONG, "sync=bsp", "stop.seconds=3", FAILS]) == 0
+    (lost,) = check_records(workplace / "run", "finished")["lost_workers"]
+    assert (lost["worker"], lost["why"]) == (1, "declared")
+    assert lost["time_s"] == pytest.approx(1.5, abs=0.5)
+    assert main(["train", *LONG, "sync=bsp", "runtime.min_workers=2", "run.dir=few", FAILS]) == 1
+    assert "1 of 2 workers are left, fewer than runtime.min_workers=2" in capsys.readouterr().err
+    assert main(["train", *LONG, "schedule.profile_steps=1000", "run.dir=early", FAILS]) == 1
+    said = "ashl: worker 1 failed, as cluster.events says; its log is early/rank1.log\n"
+    assert capsys.readouterr().err == said, "a stage that profiles cannot do without it"
+
+
+@pytest.mark.parametrize(
+    ("rank", "mode"),
+    [
+        (2, "sync=ssp"),
+        (1, "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]"),
+        (2, "sync=bsp topology=all_reduce cluster.compute=[1,1,1.5]"),
+    ],
+)
 def test_a_killed_rank(rank: int, mode: str, train, workplace) -> None:
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split())
     who = "the server (rank 2)" if (rank, mode) == (2, "sync=ssp") else f"worker {rank}"

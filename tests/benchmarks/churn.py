@@ -1,0 +1,50 @@
+"""What failures cost whom: `python -m tests.benchmarks.churn`.
+
+Sixteen unequal workers (factors 1, 1.5, 2 and 3) at a parameter server, in virtual time without gradients, for 2,000 s
+of steps of 0.5 s; each worker fails after an exponential time of so many seconds on average, and is back after 5.
+Goodput is the steps/s that count over those of the same run without failures. No mode that never waits can be above the
+share of the time that workers are there; who is below it also loses what they were at, or waits.
+"""
+
+from statistics import median
+
+from tests.benchmarks.table import show
+from tests.support import simulated
+
+CLUSTER = (
+    "cluster=mixed",
+    "cluster.num_workers=16",
+    "cluster.step_s=0.5",
+    "cluster.exchange_s=0.1",
+    "stop.seconds=2000",
+    "runtime.gradients=false",
+)
+MODES = {
+    "bsp": ("sync=bsp",),
+    "backup, 4 of 16": ("sync=backup", "sync.backups=4"),
+    "local SGD, H = 8": ("sync=local_sgd", "sync.local_steps=8"),
+    "ssp, 3 ahead": ("sync=ssp", "sync.staleness=3"),
+    "asp": ("sync=asp",),
+    "ahl, H from 4": ("sync=ahl", "schedule.h_preset=[4]"),
+    "shl, H from 2": ("sync=shl", "schedule.h_preset=[2]"),
+}
+MTBF_S, MTTR_S, SEEDS = (10, 30, 100, 300, 1000), 5, (0, 1, 2)
+
+
+def goodputs(mode: tuple[str, ...]) -> list[float]:
+    """For each mean time, in the median of the seeds."""
+    whole = simulated(*CLUSTER, *mode).steps_per_s
+    churn = [f"cluster.churn={{mtbf_s: {mtbf_s}, mttr_s: {MTTR_S}}}" for mtbf_s in MTBF_S]
+    return [median(simulated(*CLUSTER, *mode, at, f"seed={s}").steps_per_s / whole for s in SEEDS) for at in churn]
+
+
+def main() -> None:
+    rows = {"workers there": [mtbf_s / (mtbf_s + MTTR_S) for mtbf_s in MTBF_S]}
+    rows |= {name: goodputs(mode) for name, mode in MODES.items()}
+    columns = ["mean time between failures", *(f"{mtbf_s} s" for mtbf_s in MTBF_S)]
+    note = f"medians over seeds {', '.join(map(str, SEEDS))}"
+    show("goodput", columns, [[name, *(f"{value:.3f}" for value in values)] for name, values in rows.items()], note)
+
+
+if __name__ == "__main__":
+    main()
