@@ -30,7 +30,6 @@ from tests.run_folders import write_run
 
 EQUAL = Situation(
     num_workers=4,
-    machines=4,
     fast_step_s=0.02,
     slow_step_s=0.02,
     second_step_s=0.02,
@@ -53,7 +52,7 @@ PAPER = replace(
     server=2.0,
     ring=1.33,
 )
-CROWD = replace(EQUAL, num_workers=16, machines=4, server=4.8, ring=0.3)
+CROWD = replace(EQUAL, num_workers=16, server=4.8, ring=0.3)
 ON = {  # situation: some that compete there, and some that do not
     "homogeneous": (EQUAL, "BSP, SSP, local SGD 4, D-PSGD, BSP Top-K", "ASP, ADSP, ASHL, AD-PSGD, Ripples smart"),
     "one_slow": (ONE_SLOW, "BSP, ASP, AD-PSGD, ASHL+, ADSP, Rennala, backup workers", "D-PSGD, BSP Top-K, ADSP Top-K"),

@@ -128,9 +128,8 @@ def situation_of(plain: Sequence[Prepared], first_loss: float) -> Situation:
     batch = plan.stages[0].workers[0].batch
     profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
     assert profile is not None  # virtual time has costs
-    machines = len(set(parts.cluster.node or range(plan.num_workers)))
     rates = [each.plan.stages[0].predicted_steps_per_s or 0.0 for each in plain]
-    return situation(profile, plan, machines, (rates[0], rates[1]), first_loss)
+    return situation(profile, plan, (rates[0], rates[1]), first_loss)
 
 
 def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) -> Candidate:

@@ -15,7 +15,6 @@ class Situation:
     """A cluster and a task. Exchanges are of the dense model at a barrier, contention included, in slowest steps."""
 
     num_workers: int
-    machines: int
     fast_step_s: float
     slow_step_s: float
     second_step_s: float  # of the slowest worker but one
@@ -49,13 +48,12 @@ class Situation:
         }
 
 
-def situation(profile: Profile, plan: Plan, machines: int, rates: tuple[float, float], first_loss: float) -> Situation:
+def situation(profile: Profile, plan: Plan, rates: tuple[float, float], first_loss: float) -> Situation:
     """From a profile, any plan on that cluster, and BSP's predicted steps per second at a server and in a ring."""
     steps = sorted(worker.step_s for worker in profile.workers)
     server, ring = (max(0.0, profile.num_workers / rate / steps[-1] - 1) for rate in rates)
     return Situation(
         num_workers=profile.num_workers,
-        machines=machines,
         fast_step_s=steps[0],
         slow_step_s=steps[-1],
         second_step_s=steps[max(0, len(steps) - 2)],
