@@ -260,12 +260,13 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     """
     tally, rule, push = state.tally, rule_of(stage), stage.tag("push")
     state.enter(stage, node.now)
-    incoming = (push, LOST, JOIN)
+    incoming, deadline_s = (push, LOST, JOIN), stage.judge.deadline_s
+    endless = node.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
         await welcome(node, stage, state, state.newcomers[0])
     while True:
         node.mark(stage.index, state)
-        message = state.ahead or await node.recv(*incoming, before_s=stage.judge.deadline_s)
+        message = state.ahead or await (endless or node.recv(*incoming, before_s=deadline_s))
         state.ahead = None
         node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
