@@ -17,7 +17,7 @@ from tests.kernels import in_virtual_time, on_processes
 from tests.laws.machines import cluster
 
 DECLARED = cluster(2, step_s=0.1, compress_s=0.1, exchange_s=0.2)  # a sum of the whole model between two takes 0.1 s
-REAL = RealCluster(num_workers=2)
+REAL = RealCluster(num_workers=2, hosts=None, server_host=None)
 
 
 def results(ended):
@@ -238,7 +238,7 @@ def lag() -> None:
 
 def test_what_a_device_has_not_done_yet_is_computing():
     """Once for both steps, and with what the algorithm waited for by itself."""
-    (ended,) = on_processes(two_steps, RealCluster(num_workers=1), 1, settle=lag)
+    (ended,) = on_processes(two_steps, REAL, 1, settle=lag)
     assert ended.error is None
     assert ended.spent["compute"] >= 0.07
 
@@ -273,7 +273,7 @@ async def watched(node):
 
 def test_a_rank_asks_the_backend_one_thing_at_a_time_and_all_in_one_order():
     """What NCCL needs, which would hang where it is not so."""
-    ended = results(on_processes(watched, RealCluster(num_workers=3), 3))
+    ended = results(on_processes(watched, REAL, 3))
     assert [sums for sums, _ in ended] == [[3.0, 3.0, 3.0, 6.0]] * 3
     assert ended[0][1] == ended[1][1] == ended[2][1]
     assert len(ended[0][1]) == 8

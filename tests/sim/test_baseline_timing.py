@@ -162,7 +162,7 @@ def test_adacomm_shortens_its_period_as_the_loss_falls():
 def test_adacomm_stretches_under_a_falling_rate_only():
     """Halved to one step by the third check, stretched by √(0.1/0.025) = 2 where the rate has fallen to a quarter."""
     rule, rates = conf_option("sync", "adacomm", local_steps=8, every_s=1.0), iter([0.1, 0.1, 0.1, 0.1, 0.025, 0.1])
-    tally = SimpleNamespace(now_s=0.0, waiting=[0], loss=1.0, samples=0)
+    tally = SimpleNamespace(now_s=0.0, waiting=[0], present=1, loss=1.0, samples=0)
     stage = SimpleNamespace(num_workers=1, trainer=SimpleNamespace(rate=lambda samples: next(rates)))
     periods, state = [], rule.begin(stage, tally)
     for second in range(6):

@@ -34,12 +34,13 @@ RUNS = {
     "asylpg": ("sync=asylpg",),
     "spy": ("sync=spy", "optimizer.momentum=0", "optimizer.weight_decay=0"),
 }
+OFTEN = ("bsp", "ashl", "merged", "late", "all-reduce, QSGD", "DIANA", "variance", "gossip", "asylpg")  # as others do
 ROUNDED = (
     "choco",
 )  # there a weight and a sparse body are multiplied and added at once, on the host one after the other
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OFTEN)) for name in RUNS])
 def test_nothing_crosses_but_by_the_doors(name: str) -> None:
     plan = planned(*TASK, *RUNS[name])
     expected = run(plan)

@@ -179,6 +179,9 @@ def entering(index, codec, **handover):
         resets=resets,
         resets_outer=resets,
         worker=lambda rank: worker,
+        workers=(0,),
+        tag=lambda name, k=0: (name, index, k),
+        quorum_of=lambda present: present,
         rest=lambda steps, samples, ahead: None,
         at_most=lambda steps, rank, rest: steps,
     )
