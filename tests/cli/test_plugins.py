@@ -31,6 +31,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_joblib_runs_what_is_missing_and_leaves_nothing_behind(workplace: Path, capsys: pytest.CaptureFixture) -> None:
     grid = ["sweep", "sync=bsp,asp", *TINY, "--launcher", "joblib", "hydra.launcher.n_jobs=2"]
     assert main(grid) == 0

@@ -180,9 +180,15 @@ def test_what_a_border_finds_under_way_counts_once(sync, workplace) -> None:
     assert last["reason"] == "steps"
 
 
-@pytest.mark.parametrize("stop", ["stop.steps=31", "stop.epochs=0.5", "stop.seconds=1"])
 @pytest.mark.parametrize(
-    "mode", ["all_reduce sync=bsp", "all_reduce sync=local_sgd", "parameter_server sync=local_sgd"]
+    ("mode", "stop"),
+    [
+        ("all_reduce sync=bsp", "stop.seconds=1"),
+        ("all_reduce sync=local_sgd", "stop.steps=31"),
+        ("all_reduce sync=local_sgd", "stop.seconds=1"),
+        ("parameter_server sync=local_sgd", "stop.epochs=0.5"),
+        ("parameter_server sync=local_sgd", "stop.seconds=1"),
+    ],
 )
 def test_ends_are_met_as_elsewhere(stop, mode) -> None:
     """Counts are passed by less than a step of each worker, and nothing counts after the budget."""
