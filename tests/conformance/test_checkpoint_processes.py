@@ -32,7 +32,8 @@ def checked(run: Path, expected: str) -> None:
     rounds = [(event["rank"], event["round"]) for event in events if event["kind"] == "round"]
     assert len(rounds) == len(set(rounds)) == max(k for _, k in rounds) * 2 + 2
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [100, 200, 300, 400, 400]
+    assert steps == [*range(steps[0], 401, steps[0]), 400]  # each evaluation once, and the end
+    assert steps[0] in (100, 200)  # every hundred commits, of one step or two
     for worker in summary["workers"]:
         spent = sum(worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down"))
         assert spent == pytest.approx(summary["time_s"], abs=1e-6)
