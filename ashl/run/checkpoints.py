@@ -61,9 +61,9 @@ class Savings:
         """The checkpoint to make, as of what home's rank says of itself; None where it is not time for a new one."""
         if self.every_s is None or beat is None or beat.counts is None:
             return None
-        before, self.seen = self.seen, (beat.counts.merges, beat.time_ns)
-        if before is None or beat.time_ns <= before[1]:
-            self.seen = before or self.seen
+        now = (beat.counts.merges, beat.time_ns)
+        before, self.seen = self.seen or now, now
+        if before == now:  # nothing new was heard
             return None
         due_s = self.every_s if self.due_s is None else self.due_s
         if self.wanted is not None or beat.time_ns < due_s * 1e9:
@@ -111,10 +111,8 @@ class Savings:
                 "ranks_ns": [kept.time_ns for kept in ranks],
                 "sizes": monitor.recorder.sizes(),
             }
-            part = folder / f"{MANIFEST}.part"
-            part.write_text(json.dumps(manifest))
-            part.rename(folder / MANIFEST)
-        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+            jsonl.write_json(folder / MANIFEST, manifest)
+        except (OSError, RuntimeError) as error:
             self.warning = f"no checkpoint was made: {error}"
             shutil.rmtree(folder, ignore_errors=True)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,18 +12,16 @@ from ashl.config.construct import own_faults
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_plan
 from ashl.planning.build import Options
+from ashl.runtime.packed import save
 
 FINAL, BEST = "final.pt", "best.pt"
 
 
 def write(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Replace the file in one step. Raises AshlError where it cannot be written."""
-    part = path.with_suffix(".part")
     try:
-        torch.save(dict(weights), part)
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-        part.unlink(missing_ok=True)
+        save(path, dict(weights))
+    except (OSError, RuntimeError) as error:
         text = f"cannot write the weights {path}; free some space, choose another run.dir, or run.save_weights=false"
         raise AshlError(text) from error
 

@@ -12,7 +12,6 @@ Source: Elnozahy et al., "A survey of rollback-recovery protocols in message-pas
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.runtime.channel import Channel, Collective, Shared
 from ashl.runtime.kernel import Task
 from ashl.runtime.node import Node, Observer
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.packed import packed, save, unpacked
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.size_only import Vector
 
@@ -314,13 +313,10 @@ def put_back(node: Node, known: dict[str, Any]) -> None:
 def write(run_dir: Path, document: dict[str, Any]) -> None:
     """Replace the run's checkpoint, in one step. Raises AshlError where it cannot be written."""
     path = run_dir / FILE
-    part = path.with_suffix(".part")
     try:
         path.parent.mkdir(exist_ok=True)
-        torch.save(document, part)
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-        part.unlink(missing_ok=True)
+        save(path, document)
+    except (OSError, RuntimeError) as error:
         raise AshlError(f"cannot write the checkpoint {path}; free some space or choose another run.dir") from error
 
 

@@ -7,7 +7,6 @@ all ranks there are the run. `ashl.run.checkpoints` names the version, and makes
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from ashl.runtime.checkpoint import counted
 from ashl.runtime.node import Node
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.packed import packed, save, unpacked
 from ashl.runtime.plane import first_line
 from ashl.runtime.records import Kept
 
@@ -55,18 +54,15 @@ class Keeper:
         path = file_of(self._run_dir, kept.number, self._rank)
         try:
             self._emit(kept._replace(sha256=write(path, document)))
-        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+        except (OSError, RuntimeError) as error:
             self._emit(kept._replace(error=first_line(error)))
 
 
 def write(path: Path, document: dict[str, Any]) -> str:
-    """Write a file in one step; returns its hash."""
-    part = path.with_suffix(".part")
+    """Write a file in one step; returns its hash. Raises as `packed.save`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(document, part)
-    digest = hash_of(part)
-    os.replace(part, path)
-    return digest
+    save(path, document)
+    return hash_of(path)
 
 
 def hash_of(path: Path) -> str:

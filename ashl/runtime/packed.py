@@ -1,18 +1,33 @@
-"""State as plain values that a file may hold, and back. Nothing is unpickled: what is read back are tensors, numbers,
-text, containers, and dataclasses and named tuples of this package, whose fields are set one by one."""
+"""State as plain values, the file that holds them, and back. Nothing is unpickled: what is read back are tensors,
+numbers, text, containers, and dataclasses and named tuples of this package, whose fields are set one by one."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections import deque
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 PLAIN = (type(None), bool, int, float, str)
 KIND, NAME, ITEMS = "kind", "name", "items"
+
+
+def save(path: Path, document: Any) -> None:
+    """Replace a file of tensors and plain values in one step. Raises OSError, or RuntimeError, which torch's writer
+    makes of a full disk; then what was there stays."""
+    part = path.with_suffix(".part")
+    try:
+        torch.save(document, part)
+        os.replace(part, path)
+    except (OSError, RuntimeError):
+        part.unlink(missing_ok=True)
+        raise
 
 
 def packed(value: Any) -> Any:
