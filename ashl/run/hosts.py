@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ashl.errors import UsageError
+from ashl.run.interface import is_loopback
 
 LINE = re.compile(
     r"(?P<login>(?:[\w.][\w.-]*@)?[\w.][\w.-]*|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*)(?:\s+slots=(?P<slots>\d{1,4}))?"
 )
 COPIED = ("ASHL_", "NCCL_", "GLOO_", "OMP_")  # what the environment of every rank takes over from the launcher's
-LOCAL = "localhost"
 
 
 class Host(NamedTuple):
@@ -108,13 +107,6 @@ def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[st
             raise UsageError(f"--env {text}: it is not set here; give it a value, as in --env {name or 'NAME'}=1.")
         found[name] = value if given else env[name]
     return found
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == LOCAL
 
 
 def master_address(first: Host, reached_at: str | None, seen_from: Sequence[str | None]) -> str:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ashl.errors import UsageError
 
 KEY, GLOO, NCCL = "runtime.interface", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-LOOPBACK = "lo"
+LOOPBACK, LOCAL = "lo", "localhost"
 SIOCGIFCONF = 0x8912  # all interfaces that have an IPv4 address
 IFREQ = 40  # bytes of one in the answer: 16 of its name, 4 of family and port, 4 of the address
 ANY_PORT = 9  # nothing is sent there
@@ -38,8 +38,12 @@ class Chosen(NamedTuple):
         return is_loopback(self.address)
 
 
-def is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
+def is_loopback(host: str) -> bool:
+    """Of an address; of names only `localhost` is."""
+    try:
+        return ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == LOCAL
 
 
 def addresses() -> dict[str, list[str]]:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from ashl import __version__
 from ashl.errors import AshlError, UsageError, plain
-from ashl.run.hosts import LOCAL, Host, Seats
+from ashl.run.hosts import Host, Seats
+from ashl.run.interface import LOCAL
 from ashl.run.node_agent import MAX_LINE
 
 CONNECT_S = 10
