@@ -145,12 +145,18 @@ def run(cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable
 
 
 def check_time(seen: Seen, n: int, end_ns: int) -> None:
-    """Every instant of every worker has one class, and the rounds of a worker follow each other without a gap.
+    """The books of workers that are all there until the end."""
+    assert set(check_books(seen, n, end_ns).values()) == {end_ns}
+
+
+def check_books(seen: Seen, n: int, end_ns: int) -> dict[int, int]:
+    """Every instant of every worker has one class, also of those that are gone, and the rounds of a worker follow each
+    other without a gap; returns when each one's last ended.
 
     Only the round before the last may have been recorded as longer than the run: the worker did not know yet.
     """
     for ledger in seen.of("ledger"):
-        assert sum(ledger["totals_ns"].values()) == end_ns
+        assert sum(ledger["totals_ns"].values()) == end_ns, ledger
         assert min(ledger["totals_ns"].values()) >= 0
     cursor = dict.fromkeys(range(n), 0)
     for record in seen.of("round"):
@@ -160,7 +166,7 @@ def check_time(seen: Seen, n: int, end_ns: int) -> None:
             assert start == cursor[record["rank"]] < end
             cursor[record["rank"]] = end
         assert record["end_ns"] == cursor[record["rank"]]
-    assert set(cursor.values()) == {end_ns}
+    return cursor
 
 
 def check_mail(sim: Sim) -> None:

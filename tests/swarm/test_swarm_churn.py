@@ -15,7 +15,7 @@ from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
-from tests.swarm.drawn import Seen, bound, drawn_cluster, each, run
+from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
 from tests.swarm.test_swarm_stages import drawn_sync
 
 SEEDS, MANY = 60, 10_000
@@ -111,21 +111,6 @@ def check(seed: int) -> None:
         assert counted.came[rank] <= counted.settled[rank] <= counted.came[rank] + lives, "a push under way at the end"
     for mail in sim._mail[n:]:
         assert {tag[0] for tag in mail.messages} <= {"lost"}, "nobody forgot a message"
-
-
-def check_books(seen: Seen, n: int, end_ns: int) -> None:
-    """Every instant of every worker has one class, also of those that are gone; a round follows the other."""
-    for ledger in seen.of("ledger"):
-        assert sum(ledger["totals_ns"].values()) == end_ns, ledger
-        assert min(ledger["totals_ns"].values()) >= 0
-    cursor = dict.fromkeys(range(n), 0)
-    for record in seen.of("round"):
-        assert record["start_ns"] == min(cursor[record["rank"]], end_ns)
-        cursor[record["rank"]] = record["start_ns"]
-        for _, start, end in record["spans_ns"]:
-            assert start == cursor[record["rank"]] < end
-            cursor[record["rank"]] = end
-        assert record["end_ns"] == cursor[record["rank"]]
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
