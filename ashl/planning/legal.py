@@ -128,10 +128,15 @@ def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
 
 
+def carried_by(topology: Topology, sync: Rule) -> frozenset[str]:
+    """What travels there: the topology says it, or the sync mode where it brings messages of its own."""
+    return topology.carries if sync.carries is None else sync.carries
+
+
 def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """What travels beside plain updates has to be carried by the topology, or by the sync mode where it says so."""
     topology: Topology = parts["topology"]
-    carried = topology.carries if sync.carries is None else sync.carries
+    carried = carried_by(topology, sync)
     if CODEC not in carried and not parts["compression"].flags.lossless:
         why = "its messages are no updates that a codec would know"
         if topology.replicas:
@@ -279,7 +284,7 @@ def check_momentum(stage: str, before: StageParts, own: StageParts) -> None:
 
 def check_outer(stage: str, sync: Rule, topology: Topology) -> None:
     """An outer optimizer needs merged updates, and to be the only one that steps on what is merged."""
-    carried = topology.carries if sync.carries is None else sync.carries
+    carried = carried_by(topology, sync)
     if OUTER in carried and sync.exchange == "difference":
         return
     why = "what is pushed there is no update"

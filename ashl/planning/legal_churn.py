@@ -9,14 +9,10 @@ from ashl.errors import UsageError
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
-from ashl.planning.legal import chosen
+from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 
 MEMBERS = {FAIL, "join", "churn"}  # what changes who takes part
-
-
-def carried(own: StageParts) -> frozenset[str]:
-    return own.topology.carries if own.sync.carries is None else own.sync.carries
 
 
 def beside(own: StageParts) -> bool:
@@ -26,7 +22,7 @@ def beside(own: StageParts) -> bool:
 
 def goes_on(parts: Parts) -> bool:
     """Whether a run goes on without a worker that is lost, in every stage that does not only measure."""
-    return all(CHURN in carried(own) and not beside(own) for own in parts.stages)
+    return all(CHURN in carried_by(own.topology, own.sync) and not beside(own) for own in parts.stages)
 
 
 def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
@@ -54,7 +50,7 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
             "server_fail, or take topology=parameter_server"
         )
     for stage, own in zip(stages, parts.stages, strict=True):
-        if befalls & MEMBERS and CHURN not in carried(own):
+        if befalls & MEMBERS and CHURN not in carried_by(own.topology, own.sync):
             who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
             raise UsageError(
                 f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, which "

@@ -19,12 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
+from ashl.run.desk import POLL_S
 from ashl.run.sealed import Sealed
 from ashl.run.starter import Membership
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text
 
-POLL_S = 0.03
 OWN = {"interface", "device", "threads", "share_gpu", "root"}  # what machines may have each its own
 RECORDING = {"run", "tracking", "sweep", "profile"}  # of files, what is in them counts: the plan has it
 VERSIONS = ("ashl", "torch", "python")

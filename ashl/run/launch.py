@@ -61,11 +61,11 @@ def launch(plan: Plan, run_dir: Path, monitor: Monitor, savings: Savings, saved:
     )
     secret = new_secret()
     place = Place(0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through)
+    place = place._replace(keeps=savings.every_s is not None)
     devices = devices_of(plan, runtime)
     apart = one_each([*map(gpu_of, devices)], runtime)
     if saved is not None:
         place = place._replace(saved=str(saved.folder), since_ns=saved.time_ns)
-    place = place._replace(keeps=savings.every_s is not None)
     places = [place._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]
     return conduct(plan, run_dir, monitor, Sealed(store, secret), places, savings)
 

@@ -184,9 +184,7 @@ def take_in(found: Heard, report: Report) -> Failure | None:
         connection.open = False
         if not connection.running:
             return None
-        words = next(
-            (printable(text) for text in reversed(connection.words) if text.strip()), "the connection has ended"
-        )
+        words = connection.last_words or "the connection has ended"
         return Failure(1, f"{name} {LOST} ({words}); what ran there ends by itself within {SILENCE_S:g} s", now)
     try:
         said = Said() if error else Said.model_validate_json(line)

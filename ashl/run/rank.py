@@ -43,7 +43,7 @@ from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Left, Placed, RankError, StopAsked
-from ashl.stage.program import links_of, program
+from ashl.stage.program import peers_of, program
 from ashl.stage.stage import Stage
 
 GOODBYE_S = 30.0
@@ -176,7 +176,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
         place.rank,
         reporter,
         lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock, store),
-        peers=links_of(job.stages, place.rank),
+        peers=peers_of(job.stages, place.rank),
         max_bytes=max(stage.most_bytes for stage in job.stages),
         exact=parts.runtime.sums == "exact",
         groups=process_groups(job.stages),

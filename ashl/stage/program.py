@@ -39,7 +39,7 @@ async def program(
         node.snapshot(state.params, final=True)
 
 
-def links_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
+def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
     """All ranks that this one ever exchanges messages with."""
     return tuple(sorted({peer for stage in stages for peer in stage.topology.links(stage, rank)}))
 

@@ -145,9 +145,9 @@ class Snapshots(Updates):
         if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
             state.anchor = None
             return body
-        return (
-            state.params if isinstance(body, SizeOnly) else stage.link.made(read_model(body, stage.trainer.num_params))
-        )
+        if isinstance(body, SizeOnly):
+            return state.params
+        return stage.link.made(read_model(body, stage.trainer.num_params))
 
     def opened(self, stage: Stage, params: Vector) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
