@@ -86,8 +86,8 @@ class TorchKernel:
 
     @property
     def started(self) -> bool:
-        """Whether the clock runs."""
-        return self._zero > 0
+        """Whether all have come, and the clock runs."""
+        return self._links is not None
 
     def clock_ns(self) -> int:
         """The same, to hand on."""

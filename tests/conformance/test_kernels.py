@@ -5,9 +5,14 @@ import json
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
+from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.run import train as run
+from ashl.runtime.pace import Pace
+from ashl.runtime.process import TorchKernel
+from tests.kernels import Quiet
 from tests.support import simulated
 
 QUICK = (
@@ -116,3 +121,10 @@ def test_nothing_is_left_behind(tmp_path):
     server = psutil.Process()  # the fork server stays, for the next run; what it forked is gone
     assert not [child for child in server.children(recursive=True) if child.ppid() != server.pid]
     assert not list((tmp_path / "run").glob(".snapshot*"))
+
+
+def test_a_clock_runs_from_when_all_have_come() -> None:
+    """Not from when a process has made its kernel: what is declared for a moment of the run would come too early."""
+    real = RealCluster(num_workers=2, hosts=None, server_host=None)
+    kernel = TorchKernel(0, Quiet(), lambda clock: Pace(real, 0, 1, 0, 4, clock, HashStore()), (1,), 8, True, {})
+    assert not kernel.started
