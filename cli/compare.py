@@ -24,7 +24,12 @@ def compare(
     baseline: Annotated[
         str | None, typer.Option(metavar="SETTING", help="Compare with this one; default: BSP, else the slowest.")
     ] = None,
-    target: Annotated[float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Judge by the time to this accuracy, as 0.9; to this value where the task has another metric."
+        ),
+    ] = None,
     hold: Annotated[int | None, typer.Option(min=1, help="Evaluations in a row that must reach the target.")] = None,
     sort: Annotated[
         str | None, typer.Option(help="Order of the table: setting, accuracy, best, loss, steps, wait, up or down.")

@@ -22,7 +22,7 @@ from ashl.advice.situation import Situation
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
-from ashl.report.measure import time_to
+from ashl.report.measure import Target, time_to
 from ashl.study.race import Course
 from ashl.study.slots import Job
 from ashl.tracking import jsonl
@@ -221,12 +221,12 @@ def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: times[own.candidate.name](spec))
     axis = axis_of("bandwidth", "the bandwidth", flips.FACTORS, 1.0)
     way = Way(axis, lambda factor: faster_links(SPEC, factor))
-    ground = terrain_of([a, b], way, time_to((0.9, None, 1), False), lambda: False)
+    ground = terrain_of([a, b], way, time_to(Target(0.9), False), lambda: False)
     assert ground is not None
     text, record = said(ground)
     assert record["flip"] == pytest.approx(1 / 3, rel=0.03)
     assert (record["winner"], text) == ("B", f"the bandwidth: from 1 to about {record['flip']:.3g}, and B wins")
-    alone = terrain_of([a, b], Way(axis, lambda factor: SPEC), time_to((0.9, None, 1), False), lambda: False)
+    alone = terrain_of([a, b], Way(axis, lambda factor: SPEC), time_to(Target(0.9), False), lambda: False)
     assert alone is not None
     assert said(alone)[0] == "the bandwidth: nobody else wins from 0.0625 to 16"
 

@@ -183,7 +183,13 @@ def test_a_loss_and_its_metric_run(examples: Path, capsys: pytest.CaptureFixture
     assert summary["final"]["test_metric"] == last["test/mae"] < 0.5
     assert "mae " in capsys.readouterr().out
     assert main(["train", *own, *small, "stop.target_accuracy=0.9"]) == 2
-    assert "task=huber is judged by mae" in capsys.readouterr().err
+    assert "task=huber is judged by mae, not by accuracy; take stop.target_metric" in capsys.readouterr().err
+    aim = ["stop.target_metric=0.5", "run.dir=aimed", "eval.every_commits=1"]
+    assert main(["train", *own, *small, *aim]) == 0
+    aimed = json.loads(Path("aimed/summary.json").read_text())
+    assert (aimed["exit_reason"], aimed["target_metric"]) == ("target_metric", 0.5)
+    assert aimed["final"]["test_metric"] <= 0.5
+    assert "mae 0.5 reached after" in capsys.readouterr().out
 
 
 def outcome(name: str, *overrides: str) -> dict:

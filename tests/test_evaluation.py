@@ -1,5 +1,7 @@
 """Targets, and when they count as reached."""
 
+from dataclasses import replace
+
 import pytest
 
 from ashl.plan.plan import Limits
@@ -36,3 +38,22 @@ def test_each_target_holds_by_itself(found: list[tuple[float, float]], reached: 
         )
     assert said == reached
     assert target.reached_s == (None if reached is None else len(found) - 1)
+
+
+@pytest.mark.parametrize(("higher", "reached_s"), [(True, 0.0), (False, 2.0)])
+def test_the_metric_of_a_task_is_a_target_in_its_own_direction(higher: bool, reached_s: float) -> None:
+    limits, target = replace(LIMITS, target_loss=None, target_accuracy=None, target_hold=1, target_metric=5.0), Target()
+    for second, metric in enumerate((7.0, 5.5, 4.9)):
+        target.judge(
+            limits,
+            Evaluation(
+                time_s=float(second),
+                merges=None,
+                train_loss=1.0,
+                test_loss=1.0,
+                test_accuracy=None,
+                test_metric=metric,
+                higher_is_better=higher,
+            ),
+        )
+    assert target.reached_s == reached_s

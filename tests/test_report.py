@@ -212,6 +212,12 @@ def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(tmp_path, hi
     assert (found.board.rows[0].label, found.board.measure.title) == (first, "mae after 2 s")
     assert dict(columns_of(found.board))["mae"](found.board.rows[0]) == {"bsp": "0.3", "asp": "0.2"}[first]
     assert "mae on the test set" in found.report.read_text()
+    asked = compare([tmp_path / "bsp", tmp_path / "asp"], out=tmp_path / "r.html", target=0.3).board
+    assert asked.measure.title == "time to mae 0.3"
+    assert {row.label: row.spread.middle for row in asked.rows} == {
+        False: {"asp": 1.0, "bsp": 2.0},
+        True: {"bsp": 1.0, "asp": 1.0},
+    }[higher]
 
 
 def test_rank_and_sentence_go_by_the_same_number(tmp_path) -> None:

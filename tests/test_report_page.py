@@ -11,6 +11,7 @@ from ashl.errors import AshlError
 from ashl.report import pdf
 from ashl.report.compare import compare
 from ashl.report.curves import Curve, curve, cut
+from ashl.report.measure import Target
 from ashl.report.pareto import at_target, front
 from ashl.report.records import read_run
 from ashl.report.svg import Scale, linear_ticks, log_ticks, tick_text
@@ -148,7 +149,7 @@ def test_no_other_is_better_in_both(tmp_path) -> None:
     board = compare([study(tmp_path)]).board
     a, b, c = board.rows[:3]
     assert front({a: (1.0, 9.0), b: (2.0, 5.0), c: (3.0, 5.0)}) == [(1.0, 9.0), (2.0, 5.0)]
-    first = at_target(a.runs, (0.9, None, 1))
+    first = at_target(a.runs, Target(0.9))
     assert first is not None
     assert first[0] == pytest.approx(a.spread.middle)
     assert first[1] == pytest.approx(3 * first[0], rel=0.01), "2 MB a second up, 1 MB down"

@@ -20,6 +20,7 @@ from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import UsageError
+from ashl.plan.plan import TARGETS
 from ashl.run.rank import step_here_s
 from ashl.run.train import is_virtual
 from ashl.run.train import profile as measure
@@ -80,7 +81,7 @@ def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
             raise UsageError(f"--target {target:g} is no accuracy; give a share, as in --target 0.9")
         found.append(f"stop.target_accuracy={target:g}")
     keys = {key_of(text) for text in found}
-    if keys & {"stop.target_accuracy", "stop.target_loss"} and "stop.target_hold" not in keys:
+    if keys & {f"stop.{target}" for target in TARGETS} and "stop.target_hold" not in keys:
         found.append(f"stop.target_hold={HOLD}")
     return found
 
@@ -130,7 +131,7 @@ def scaled(field: Field, wanted: Asked, place: Place) -> Scale:
             RACING * place.deadline.budget_s - place.deadline.spent_s,
             place.deadline.budget_s,
             place.slots,
-            target=any(limits[key] is not None for key in ("target_accuracy", "target_loss")),
+            target=any(limits.get(key) is not None for key in TARGETS),
             evaluates=any(value is not None for value in evaluation.values()),
         )
     except UsageError:

@@ -17,6 +17,7 @@ from ashl.advice.scale import Scale
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
+from ashl.plan.plan import TARGETS
 from ashl.report.compare import Comparison, compare
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.race import Course
@@ -64,7 +65,7 @@ def setting_of(own: Candidate, place: Place, scale: Scale, rate: float, seed: in
         if limits["steps"] is not None:
             bounds["steps"] = math.ceil(limits["steps"] * scale.length)
         bounds = bounds or {"epochs": config["dataset"]["epochs"] * scale.length}
-        limits |= bounds | {"target_accuracy": None, "target_loss": None}
+        limits |= bounds | dict.fromkeys(TARGETS)
     if scale.target is not None:
         limits["target_accuracy"] = scale.target
     changed = {key: value for key, value in limits.items() if value != config["stop"][key]}
@@ -129,7 +130,7 @@ def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
 def judged(field: Field, scale: Scale, place: Place) -> Scale:
     """The race after the tuning: without a target, it goes to the best accuracy that all reached there."""
     limits = field.candidates[0].config["stop"]
-    own = scale.length == 1 and (limits["target_accuracy"] is not None or limits["target_loss"] is not None)
+    own = scale.length == 1 and any(limits.get(target) is not None for target in TARGETS)
     if own or scale.target is not None or len(scale.rates) == 1:
         return scale
     with suppress(UsageError):  # nothing has come to its end

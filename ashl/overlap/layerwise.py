@@ -70,8 +70,8 @@ class Layerwise(Overlap):
             ratio = hidden(chain, messages, chain.ratio, self.max_ratio)
         elif ratio is not None and len(ratio) != len(messages):
             raise UsageError(
-                f"overlap.ratio has {len(ratio)} kept shares, and there are {len(messages)} messages; give one for "
-                "each, the last layers first, or overlap.ratio=adaptive"
+                f"overlap.ratio lists {len(ratio)} and there are {len(messages)} messages; give a kept share for each, "
+                "the last layers first, or overlap.ratio=adaptive"
             )
         return replace(self, plan=messages, ratio=ratio)
 

@@ -63,6 +63,9 @@ def assigned(workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool
     )
 
 
+TARGETS = ("target_accuracy", "target_loss", "target_metric")  # any of them, once it holds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """When a run ends (the first that is reached) and when it is evaluated."""
@@ -75,6 +78,7 @@ class Limits:
     target_hold: int
     eval_every_s: float | None
     eval_every_commits: int | None
+    target_metric: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from ashl.learn.device import HOST
 from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
 from ashl.overlap.contract import Delayed
-from ashl.plan.plan import AVERAGE, Limits, Plan, Spec, StagePlan, WorkerPlan
+from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.device import by_nccl, device_of
 from ashl.planning.settings import STAGE_GROUPS
@@ -382,6 +382,9 @@ def check_targets(limits: Limits, gradients: bool, task: Task, name: str) -> Non
     """Where nothing is learned, nothing can be reached, and not every task has an accuracy."""
     if limits.target_accuracy is not None and task.metric != ACCURACY:
         judged = f"is judged by {task.metric}" if task.metric else "has no metric"
-        raise UsageError(f"stop.target_accuracy: task={name} {judged}, not by accuracy; take stop.target_loss")
-    if not gradients and (limits.target_accuracy is not None or limits.target_loss is not None):
+        instead = "stop.target_metric" if task.metric else "stop.target_loss"
+        raise UsageError(f"stop.target_accuracy: task={name} {judged}, not by accuracy; take {instead}")
+    if limits.target_metric is not None and not task.metric:
+        raise UsageError(f"stop.target_metric: task={name} has no metric; take stop.target_loss")
+    if not gradients and any(getattr(limits, target) is not None for target in TARGETS):
         raise UsageError("runtime.gradients=false learns nothing, so a target cannot be reached; drop stop.target_…")

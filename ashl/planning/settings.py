@@ -25,6 +25,7 @@ class Stop:
     seconds: Annotated[Duration, Field(gt=0)] | None
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None
     target_loss: NonNegative | None
+    target_metric: float | None
     target_hold: Count
 
 
@@ -91,6 +92,7 @@ def limits_of(settings: Settings, dataset: Any) -> Limits:
         seconds=stop.seconds,
         target_accuracy=stop.target_accuracy,
         target_loss=stop.target_loss,
+        target_metric=stop.target_metric,
         target_hold=stop.target_hold,
         eval_every_s=settings.eval.every_s,
         eval_every_commits=settings.eval.every_commits,

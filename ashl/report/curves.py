@@ -107,7 +107,7 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
     curves = {row: found for row in rows if y and (found := curve(row.runs, x, y))}
     if not curves:
         return ""
-    target = board.target[0] if board.target and y == "test/acc" else None
+    target = board.target.accuracy if board.target and y == "test/acc" else None
     reached = {
         row: row.spread.middle for row in curves if target and x == "time_s" and math.isfinite(row.spread.middle)
     }

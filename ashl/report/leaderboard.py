@@ -179,7 +179,13 @@ def rank(
     settings = tuple(setting for setting in settings if values[setting])
     rows = _rows(axes, settings, values, measure, baseline)
     told = _target_note(study, *own) if own else []
-    notes = (*told, *_race_note(study), *_clock_note(counted), *_stopped_note(counted, target), *_pace_note(rows))
+    notes = (
+        *told,
+        *_race_note(study),
+        *_clock_note(counted),
+        *_stopped_note(counted, None if target is None else asked),
+        *_pace_note(rows),
+    )
     notes += tuple(free_ports.of_comparison(run.config for run in counted))
     return Leaderboard(measure, asked, axes, rows, notes, left_out, badly, study.dropped, common_to(study))
 
@@ -353,7 +359,9 @@ def _pace_note(rows: Sequence[Row]) -> list[str]:
 def _target_note(study: Study, target: Target, behind: int) -> list[str]:
     most = f"all but {behind} of the settings reach" if behind else "all reach"
     where = f"ashl compare {study.folder} " if study.folder else ""
-    return [f"No target was asked for: this one is the best that {most}; another one: {where}--target {target[0]:g}"]
+    return [
+        f"No target was asked for: this one is the best that {most}; another one: {where}--target {target.accuracy:g}"
+    ]
 
 
 def _race_note(study: Study) -> list[str]:
@@ -373,18 +381,17 @@ def _clock_note(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _stopped_note(runs: Sequence[Run], target: float | None) -> list[str]:
-    """A run that ended at its own, lower target never had a chance to reach this one."""
-    if target is None:
+def _stopped_note(runs: Sequence[Run], asked: Target | None) -> list[str]:
+    """A run that ended at an easier target of its own never had a chance to reach the one that was asked for."""
+    if asked is None:
         return []
-    early = [
-        run for run in runs if run.summary.get("time_to_target_s") is not None and (own_target(run)[0] or 1.0) < target
-    ]
-    early = [run for run in early if math.isinf(reached_at(run, (target, None, 1))[0])]
+    once = asked._replace(hold=1)
+    ended = [run for run in runs if run.summary.get("time_to_target_s") is not None]
+    early = [run for run in ended if math.isinf(reached_at(run, once)[0])]
     if not early:
         return []
     own = describe(own_target(early[0]))
     return [
         f"{len(early)} of {len(runs)} runs had ended at a target of their own ({own}, as in {early[0].name}), below "
-        f"{target:g}: they count as not reached, which says nothing against their settings."
+        f"{describe(once)}: they count as not reached, which says nothing against their settings."
     ]

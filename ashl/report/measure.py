@@ -7,15 +7,36 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any, NamedTuple
 
 from ashl.errors import UsageError
+from ashl.plan.plan import TARGETS
 from ashl.report.records import BrokenRecordError, LeftOut, Run
 from ashl.report.stats import Effect, Key, effect
 from ashl.tracking.console import number, percent, seconds
 
-Target = tuple[float | None, float | None, int]  # accuracy, loss, evaluations that it must hold
 BEHIND = 0.1  # of accuracy: a setting that stays so far below the median must not decide what all reach
 STEPS = 200  # in which an accuracy is rounded down: half a point
+
+
+class Target(NamedTuple):
+    """What a run is asked to reach, any of it, in `hold` evaluations in a row; `metric` is the task's own, with its
+    name and whether higher is better."""
+
+    accuracy: float | None = None
+    loss: float | None = None
+    metric: tuple[float, str, bool] | None = None
+    hold: int = 1
+
+    def reached(self, row: Mapping[str, Any]) -> bool:
+        """With this evaluation."""
+        if at_least(row.get("test/acc"), self.accuracy) or at_least(self.loss, row.get("train/loss")):
+            return True
+        if self.metric is None:
+            return False
+        bound, name, higher = self.metric
+        found = row.get(f"test/{name}")
+        return at_least(found, bound) if higher else at_least(bound, found)
 
 
 @dataclass(frozen=True)
@@ -55,19 +76,22 @@ class Measure:
 
 
 def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Target | None:
-    """The target that all runs share, or the one that was asked for. Raises UsageError where they have several."""
+    """The target that all runs share, or the one that was asked for: an accuracy, or where all are judged by the same
+    metric of their own a value of it. Raises UsageError where they have several."""
     if target is not None:
+        metrics = {run.metric for run in runs}
+        if len(metrics) == 1 and (own_metric := metrics.pop()):
+            return Target(metric=(target, *own_metric), hold=hold or 1)
         if not 0 < target <= 1:
             raise UsageError(f"--target {target:g} is no accuracy; give a share, as in --target 0.9.")
-        return target, None, hold or 1
-    own = {run: (*own_target(run)[:2], hold or own_target(run)[2]) for run in runs}
+        return Target(target, hold=hold or 1)
+    own = {run: own_target(run)._replace(hold=hold or own_target(run).hold) for run in runs}
     found = sorted(set(own.values()), key=str)
     if len(found) > 1:
         example = {of: next(run.name for run in own if own[run] == of) for of in found}
         named = ", ".join(f"{describe(of)} ({example[of]})" for of in found[:4])
         raise UsageError(f"These runs have different targets: {named}; judge them all by one, as in --target 0.9.")
-    accuracy, loss, own_hold = found[0]
-    return (accuracy, loss, own_hold) if accuracy is not None or loss is not None else None
+    return found[0] if any(bound is not None for bound in found[0][:3]) else None
 
 
 def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int] | None:
@@ -83,21 +107,25 @@ def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int]
         return None
     near = [floor for floor in floors if len(floors) < 3 or floor >= median(floors) - BEHIND]
     share = math.floor(min(near) * STEPS + 1e-9) / STEPS
-    return ((share, None, 1), len(settings) - len(near)) if share > 0 else None
+    return (Target(share), len(settings) - len(near)) if share > 0 else None
 
 
 def own_target(run: Run) -> Target:
-    asked = run.summary.get("target_accuracy"), run.summary.get("target_loss")
-    return (*asked, int(run.config.get("stop.target_hold") or 1)) if asked != (None, None) else (None, None, 1)
+    accuracy, loss, bound = (run.summary.get(target) for target in TARGETS)
+    metric = None if bound is None or run.metric is None else (bound, *run.metric)
+    if accuracy is None and bound is not None and metric is None:  # an accuracy by its other name
+        accuracy = bound
+    asked = any(found is not None for found in (accuracy, loss, metric))
+    return Target(accuracy, loss, metric, int(run.config.get("stop.target_hold") or 1)) if asked else Target()
 
 
 def describe(target: Target) -> str:
-    accuracy, loss, hold = target
     parts = [
-        f"{percent(accuracy)} accuracy" if accuracy is not None else "",
-        f"a loss of {loss:g}" if loss is not None else "",
+        f"{percent(target.accuracy)} accuracy" if target.accuracy is not None else "",
+        f"a loss of {target.loss:g}" if target.loss is not None else "",
+        f"{target.metric[1]} {target.metric[0]:g}" if target.metric is not None else "",
     ]
-    held = f", {hold} times in a row" if hold > 1 else ""
+    held = f", {target.hold} times in a row" if target.hold > 1 else ""
     return (" or ".join(filter(None, parts)) or "none") + held
 
 
@@ -106,12 +134,10 @@ def reached_at(run: Run, target: Target) -> tuple[float, float]:
 
     As the run itself judges: `hold` evaluations in a row, and the time is that of the last of them.
     """
-    accuracy, loss, hold = target
     held, before = 0, 0.0
     for row in run.metrics:
-        hit = at_least(row.get("test/acc"), accuracy) or at_least(loss, row.get("train/loss"))
-        held = held + 1 if hit else 0
-        if held == hold:
+        held = held + 1 if target.reached(row) else 0
+        if held == target.hold:
             return row["time_s"], before
         before = row["time_s"]
     return math.inf, before

@@ -21,11 +21,12 @@ except ImportError:
 
 from ashl.config.identity import config_hash
 from ashl.errors import UsageError
+from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 
 SWEEP, SUMMARY, CONFIG = "sweep.json", "summary.json", "config.yaml"
 STATUSES = ("finished", "diverged", "failed", "interrupted")
-NUMBERS = ("time_s", "time_to_target_s", "target_accuracy", "target_loss", "steps_per_s", "samples_per_s", "wait_share")
+NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
 SCORES = ("test/acc", "test/loss", "train/loss", "bytes_up", "bytes_down")
 PRESETS = ("experiment", "debug")  # what they set is in the configuration itself

@@ -33,6 +33,11 @@ class Evaluation:
             else -math.inf
         )
 
+    def reaches(self, bound: float | None) -> bool:
+        """Whether the metric is as good as this; no bound is never reached."""
+        lower, higher = (bound, self.test_metric) if self.higher_is_better else (self.test_metric, bound)
+        return at_least(higher, lower)
+
     @property
     def finite(self) -> bool:
         return math.isfinite(self.train_loss)
@@ -51,6 +56,7 @@ class Target:
         met = {
             "target_accuracy": at_least(found.test_accuracy, limits.target_accuracy),
             "target_loss": at_least(limits.target_loss, found.train_loss),
+            "target_metric": found.reaches(limits.target_metric),
         }
         self.held = {name: self.held.get(name, 0) + 1 if hit else 0 for name, hit in met.items()}
         reached = [name for name, held in self.held.items() if held >= limits.target_hold]

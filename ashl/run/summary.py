@@ -81,6 +81,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "higher_is_better": monitor.job.parts.task.higher_is_better,
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,
+        "target_metric": plan.limits.target_metric,
         "time_to_target_s": books.target.reached_s,
         "stages": stage_summaries(monitor, workers),
         "params_sha256": monitor.sha256,

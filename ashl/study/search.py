@@ -24,6 +24,7 @@ from rich.console import Console
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
+from ashl.plan.plan import TARGETS
 from ashl.study import sweep
 from ashl.study.grid import Grid, Line, Setting, Skipped, checked, label, points
 from ashl.study.launcher import WithdrawnError, at_work, begun, last_words, over, run_while
@@ -259,5 +260,5 @@ def cost(found: Standing, config: dict[str, Any]) -> float:
     if found.reached_s is not None:
         return found.reached_s
     stop = config["stop"]
-    aims = stop["target_accuracy"] is not None or stop["target_loss"] is not None
+    aims = any(stop.get(target) is not None for target in TARGETS)
     return min(found.loss, NEVER) + (NEVER if aims else 0.0)

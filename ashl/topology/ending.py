@@ -18,13 +18,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+from ashl.plan.plan import TARGETS
 from ashl.runtime.node import Node
 from ashl.runtime.records import Border, StageEnd
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Progress, Tally
 
 # What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
-REASONS = (None, "seconds", "target_accuracy", "target_loss", "interrupted", "next")
+REASONS = (None, "seconds", *TARGETS, "interrupted", "next")
 
 
 class InTime(NamedTuple):

@@ -3,9 +3,9 @@
 Only this module draws, and only in the process that leads the run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, Group
@@ -162,9 +162,9 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     elif final.get("test_metric") is not None:
         top = f", best {number(best.get('test_metric'))} after {seconds(best.get('time_s'))}" if best else ""
         yield str(summary["metric"]), number(final["test_metric"]) + top
-    if (target := summary.get("target_accuracy")) is not None:
+    if aims := _aims(summary):
         reached = summary.get("time_to_target_s")
-        yield "target", percent(target) + (" not reached" if reached is None else f" reached after {seconds(reached)}")
+        yield "target", aims + (" not reached" if reached is None else f" reached after {seconds(reached)}")
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     yield "waiting", f"{percent(summary.get('wait_share'))} of the workers' time{lead}"
@@ -187,6 +187,16 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         yield "messages", ", ".join(parts)
     if measures := summary.get("measures"):
         yield "measures", ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items())
+
+
+def _aims(summary: Mapping[str, Any]) -> str:
+    """The targets of a run, in words; empty without one."""
+    accuracy, loss, metric = (summary.get(f"target_{what}") for what in ("accuracy", "loss", "metric"))
+    return " or ".join(
+        [percent(accuracy)] * (accuracy is not None)
+        + [f"a loss of {number(loss)}"] * (loss is not None)
+        + [f"{summary.get('metric')} {number(metric)}"] * (metric is not None)
+    )
 
 
 def _absence(lost: dict) -> str:

@@ -36,7 +36,7 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (f"{LAYERS} compression=topk compression.critical_ratio=0.2", "take compression.critical_ratio=null"),
         (f"{LAYERS} compression=topk aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
-        (f"{LAYERS} compression=topk overlap.ratio=[0.1]", "has 1 kept shares, and there are 2 messages"),
+        (f"{LAYERS} compression=topk overlap.ratio=[0.1]", "overlap.ratio lists 1 and there are 2 messages"),
         (f"{LAYERS} compression=topk overlap.ratio=[0.1,2]", "overlap.ratio"),
         (f"{LAYERS} compression=topk overlap.ratio=adaptive compression.ratio=0.5", "overlap.max_ratio=0.1 the most"),
         (f"{LAYERS} compression=qsgd overlap.ratio=adaptive", "this compression has none; take overlap.ratio=null"),
