@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +31,18 @@ class SizeOnly(NamedTuple):
 
 
 Vector: TypeAlias = Tensor | SizeOnly  # a model, or what a worker computed
+
+
+def joined(one: Vector, other: Vector) -> Vector:
+    """Two vectors of one length in one body."""
+    if isinstance(one, SizeOnly) or isinstance(other, SizeOnly):
+        return SizeOnly(2 * one.nbytes)
+    return torch.cat([one, other])
+
+
+def halves(body: Any) -> tuple[Any, Any]:
+    """... and apart again."""
+    if isinstance(body, SizeOnly):
+        return SizeOnly(body.nbytes // 2), SizeOnly(body.nbytes // 2)
+    one, other = body.chunk(2)
+    return one, other

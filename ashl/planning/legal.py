@@ -15,6 +15,7 @@ from ashl.errors import UnusedKeyError, UsageError
 from ashl.learn.device import HOST
 from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
+from ashl.optimizer.sgd import SGD
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
@@ -117,6 +118,11 @@ def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]
         raise UsageError(
             f"aggregate={choices['aggregate']} makes no sense with sync={choices['sync']}: its workers' batches "
             "differ, and only weights by samples make one mean gradient of them; take aggregate=samples"
+        )
+    if sync.momentum_travels and not (isinstance(parts["optimizer"], SGD) and parts["optimizer"].momentum):
+        raise UsageError(
+            f"sync={choices['sync']} averages the momentum of SGD with the model, and there is none here; take "
+            "optimizer=sgd optimizer.momentum=0.9, or sync=local_sgd"
         )
     check_carried(sync, parts, choices)
     if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:

@@ -191,7 +191,8 @@ def drawn(cluster: Mapping[str, Any], seed: int) -> Spec:
 
 def sized(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
     """The stage with the bytes of each worker's update, in however many messages."""
-    links = links_of(plan, own) or (link_of(own.compression, layout_of(plan.layers), 0, plan.num_params),)
+    whole = link_of(own.compression, layout_of(plan.layers), 0, plan.num_params)
+    links = links_of(plan, own) or (whole,) * (1 + own.sync.momentum_travels)
 
     @cache
     def nbytes(ratio: float) -> int:

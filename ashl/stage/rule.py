@@ -49,12 +49,21 @@ class Rule(Contract, group="sync", strict=True):
     resizes: ClassVar[bool] = False  # whether batches change, so that weights have to follow the samples
     resumable: ClassVar[bool] = True  # False where workers do several things at once, which no checkpoint can hold
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
+    momentum_travels: ClassVar[bool] = False  # whether the optimizer's momentum goes along in every message
     by_part: ClassVar[bool] = False  # whether costs are measured by layer group, and of large messages and of sums
     carries: ClassVar[frozenset[str] | None] = None  # None = what the topology carries
 
     def quorum(self, num_workers: int) -> int:
         """How many workers' work makes a merge. Raises UsageError where there are not so many."""
         return num_workers
+
+    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+        """(moments, outer moments, model) after a merge of this sum: one outer step, or one of the optimizer where
+        gradients are merged. Moments are None where each worker keeps its own. `state` stays as it is."""
+        if self.exchange == "difference":
+            return None, *stage.outer.step(state.outer_state, state.params, update, lr)
+        moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
+        return moments, state.outer_state, params
 
     def loop(self, stage: Stage, rank: int) -> Loop | None:
         """The loop of this rank, where the topology's does not serve."""

@@ -79,7 +79,7 @@ class Stage:
     @cached_property
     def link(self) -> Link:
         """How updates travel, and pulls."""
-        return Link(self.codec, self.trainer.num_params, device=self.trainer.device)
+        return Link(self.codec, (1 + self.sync.momentum_travels) * self.trainer.num_params, device=self.trainer.device)
 
     @property
     def most_bytes(self) -> int:

@@ -20,12 +20,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, Literal
 
-import torch
-
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly, Vector
+from ashl.size_only import SizeOnly, Vector, halves, joined
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
 from ashl.topology.graph import matching
@@ -59,7 +57,7 @@ class NoLoCo(RoundRule):
             return
         mean_delta, mean_params = delta, state.params
         for message in heard.values():
-            other_delta, other_params = message.body.chunk(2)
+            other_delta, other_params = halves(message.body)
             mean_delta, mean_params = (delta + other_delta) * 0.5, (state.params + other_params) * 0.5
         apart = state.params - mean_params
         state.rule_state = state.rule_state * self.alpha + mean_delta * self.beta - apart * self.gamma
@@ -71,8 +69,3 @@ def matchings_in(stage: Stage) -> Callable[[int], dict[int, int]]:
     edges, n = graph_of(stage).edges(stage), stage.num_workers
     all_pairs = len(edges) == n * (n - 1) // 2
     return lru_cache(maxsize=64)(partial(matching, None if all_pairs else edges, n, stage.seed))
-
-
-def joined(delta: Any, params: Any) -> Any:
-    """Both in one body."""
-    return SizeOnly(2 * params.nbytes) if isinstance(params, SizeOnly) else torch.cat([delta, params])

@@ -8,6 +8,7 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -24,7 +25,7 @@ from ashl.topology import pipelined
 from ashl.topology.delayed import at_border, worked
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.exchange import exchanged
-from ashl.topology.local_work import WorkerState, local_work
+from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.overlapped import overlapped
 
 
@@ -32,6 +33,10 @@ class StepRule(Rule, contract=True):
     """What an all-reduce asks its sync mode: how many steps lie between two sums, and of what. All go on together."""
 
     in_rounds: ClassVar[bool] = True
+
+    def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
+        """What a worker does between two sums, and hands in."""
+        return local_work
 
 
 @option
@@ -111,13 +116,19 @@ def begun(tally: Tally, now_s: float) -> Tally:
     return tally
 
 
+def rule_of(stage: Stage) -> StepRule:
+    """The stage's sync mode, as an all-reduce asks it."""
+    assert isinstance(stage.sync, StepRule)
+    return stage.sync
+
+
 async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     """Compute, sum with all others, merge; until the counts, or a word of rank 0, say otherwise. Returns the last word.
 
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     state.begin(node, stage)
-    team = Team.of(node, stage)
+    team, do = Team.of(node, stage), rule_of(stage).work()
     while True:
         own = stage.cut(state.rest)
         node.mark(stage.index, state if own is stage else None)
@@ -127,7 +138,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             work = await overlapped(team, stage, state, state.tally.version, word)
             update = work.body
         else:
-            work = await local_work(node, stage, state)
+            work = await do(node, stage, state)
             team.begin(work.loss / team.size, word)
             update = await exchanged(team, stage, state, state.tally.version, stage.aggregate.clip(work.body))
         late = keep_in_time(node, stage, state, state.params)
@@ -200,11 +211,7 @@ def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, stalen
     tally = stage.counted(state.tally, mean_loss, staleness)
     if tally.diverged:
         return Merged(state.params, None, state.outer_state, tally)
-    moments, outer_state, lr = None, state.outer_state, stage.trainer.rate(state.tally.samples)
-    if stage.sync.exchange == "gradient":
-        moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
-    else:
-        outer_state, params = stage.outer.step(outer_state, state.params, update, lr)
+    moments, outer_state, params = stage.sync.step(stage, state, update, stage.trainer.rate(state.tally.samples))
     return Merged(params, moments, outer_state, tally)
 
 

@@ -77,10 +77,9 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
         update = stage.aggregate.fold(members, weights)
     state.buffer = ()
     lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
-    if stage.sync.exchange != "difference":
-        state.moments, state.params = stage.trainer.apply(state.params, state.moments, update, lr)
-    else:
-        state.outer_state, state.params = stage.outer.step(state.outer_state, state.params, update, lr)
+    moments, state.outer_state, state.params = stage.sync.step(stage, state, update, lr)
+    if moments is not None:
+        state.moments = moments
     tally.merge()
     for member in members:
         tally.commit(member.worker, member.steps, member.samples)

@@ -61,6 +61,7 @@ def by_server() -> dict[str, Row]:
         "backup-none": Row("sync=backup sync.backups=0", processes="slow", twin=True),
         "local-sgd": Row("sync=local_sgd sync.local_steps=4", processes="quick"),
         "local-sgd-planned": Row("sync=local_sgd sync.local_steps=plan schedule.h_preset=[3]", twin=True),
+        "pr-sgd-momentum": Row("sync=pr_sgd_momentum sync.local_steps=4", processes="slow"),
         "ssp": Row("sync=ssp"),
         "ssp-tight": Row(f"sync=ssp sync.staleness=0 {SLOW}", twin=True),
         "ssp-unbounded-planned": Row(
@@ -101,6 +102,7 @@ def by_sums() -> dict[str, Row]:
         "ring-bsp-difference": Row(f"{RING} sync=bsp sync.exchange=difference optimizer.momentum=0.5"),
         "ring-bsp-links": Row(f"{RING} sync=bsp {LINKS}", twin=True),
         "ring-local-sgd": Row(f"{RING} sync=local_sgd sync.local_steps=4", processes="slow"),
+        "ring-pr-sgd-momentum": Row(f"{RING} sync=pr_sgd_momentum sync.local_steps=4 outer=nesterov", processes="slow"),
         "ring-local-sgd-planned": Row(f"{RING} sync=local_sgd sync.local_steps=plan schedule.h_preset=[2] {NODES}"),
         "ring-wfbp": Row(f"{RING} sync=bsp overlap=wfbp {LINKS}", processes="quick"),
         "ring-merged": Row(f"{RING} sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),

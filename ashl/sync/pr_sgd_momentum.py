@@ -1,0 +1,72 @@
+"""PR-SGD with momentum: H local steps with momentum on each worker, then models and momenta are averaged alike.
+
+Rule: w ← w + Σ w_i·(w_i^H − w) and m ← m + Σ w_i·(m_i^H − m), then all go on from both means. What travels is the model
+and as much again each way, and is counted. Local SGD keeps each worker's momentum where it is; of skewed shards it then
+goes on pointing at the worker's own optimum after each average.
+
+Limits: H = 1 is BSP, to rounding; without momentum it is local SGD, which is what to take then. Source: Yu, Jin and
+Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex Optimization",
+ICML 2019 (PR-SGD-Momentum).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
+
+from ashl.option import Count, option
+from ashl.runtime.node import Node
+from ashl.size_only import SizeOnly, halves, joined
+from ashl.stage.rule import OUTER, WEIGHTS
+from ashl.stage.stage import Stage
+from ashl.topology.all_reduce import StepRule
+from ashl.topology.local_work import Work, WorkerState, local_work
+from ashl.topology.parameter_server import BarrierRule, ServerState, Updates
+
+
+@option
+class PRSGDMomentum(BarrierRule, StepRule):
+    """A barrier at every H steps, for models and momenta."""
+
+    momentum_travels: ClassVar[bool] = True
+    carries: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER})
+    local_steps: Count
+
+    def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
+        return with_momentum
+
+    def messages(self) -> WithMomentum:
+        return WITH_MOMENTUM
+
+    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+        moved, turned = halves(update)
+        moments = state.moments if isinstance(turned, SizeOnly) else (state.moments[0] + turned,)
+        return moments, *stage.outer.step(state.outer_state, state.params, moved, lr)
+
+
+class WithMomentum(Updates):
+    """What H steps changed of both goes up, both come down."""
+
+    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+        work = await with_momentum(node, stage, state)
+        return work, stage.aggregate.clip(work.body), work.loss
+
+    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+        return joined(state.params, state.moments[0] if state.moments else state.params) if changed else None
+
+    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+        params, momentum = halves(body)
+        state.moments = state.moments and (momentum,)
+        return params
+
+
+WITH_MOMENTUM = WithMomentum()
+
+
+async def with_momentum(node: Node, stage: Stage, state: WorkerState) -> Work:
+    """Local work, and what it changed of the momentum. That of before stays: both means are taken from there."""
+    before = state.moments
+    work = await local_work(node, stage, state)
+    turned = state.moments[0] - before[0] if before else work.body
+    state.moments = before
+    return work._replace(body=joined(work.body, turned))
