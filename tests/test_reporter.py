@@ -97,6 +97,28 @@ def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None
     assert [record.tick for record in said] == [*range(PENDING), None], "the last one always comes"
 
 
+def test_what_a_life_that_is_over_still_says_is_not_heard(store, watch, monkeypatch) -> None:
+    """Nor does a model that it was cut short with belong to what the next one says."""
+    monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
+    first, second = (Reporter(store.another(), 3, rounds=True, watch=watch, life=life) for life in (0, 1))
+    vectors.post(store.another(), vectors.queue_of(Snapshot(3, 0), 0), Snapshot(3, 0), torch.zeros(D), lambda: None)
+    desk = Desk(store.another(), 5, D)
+    try:
+        desk.lives[3] = 1
+        first.emit(RankError(3, "it was stopped", consequence=False))
+        first.close()
+        second.snapshot(Snapshot(3, 7, 0), torch.ones(D))
+        second.close()
+        end, said = time.monotonic() + 10, []
+        while not any(isinstance(record, Snapshot) for record, _ in said):
+            assert time.monotonic() < end
+            said += desk.received()
+    finally:
+        desk.close(End(0), range(5))
+    assert not any(isinstance(record, RankError) for record, _ in said)
+    assert [vector.mean().item() for _, vector in said if vector is not None] == [1.0]
+
+
 def test_a_model_of_another_size_is_an_error(store, reporter) -> None:
     reporter.snapshot(Snapshot(3, 0), torch.zeros(D + 1))
     reporter.close()

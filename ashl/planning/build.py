@@ -214,7 +214,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 seed=plan.seed,
                 nodes=parts.cluster.node,
                 min_workers=parts.runtime.min_workers,
-                joins=parts.cluster.joins,
+                joins=parts.cluster.joins or parts.runtime.name != "sim",
                 payload=payload_of(own.compression, layout),
                 replan=partial(replanned, plan, index + 1, parts, own.compression, deal),
             )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,18 +20,24 @@ from ashl.plan.plan import Plan
 from ashl.planning.legal_churn import goes_on
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
+from ashl.run.lives import away_until, with_earlier
 from ashl.run.monitor import Monitor
 from ashl.run.pace_kept import kept_pace
-from ashl.run.rank import FAILED
+from ashl.run.rank import DROPPED, FAILED
 from ashl.run.watch import ALIKE_S, ALONE, AWAKE_S
+from ashl.runtime.news import End
 from ashl.runtime.records import (
     Alive,
+    Beat,
     Border,
+    Joined,
     Kept,
+    LedgerTotals,
     Left,
     Lost,
     PaceKept,
     RankError,
+    Ready,
     Record,
     Replan,
     Round,
@@ -52,9 +59,15 @@ class Attendance:
 
     plan: Plan
     desk: Desk
-    processes: Mapping[int, BaseProcess]  # of the ranks that run here
+    processes: dict[int, BaseProcess]  # of the ranks that run here
+    start: Callable[[int, int], None]  # here, a rank in this life
     left: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
+    coming: dict[int, bool] = field(
+        default_factory=dict
+    )  # those of them that are coming back, and whether all is ready
+    earlier: dict[int, Beat] = field(default_factory=dict)  # how those stood that were lost, when they were
+    starts: Counter[int] = field(default_factory=Counter)  # how often a worker that was killed has been started anew
     errors: list[RankError] = field(default_factory=list)
     pace: list[PaceKept] = field(default_factory=list)
 
@@ -66,6 +79,18 @@ class Attendance:
                 pass
             case Left():
                 self.left.add(record.rank)
+            case Ready(rank) if rank in self.coming:
+                self.coming[rank] = True
+                self.tell()
+            case Joined(rank, time_ns) if rank in self.coming:
+                if rank in self.earlier:
+                    self.earlier[rank] = away_until(self.earlier[rank], time_ns)
+                del self.coming[rank], self.lost[rank]
+                self.tell()
+                monitor.emit(record)
+            case RankError(rank) if rank in self.lost:
+                self.coming.pop(rank, None)  # it will not come
+                self.tell()
             case RankError():
                 self.errors.append(record)
             case StopAsked():
@@ -74,6 +99,8 @@ class Attendance:
                 self.pace.append(record)
             case Snapshot() | UpdateShown():
                 monitor.snapshot(record, vector)
+            case Beat() | LedgerTotals() | Border() if record.rank in self.earlier:
+                monitor.emit(with_earlier(self.earlier[record.rank], record))
             case _:
                 monitor.emit(record)
 
@@ -83,17 +110,60 @@ class Attendance:
         ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in away}
         return {rank: how_ended(code) for rank, code in ended.items() if code is not None}
 
-    def lose(self, monitor: Monitor) -> None:
-        """Workers that were killed, or failed as declared, and without which the run goes on, once it has begun."""
-        home, beats = monitor.beats.get(self.plan.home), monitor.beats.values()
+    def lose(self, monitor: Monitor, timeout_s: float) -> None:
+        """Workers that were killed, failed as declared, or fell silent alone, and without which the run goes on, once
+        it has begun."""
+        home = monitor.beats.get(self.plan.home)
         if home is None or home.counts is None or not goes_on(monitor.job.parts):
             return
         for rank, how in self.gone().items():
             if rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
-                self.lost[rank] = how
-                why = "declared" if how == DECLARED else how
-                monitor.emit(Lost(rank, max(beat.time_ns for beat in beats), why))
-                self.desk.tell(self.desk.news._replace(lost=tuple(self.lost)))
+                self.without(monitor, rank, how)
+        if (silent := self.silent(timeout_s)) and self.processes.keys() >= {*silent}:
+            alike = self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))
+            for rank in silent if self.plan.home not in alike else ():
+                how = f"was not heard of for {timeout_s:g} s"
+                self.desk.drop(rank, End(DROPPED, f"worker {rank} {how} (runtime.timeout_s), and the run went on"))
+                self.without(monitor, rank, how)
+
+    def without(self, monitor: Monitor, rank: int, how: str) -> None:
+        """The run goes on without this worker."""
+        self.lost[rank] = how
+        if rank in monitor.beats:
+            self.earlier[rank] = monitor.beats[rank]
+        latest = max(beat.time_ns for beat in monitor.beats.values())
+        monitor.emit(Lost(rank, latest, "declared" if how == DECLARED else how))
+        self.tell()
+
+    def bring_back(self, respawn: int) -> None:
+        """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
+        way."""
+        for rank in [rank for rank in self.lost if rank in self.processes]:
+            code = self.processes[rank].exitcode
+            if code is None:
+                continue
+            if rank in self.coming:
+                del self.coming[rank]
+                self.tell()
+            if code == DROPPED or (code < 0 and self.starts[rank] < respawn):
+                self.starts[rank] += code < 0
+                self.expect(rank)
+                self.start(rank, self.desk.lives[rank])
+
+    def expect(self, rank: int) -> None:
+        """A worker that is lost is coming back."""
+        self.desk.lives[rank] += 1
+        self.desk.heard[rank] = time.monotonic()
+        self.coming[rank] = False
+        self.tell()
+
+    def tell(self) -> None:
+        """Let all know who is there."""
+        lives = self.desk.lives
+        self.desk.away = self.lost.keys() - self.coming.keys()
+        lost = tuple((rank, lives[rank] - (rank in self.coming)) for rank in self.lost)
+        ready = tuple((rank, lives[rank]) for rank, is_ready in self.coming.items() if is_ready)
+        self.desk.tell(self.desk.news._replace(lost=lost, ready=ready))
 
     def silent(self, for_s: float) -> list[int]:
         """Of whom nothing was heard for longer than that, as far as home has listened; longest first."""
@@ -103,11 +173,18 @@ class Attendance:
 
 
 def attend(
-    plan: Plan, run_dir: Path, monitor: Monitor, desk: Desk, processes: Mapping[int, BaseProcess], savings: Savings
+    plan: Plan,
+    run_dir: Path,
+    monitor: Monitor,
+    desk: Desk,
+    processes: dict[int, BaseProcess],
+    savings: Savings,
+    start: Callable[[int, int], None],
 ) -> dict | None:
     """Take in what the ranks tell until all have left, as `conduct` says."""
-    timeout_s = monitor.job.parts.runtime.timeout_s
-    seen = Attendance(plan, desk, processes)
+    runtime = monitor.job.parts.runtime
+    timeout_s = runtime.timeout_s
+    seen = Attendance(plan, desk, processes, start)
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     told, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
@@ -126,7 +203,8 @@ def attend(
             told, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
             desk.tell(desk.news._replace(stopping=told))
         if savings.every_s is None:  # else the run is gone on with from its last checkpoint
-            seen.lose(monitor)
+            seen.lose(monitor, timeout_s)
+            seen.bring_back(0 if told else runtime.respawn)
         if not (seen.errors or seen.gone()):
             failed_at = None  # the run goes on without who was gone
         elif failed_at is None:
@@ -146,8 +224,9 @@ def attend(
             desk.tell(desk.news._replace(wanted=wanted))
         monitor.tick()
         time.sleep(POLL_S)
-    for process in processes.values():
-        process.join(PATIENCE_S)
+    for rank, process in processes.items():
+        if rank not in seen.lost:
+            process.join(PATIENCE_S)
     return kept_pace(seen.pace, plan.num_workers)
 
 

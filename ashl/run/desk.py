@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.run import vectors
-from ashl.run.reporter import NOTED, RECORDS, news_of
+from ashl.run.reporter import NOTED, RECORDS, news_of, said_by
 from ashl.run.sealed import Sealed
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
@@ -32,12 +32,15 @@ class Desk:
     def __init__(self, store: Sealed, num_ranks: int, num_params: int) -> None:
         now = time.monotonic()
         self.heard = dict.fromkeys(range(num_ranks), now)  # when something of each rank was taken out last ...
+        self.lives = dict.fromkeys(range(num_ranks), 0)  # of each rank, the one that is listened to
+        self.away: set[int] = set()  # of whom nobody is there
         self.drained = now  # ... and when all there was had been taken out
         self.answered = now  # when the store answered last
         self.store = f"the job's store at {store.address}"
         self._store, self._num_params = store, num_params
         self.news = self._told = News()
         self._due = 0.0
+        self._letters: deque[tuple[str, bytes]] = deque()  # to be pushed
         self._came: deque[tuple[Record, Tensor | None]] = deque()
         self._fetched = self._taken = 0  # vectors
         self._from: Counter[str] = Counter()  # how many of them by queue
@@ -69,11 +72,16 @@ class Desk:
         self.news = news
         self._wake.set()
 
+    def drop(self, rank: int, end: End) -> None:
+        """Tell the present life of a rank, whenever it listens again, that it is over."""
+        self._letters.append((news_of(rank, self.lives[rank]), News(end=end).dumps().encode()))
+        self._wake.set()
+
     def close(self, end: End, here: Collection[int]) -> None:
         """Let everybody know how it ended, and wait for a while until those who do not run here have taken note: the
         store may end with this process. Where the run has failed, whoever is silent is not waited for."""
         quiet = {rank for rank, at in self.heard.items() if end.code and self.drained - at > LAST_WORD_S}
-        self._missing = {*self.heard} - {*here} - quiet
+        self._missing = {*self.heard} - {*here} - quiet - self.away
         self.tell(self.news._replace(end=end))
         self._thread.join(LAST_WORD_S if end.code else PATIENCE_S)
         self._missing = set()
@@ -97,26 +105,32 @@ class Desk:
             if item is None:
                 self.drained = self.answered
                 return
-            sender, lines = item
+            (rank, life), lines = said_by(item[0]), item[1]
             for line in lines.splitlines():
                 record = loads(line)
-                if record.rank != sender or sender not in self.heard:
-                    raise AshlError(f"a record of rank {record.rank} came from rank {sender}")
-                self.heard[sender] = time.monotonic()
-                shown = isinstance(record, Snapshot | UpdateShown)
-                vector = vectors.fetch(self._store, record, self._num_params) if shown else None
-                if isinstance(record, Snapshot | UpdateShown) and vector is not None:
-                    self._fetched += 1
-                    self._from[vectors.queue_of(record)] += 1
+                if record.rank != rank or rank not in self.heard:
+                    raise AshlError(f"a record of rank {record.rank} came from rank {rank}")
+                if life != self.lives[rank]:
+                    break  # it does not know yet that it was dropped
+                self.heard[rank] = time.monotonic()
+                vector = None
+                if isinstance(record, Snapshot | UpdateShown):
+                    queue = vectors.queue_of(record, life)
+                    vector = vectors.fetch(self._store, queue, record, self._num_params)
+                    self._fetched += vector is not None
+                    self._from[queue] += vector is not None
                 self._came.append((record, vector))
 
     def _tell(self) -> None:
         while self._missing and (item := self._store.pop(NOTED)):
-            self._missing.discard(item[0])
+            self._missing.discard(said_by(item[0])[0])
+        while self._letters:
+            queue, text = self._letters.popleft()
+            self._store.push(queue, HOME, text)
         news = self.news._replace(taken=dict(self._from))
         if news != self._told or time.monotonic() > self._due:
             self._told, self._due = news, time.monotonic() + PULSE_S
             text = news.dumps().encode()
-            for rank in self.heard:
-                self._store.push(news_of(rank), HOME, text)
+            for rank in self.heard.keys() - self.away:
+                self._store.push(news_of(rank, self.lives[rank]), HOME, text)
         self._over = bool(self._told.end and not self._missing)

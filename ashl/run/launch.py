@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -79,8 +79,8 @@ def conduct(
     desk = Desk(store, plan.num_ranks, plan.num_params)
     end = End(130)
     try:
-        with children(plan, places) as processes:
-            pace = attend(plan, run_dir, monitor, desk, processes, savings)
+        with children(plan, places) as (processes, start):
+            pace = attend(plan, run_dir, monitor, desk, processes, savings, start)
         if pace is not None:
             end = End(0)
         return pace
@@ -93,24 +93,33 @@ def conduct(
 
 
 @contextmanager
-def children(plan: Plan, places: Sequence[Place]) -> Generator[dict[int, BaseProcess]]:
-    """Processes for these ranks; whatever happens, none is left behind."""
+def children(
+    plan: Plan, places: Sequence[Place]
+) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int], None]]]:
+    """Processes for these ranks, and how a rank gets one in another life; whatever happens, none is left behind."""
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
     context.set_forkserver_preload(["torch", "ashl.run.rank"])
-    processes = {
-        place.rank: context.Process(target=play_in_child, args=(place, plan.to_json()), name=f"rank{place.rank}")
-        for place in places
-    }
+    by_rank = {place.rank: place for place in places}
+    processes: dict[int, BaseProcess] = {}
+    everybody: list[BaseProcess] = []
+
+    def start(rank: int, life: int) -> None:
+        place = by_rank[rank]._replace(life=life)
+        process = context.Process(target=play_in_child, args=(place, plan.to_json()), name=f"rank{rank}")
+        everybody.append(process)
+        process.start()
+        processes[rank] = process
+
     try:
         start_fork_server()
-        for process in processes.values():
-            process.start()
-        yield processes
+        for rank in by_rank:
+            start(rank, 0)
+        yield processes, start
     finally:
-        for process in processes.values():
+        for process in everybody:
             if process.pid is not None and process.is_alive():
                 process.kill()
-        for process in processes.values():
+        for process in everybody:
             if process.pid is not None:
                 process.join()
 

@@ -33,16 +33,18 @@ from ashl.planning.build import Parts, assemble, parts_of
 from ashl.planning.device import by_nccl, device_of, use_device
 from ashl.run.interface import Chosen, use
 from ashl.run.reporter import Reporter
+from ashl.run.roll import Roll
 from ashl.run.sealed import Sealed, Secret
 from ashl.run.watch import ALONE, Watch, handled, leave
 from ashl.runtime import keeping
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.keeping import Keeper
+from ashl.runtime.meeting import come_in
 from ashl.runtime.news import End
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import Left, Placed, RankError, StopAsked
+from ashl.runtime.records import Joined, Left, Placed, RankError, Ready, StopAsked
 from ashl.stage.program import peers_of, program
 from ashl.stage.stage import Stage
 
@@ -58,6 +60,7 @@ BROKEN = (
 )  # gloo's words
 ORPHANED = 75  # exit code of a rank whose parent has died
 FAILED = 77  # ... of one that fails as its cluster says
+DROPPED = 78  # ... of one without which the run has gone on, as it was silent for too long
 
 
 class Place(NamedTuple):
@@ -77,6 +80,7 @@ class Place(NamedTuple):
     keeps: bool = False  # whether it keeps its part of checkpoints, in the run folder
     saved: str | None = None  # the folder of the checkpoint that it goes on from
     since_ns: int = 0  # ... and the moment
+    life: int = 0  # how often this rank has been lost before, and comes (back) while the others run
 
 
 def play_in_child(place: Place, plan_json: str) -> None:
@@ -118,7 +122,7 @@ def play(place: Place, plan_json: str) -> End:
     watch = Watch(timeout_s, f"{place.host}:{place.port}", place.home, ALONE if place.log else 1)
     wait = timedelta(seconds=max(1.0, timeout_s))
     store = Sealed(dist.TCPStore(place.host, place.port, is_master=False, timeout=wait), place.secret)
-    reporter = Reporter(store.another(), place.rank, place.rounds, watch)
+    reporter = Reporter(store.another(), place.rank, place.rounds, watch, place.life)
     if place.keeps:
         reporter.keeper = Keeper(Path(place.run_dir), place.rank, reporter.emit)
     try:
@@ -162,24 +166,26 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
     torch.set_num_threads(parts.runtime.threads)
     job = assemble(plan, place.device, parts)
     use(place.interface)
-    nccl = place.one_each and by_nccl(parts.runtime, job.stages[0].topology)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=plan.num_ranks,
-        timeout=NEVER,
-    )
     stage = job.stages[0]
+    nccl = place.one_each and by_nccl(parts.runtime, stage.topology)
+    if not place.life:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=plan.num_ranks,
+            timeout=NEVER,
+        )
+    peers = peers_of(job.stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     kernel = TorchKernel(
         place.rank,
         reporter,
         lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock, store),
-        peers=peers_of(job.stages, place.rank),
+        peers=peers,
         max_bytes=max(stage.most_bytes for stage in job.stages),
         exact=parts.runtime.sums == "exact",
-        groups=process_groups(job.stages),
+        groups={} if place.life else process_groups(job.stages),
         device=place.device,
         settle=None if place.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
@@ -193,20 +199,34 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
     if place.rank < plan.num_workers:
         assert isinstance(stage.trainer, Trainer)
         warm_up(stage.trainer, place.rank)
-    reporter.beat = kernel.beat
+    if place.life:
+        reporter.emit(Ready(place.rank))
+        entry = come_in(store, peers, place.rank, place.life, lambda: reporter.end is not None)
+        if entry is None:
+            return
+        kernel.enter(entry)
+        reporter.emit(Joined(place.rank, kernel.now_ns))
+    roll = Roll(kernel, place.rank, peers, store)
+    reporter.heard, reporter.beat = roll.hear, kernel.beat
     for event in parts.cluster.events if parts.cluster.befalls else ():
-        if event.fail and event.worker == place.rank:
+        late = place.life and event.time_s * 1e9 < kernel.now_ns
+        if event.fail and event.worker == place.rank and not late:
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
-    kernel.run(partial(program, stages=job.stages, saved=saved))
+    kernel.run(partial(program, stages=job.stages, saved=saved, comes=place.life > 0))
     reporter.emit(kernel.pace.report())
     for rank in range(plan.num_ranks):
         store.push(f"done/{rank}", place.rank, b"")
     done: set[int] = set()
-    while len(done.union(reporter.lost)) < plan.num_ranks:
-        if item := store.pop(f"done/{place.rank}"):
+
+    def over() -> bool:
+        while item := store.pop(f"done/{place.rank}"):
             done.add(item[0])
-        else:
-            time.sleep(0.01)
+        return len(done | roll.away) == plan.num_ranks
+
+    if stage.topology.has_server and place.rank == stage.server:  # it answers who comes too late
+        kernel.linger(over)
+    while not over():
+        time.sleep(0.01)
     kernel.goodbye(GOODBYE_S)
 
 

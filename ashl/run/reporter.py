@@ -28,18 +28,19 @@ from ashl.size_only import Vector
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
 PENDING = 4  # snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are spared
+LIVES = 1 << 20  # between the numbers of two lives; more than there are ranks
 RECORDS, NOTED = "records", "noted"  # queues of all ranks: their records; that they know of the end
 
 
 class Reporter:
     """The observer of a rank in a process of its own."""
 
-    def __init__(self, store: Sealed, rank: int, rounds: bool, watch: Watch) -> None:
+    def __init__(self, store: Sealed, rank: int, rounds: bool, watch: Watch, life: int = 0) -> None:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.end: End | None = None  # of the run, once it has one
-        self.lost: tuple[int, ...] = ()  # workers without which the run goes on
-        self.rounds, self._rank, self._broken = rounds, rank, False
+        self.heard: Callable[[News], None] = lambda news: None  # who else wants to know, in this one's thread
+        self.rounds, self._rank, self._life, self._broken = rounds, rank, life, False
         self.keeper: Keeper | None = None  # of this rank's part of checkpoints
         self.beat: Callable[[], Record] = lambda: Alive(rank)
         self._store, self._watch = store, watch
@@ -121,18 +122,18 @@ class Reporter:
 
     def _push(self, lines: list[str]) -> None:
         if lines:
-            self._store.push(RECORDS, self._rank, "\n".join(lines).encode())
+            self._store.push(RECORDS, sender(self._rank, self._life), "\n".join(lines).encode())
 
     def _listen(self) -> None:
         """Take in the news. Where the run has failed, this process ends here, whatever it is doing."""
-        while item := self._store.pop(news_of(self._rank)):
+        while item := self._store.pop(news_of(self._rank, self._life)):
             news = News.loads(item[1])
             self._watch.heard()
             self.stopping = self.stopping or news.stopping
             self.scores, self.end, self._taken = news.scores, news.end, news.taken or {}
-            self.lost = news.lost
+            self.heard(news)
             if news.end:
-                self._store.push(NOTED, self._rank, b"")
+                self._store.push(NOTED, sender(self._rank, self._life), b"")
             if self.keeper is not None and news.wanted is not None:
                 self.keeper.asked = Wanted(*news.wanted)
             if news.end and news.end.code:
@@ -144,7 +145,7 @@ class Reporter:
         assert isinstance(record, Snapshot | UpdateShown)
         with self._lock:
             self._held[type(record)] -= 1
-        queue = vectors.queue_of(record)
+        queue = vectors.queue_of(record, self._life)
         if not is_last(record) and self._posted_to[queue] - self._taken.get(queue, 0) >= PENDING:
             return None
         self._posted_to[queue] += 1
@@ -153,13 +154,24 @@ class Reporter:
             self._push([dumps(self.beat())])
             self._listen()
 
-        return record._replace(nbytes=vectors.post(self._store, record, vector, between))
+        return record._replace(nbytes=vectors.post(self._store, queue, record, vector, between))
 
 
 def is_last(record: Record) -> bool:
     return isinstance(record, Snapshot) and record.final
 
 
-def news_of(rank: int) -> str:
-    """The queue of what home tells a rank."""
-    return f"news/{rank}"
+def news_of(rank: int, life: int) -> str:
+    """The queue of what home tells a rank in this life."""
+    return f"news/{rank}/{life}"
+
+
+def sender(rank: int, life: int) -> int:
+    """By this number the store knows who says something: a worker that comes back is another one than before."""
+    return life * LIVES + rank
+
+
+def said_by(number: int) -> tuple[int, int]:
+    """Rank and life of a sender."""
+    life, rank = divmod(number, LIVES)
+    return rank, life

@@ -18,23 +18,23 @@ from ashl.runtime.records import NAMES, Snapshot, UpdateShown
 PIECE = 4_000_000  # bytes; the store refuses values of more than 8 MB
 
 
-def post(store: Sealed, record: Snapshot | UpdateShown, vector: Tensor, between: Callable[[], None]) -> int:
-    """Put a record's vector into its queue, calling `between` ahead of each piece; returns how many bytes it has."""
+def post(store: Sealed, queue: str, record: Snapshot | UpdateShown, vector: Tensor, between: Callable[[], None]) -> int:
+    """Put a record's vector into this queue, calling `between` ahead of each piece; returns how many bytes it has."""
     content = memoryview(vector.to("cpu", torch.float32).contiguous().numpy()).cast("B")
     for start in range(0, content.nbytes, PIECE):
         between()
-        store.push(queue_of(record), record.rank, content[start : start + PIECE])
+        store.push(queue, record.rank, content[start : start + PIECE])
     return content.nbytes
 
 
-def fetch(store: Sealed, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:
+def fetch(store: Sealed, queue: str, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:
     """Take a record's vector out, if it has one. Raises AshlError for one of another size than the model's."""
     if record.nbytes is None:
         return None
     content = bytearray()
     if record.nbytes == 4 * num_params:
         for _ in range(pieces_of(record.nbytes)):
-            item = store.pop(queue_of(record))
+            item = store.pop(queue)
             content += item[1] if item else b""
     if len(content) != 4 * num_params:
         size = (record.nbytes if record.nbytes != 4 * num_params else len(content)) // 4
@@ -46,5 +46,6 @@ def pieces_of(nbytes: int) -> int:
     return -(-nbytes // PIECE)
 
 
-def queue_of(record: Snapshot | UpdateShown) -> str:
-    return f"{NAMES[type(record)]}/{record.rank}"
+def queue_of(record: Snapshot | UpdateShown, life: int) -> str:
+    """Each life of a rank has its own: what one that was cut short has left behind is nobody's."""
+    return f"{NAMES[type(record)]}/{record.rank}/{life}"

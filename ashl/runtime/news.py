@@ -25,7 +25,8 @@ class News(NamedTuple):
     end: End | None = None
     wanted: tuple[int, int] | None = None
     taken: dict[str, int] | None = None  # how many vectors it has taken out of each queue
-    lost: tuple[int, ...] = ()  # workers without which the run goes on
+    lost: tuple[tuple[int, int], ...] = ()  # workers without which the run goes on, and which life of theirs is over
+    ready: tuple[tuple[int, int], ...] = ()  # workers to let in, and in which life
 
     def dumps(self) -> str:
         return json.dumps(self)

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -49,110 +49,151 @@ class Delivered(NamedTuple):
     end_ns: int
 
 
+class Pair:
+    """The link to one peer, over a group in which the peer has this place: a sender and a listener thread. Where what
+    comes is to be taken for something, and when, `Links` says."""
+
+    def __init__(self, links: Links, peer: int, group: dist.ProcessGroup, place: int) -> None:
+        self.links, self.peer, self._group, self._place = links, peer, group, place
+        self.lost = False  # what is sent there may never come back
+        self.out: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._came = 0, 0  # bodies from there, and what the last one took
+        self._left: deque[int] = deque()  # when the others left, still unanswered
+        self._known = 0  # how many of them are answered
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=loop, daemon=True, name=f"{loop.__name__}-{peer}")
+            for loop in (self._send_loop, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def lose(self, why: str) -> None:
+        """The peer is gone: from here on nothing comes of this link, whatever still arrives."""
+        with self._lock:
+            if not self.lost:
+                self.links.inbox.put(PeerLostError(self.peer, why))
+            self.lost = True
+
+    def join(self, until: float) -> None:
+        """Wait until all is said."""
+        for thread in self._threads:
+            if not self.lost:
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _put(self, item: Message | Delivered) -> None:
+        with self._lock:
+            if not self.lost:
+                self.links.inbox.put(item)
+
+    def _send(self, tensor: torch.Tensor, tag: int) -> None:
+        self._group.send([tensor], self._place, tag).wait()
+
+    def _recv(self, tensor: torch.Tensor, tag: int) -> None:
+        self._group.recv([tensor], self._place, tag).wait()
+
+    def _send_loop(self) -> None:
+        clock = self.links.clock
+        try:
+            while (parcel := self.out.get()) is not None:
+                self._wait_until(parcel.header_ns)
+                parcel.header[wire.RECEIPT :] = torch.tensor(self._came)
+                self._send(parcel.header, HEADER)
+                if parcel.body is not None and parcel.body.numel():
+                    self._left.append(clock())
+                    self._wait_until(parcel.body_ns)
+                    self._send(parcel.body.view(torch.uint8), BODY)
+                parcel.sent(clock())
+            self._send(wire.encode(wire.BYE, ("bye", 0, 0)), HEADER)
+        except RuntimeError as error:
+            self.lose(first_line(error))
+
+    def _listen(self) -> None:
+        links, peer = self.links, self.peer
+        try:
+            while True:
+                raw = torch.empty(wire.HEADER_WORDS, dtype=torch.int64)
+                self._recv(raw, HEADER)
+                start = links.clock()
+                header = wire.decode(raw, links.max_bytes)
+                if header.kind == wire.BYE:
+                    return
+                self._answered(*header.receipt)
+                body = None
+                if header.dtype is not None:
+                    flat = torch.empty(header.nbytes, dtype=torch.uint8)
+                    body = flat.view(header.dtype)
+                if header.nbytes:
+                    self._recv(flat, BODY)
+                    self._wait_until(links.due(peer, header.nbytes, start, links.clock()))
+                    self._came = self._came[0] + 1, links.clock() - start
+                if body is not None and body.is_floating_point():
+                    body = to_device(body, links.device)
+                self._put(Message(peer, header.tag, body, header.meta, start))
+        except (RuntimeError, wire.WireError) as error:
+            self.lose(first_line(error))
+
+    def _answered(self, bodies: int, took_ns: int) -> None:
+        """So many have come there, the last one within that time."""
+        for _ in range(min(bodies - self._known, len(self._left))):
+            self._known += 1
+            start_ns = self._left.popleft()
+            if self._known == bodies:
+                self._put(Delivered(start_ns, min(start_ns + took_ns, self.links.clock())))
+
+    def _wait_until(self, due_ns: int) -> None:
+        if (left := due_ns - self.links.clock()) > 0:
+            time.sleep(left / 1e9)
+
+
 class Links:
     """The peers of this rank. What comes is put into `inbox` as a Message, or as a PeerLostError, and what is learned
     of what was sent as a Delivered."""
 
     def __init__(
         self,
-        peers: tuple[int, ...],
+        pairs: Mapping[int, tuple[dist.ProcessGroup, int]],
         inbox: queue.SimpleQueue,
         clock_ns: Callable[[], int],
         due_ns: Callable[[int, int, int, int], int],
         max_bytes: int,
         device: str = HOST,
     ) -> None:
-        """`due_ns(src, nbytes, header, now)` says when a paced message counts as delivered."""
-        self._inbox, self._clock, self._due, self._max_bytes = inbox, clock_ns, due_ns, max_bytes
-        self._device = device
-        self._came = dict.fromkeys(peers, (0, 0))  # bodies from each peer, and what the last one took
-        self._left: dict[int, deque[int]] = {peer: deque() for peer in peers}  # when the others left, still unanswered
-        self._known = dict.fromkeys(peers, 0)  # how many of them are answered
-        self._out: dict[int, queue.SimpleQueue[Parcel | None]] = {peer: queue.SimpleQueue() for peer in peers}
-        self._lost: set[int] = set()  # peers that are gone: what is sent to them may never come back
-        self._threads = [
-            (peer, threading.Thread(target=loop, args=(peer,), daemon=True, name=f"{loop.__name__}-{peer}"))
-            for peer in peers
-            for loop in (self._send_loop, self._listen)
-        ]
-        for _, thread in self._threads:
-            thread.start()
+        """`pairs`: by which group each peer is reached, and its place there. `due_ns(src, nbytes, header, now)` says
+        when a paced message counts as delivered."""
+        self.inbox, self.clock, self.due, self.max_bytes, self.device = inbox, clock_ns, due_ns, max_bytes, device
+        self._pairs = {peer: Pair(self, peer, *way) for peer, way in pairs.items()}
 
     def post(
         self, dst: int, tag: Tag, body: Any, meta: tuple[float, ...], times: tuple[int, int], sent: Callable
     ) -> None:
         if body is not None:
-            if body.nbytes > self._max_bytes:
+            if body.nbytes > self.max_bytes:
                 raise AshlError(
-                    f"a message of {body.nbytes} bytes, where the stages of the plan send {self._max_bytes} at most: a "
+                    f"a message of {body.nbytes} bytes, where the stages of the plan send {self.max_bytes} at most: a "
                     "codec writes more than its payload says"
                 )
             body = to_host(body).contiguous()
-        self._out[dst].put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
+        self._pairs[dst].out.put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
+
+    def lose(self, peer: int, why: str) -> None:
+        """The peer counts as gone, whether or not its connection broke."""
+        self._pairs[peer].lose(why)
+
+    def meet(self, peer: int, group: dist.ProcessGroup, place: int, back: Callable[[], object]) -> None:
+        """The peer has come anew, and is reached by this group. Its loss is told first, if it was not, then `back` is
+        put into the inbox, then what it says."""
+        self._pairs[peer].lose("it has come anew")
+        self.inbox.put(back)
+        self._pairs[peer] = Pair(self, peer, group, place)
 
     def goodbye(self, timeout_s: float) -> None:
         """Send what is still queued, then tell each peer that nothing more will come, and wait to be told the same."""
-        for out in self._out.values():
-            out.put(None)
-        end = time.monotonic() + timeout_s
-        for peer, thread in self._threads:
-            if peer not in self._lost:
-                thread.join(max(0.0, end - time.monotonic()))
-
-    def _lose(self, peer: int, error: Exception) -> None:
-        self._lost.add(peer)
-        self._inbox.put(PeerLostError(peer, first_line(error)))
-
-    def _send_loop(self, peer: int) -> None:
-        try:
-            while (parcel := self._out[peer].get()) is not None:
-                self._wait_until(parcel.header_ns)
-                parcel.header[wire.RECEIPT :] = torch.tensor(self._came[peer])
-                dist.send(parcel.header, peer, tag=HEADER)
-                if parcel.body is not None and parcel.body.numel():
-                    self._left[peer].append(self._clock())
-                    self._wait_until(parcel.body_ns)
-                    dist.send(parcel.body.view(torch.uint8), peer, tag=BODY)
-                parcel.sent(self._clock())
-            dist.send(wire.encode(wire.BYE, ("bye", 0, 0)), peer, tag=HEADER)
-        except RuntimeError as error:
-            self._lose(peer, error)
-
-    def _listen(self, peer: int) -> None:
-        try:
-            while True:
-                raw = torch.empty(wire.HEADER_WORDS, dtype=torch.int64)
-                dist.recv(raw, peer, tag=HEADER)
-                start = self._clock()
-                header = wire.decode(raw, self._max_bytes)
-                if header.kind == wire.BYE:
-                    return
-                self._answered(peer, *header.receipt)
-                body = None
-                if header.dtype is not None:
-                    flat = torch.empty(header.nbytes, dtype=torch.uint8)
-                    body = flat.view(header.dtype)
-                if header.nbytes:
-                    dist.recv(flat, peer, tag=BODY)
-                    self._wait_until(self._due(peer, header.nbytes, start, self._clock()))
-                    self._came[peer] = self._came[peer][0] + 1, self._clock() - start
-                if body is not None and body.is_floating_point():
-                    body = to_device(body, self._device)
-                self._inbox.put(Message(peer, header.tag, body, header.meta, start))
-        except (RuntimeError, wire.WireError) as error:
-            self._lose(peer, error)
-
-    def _answered(self, peer: int, bodies: int, took_ns: int) -> None:
-        """So many have come there, the last one within that time."""
-        for _ in range(min(bodies - self._known[peer], len(self._left[peer]))):
-            self._known[peer] += 1
-            start_ns = self._left[peer].popleft()
-            if self._known[peer] == bodies:
-                self._inbox.put(Delivered(start_ns, min(start_ns + took_ns, self._clock())))
-
-    def _wait_until(self, due_ns: int) -> None:
-        if (left := due_ns - self._clock()) > 0:
-            time.sleep(left / 1e9)
+        until = time.monotonic() + timeout_s
+        for pair in self._pairs.values():
+            pair.out.put(None)
+        for pair in self._pairs.values():
+            pair.join(until)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,12 +12,11 @@ import itertools
 import math
 import queue
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ashl.learn.device import HOST
@@ -28,13 +27,14 @@ from ashl.runtime.communicator import Communicator, End, Outcome
 from ashl.runtime.compute_unit import IDLE, ComputeUnit, Ran
 from ashl.runtime.keeping import Keeper, Restored
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
-from ashl.runtime.machine import boot
+from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
 from ashl.runtime.records import Beat
 
 KEPT_UP_NS = 2_000_000
+LINGER_S = 0.01  # between two looks at whether it is over
 T = TypeVar("T")
 
 
@@ -62,6 +62,7 @@ class TorchKernel:
         self.node = Node(self, rank)
         self._zero = time.monotonic_ns()  # until all have come, see `run`
         self._since_ns, self._keeper = 0, keeper
+        self._entry: Entry | None = None  # where it comes while others run
         self.pace = make_pace(self.clock_ns)
         self._communicator = Communicator(
             rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None
@@ -122,13 +123,32 @@ class TorchKernel:
             self.pace.speed.draw_from(self.node.rank, known.drawn)
         self._since_ns = time_ns
 
+    def enter(self, entry: Entry) -> None:
+        """To be called before `run`: the others run already."""
+        self._entry, self._zero = entry, entry.zero_ns
+        self.node.ledger.begin(self.now_ns)
+
+    def meet(self, peer: int, group: dist.ProcessGroup) -> None:
+        """A worker has come (back), and is reached by this group of two. May be called from another thread."""
+        assert self._links is not None
+        self._links.meet(peer, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None))
+
+    def lose(self, peer: int, why: str) -> None:
+        """A peer counts as gone. May be called from another thread."""
+        if self._links is not None and peer in self._peers:
+            self._links.lose(peer, why)
+
     def run(self, main: Callable[[Node], Coroutine]) -> Any:
         """Run `main(node)` to its end; what else was spawned ends with it, once the collectives that this rank has
-        posted have ended. The clock starts now, on all ranks."""
-        self._zero = (
-            common_zero() - self._since_ns
-        )  # before anything is listened to: what a faster peer sends is timed by this clock
-        self._links = Links(self._peers, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes, self._device)
+        posted have ended. The clock starts now, on all ranks, but for who comes later."""
+        if self._entry is None:
+            self._zero = (
+                common_zero() - self._since_ns
+            )  # before anything is listened to: what a faster peer sends is timed by this clock
+            pairs = {peer: (world(), peer) for peer in self._peers}
+        else:
+            pairs = {peer: (group, MET) for peer, group in self._entry.groups.items()}
+        self._links = Links(pairs, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes, self._device)
         self._main = self.spawn(self.node, main(self.node), main=True)
         try:
             while not self._main.done:
@@ -141,6 +161,15 @@ class TorchKernel:
         self._rebook(self._communicator.close())
         self.node.account()
         return self._main.result
+
+    def linger(self, over: Callable[[], bool]) -> None:
+        """Go on with what the main task has left behind, until it is over."""
+        while not over():
+            if self._ready:
+                self._resume(*self._ready.popleft())
+                continue
+            with suppress(queue.Empty):
+                self._take_in(self._inbox.get(timeout=LINGER_S))
 
     def goodbye(self, timeout_s: float) -> None:
         """Second phase of leaving: every rank is done, nothing more is started."""
@@ -362,15 +391,3 @@ class TorchKernel:
         self._live -= 1
         if task.joiner is not None:
             self._wake(task.joiner, None)
-
-
-def common_zero() -> int:
-    """When the clock starts, in this process's monotonic nanoseconds: when all ranks have come. Ranks on the machine of
-    rank 0 share its monotonic clock, and so its very start; others start when the barrier lets them go."""
-    dist.all_reduce(torch.zeros(1))  # a barrier, which would go by NCCL where there is one
-    machine = zlib.crc32(boot().encode())
-    own = time.monotonic_ns()
-    first = torch.tensor([own, machine])
-    dist.broadcast(first, 0)
-    zero, where = first.tolist()
-    return zero if where == machine else own

@@ -102,7 +102,7 @@ class Lost(NamedTuple):
 
     rank: int
     time_ns: int
-    why: str
+    why: Text
 
 
 class Joined(NamedTuple):
@@ -143,6 +143,12 @@ class Beat(NamedTuple):
 
 class Alive(NamedTuple):
     """A process that has not begun yet."""
+
+    rank: int
+
+
+class Ready(NamedTuple):
+    """A worker that comes while the others run can be let in."""
 
     rank: int
 
@@ -294,6 +300,7 @@ Record = (
     | LedgerTotals
     | Beat
     | Alive
+    | Ready
     | Placed
     | Health
     | NotFinite
@@ -317,6 +324,7 @@ KINDS: dict[str, type[Record]] = {
     "ledger": LedgerTotals,
     "beat": Beat,
     "alive": Alive,
+    "ready": Ready,
     "placed": Placed,
     "health": Health,
     "not_finite": NotFinite,

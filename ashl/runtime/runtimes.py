@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ashl.option import Count, Positive, option
+from ashl.option import Count, Natural, Positive, option
 
 Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is told, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
@@ -40,6 +40,7 @@ class LocalRuntime:
     interface: str | None
     timeout_s: Positive
     min_workers: Count
+    respawn: Natural
 
 
 @option
@@ -57,3 +58,4 @@ class TorchrunRuntime:
     interface: str | None
     timeout_s: Positive
     min_workers: Count
+    respawn: Natural

@@ -1,23 +1,41 @@
-"""What the tests of wrong inputs share."""
+"""The runs that several files of this folder disturb."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ashl.cli.app import main
-
-SIM = ["-q", "runtime=sim", "tracking=none"]
+from tests.disturbed import LONG, ranks_of, under_way, wait_for
 
 
 @pytest.fixture
-def said(workplace, capsys):
-    """Train with these overrides; returns the exit code and the one sentence on standard error."""
+def train(workplace, capsys):
+    """A long run in this process to which something is done once it is under way; its exit code and its last words."""
 
-    def train(*overrides: str) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main(["train", *SIM, *overrides])
-        _, err = capsys.readouterr()
-        assert err.count("\n") == (1 if code else 0), err
-        assert not code or err.startswith("ashl: ")
-        assert "bug in ashl" not in err
-        return code, err.removeprefix("ashl: ").strip()
+    def during(act: Callable[[Path], None], *overrides: str) -> tuple[int, str]:
+        run = workplace / "run"
+        failed: list[BaseException] = []
 
-    return train
+        def disturb() -> None:
+            try:
+                wait_for(lambda: under_way(run) and len(ranks_of(run)) == 3)
+                act(run)
+            except BaseException as error:
+                failed.append(error)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=disturb, daemon=True)
+        thread.start()
+        mode = [] if any(override.startswith(("sync=", "schedule=")) for override in overrides) else ["sync=ssp"]
+        code = main(["train", *LONG, *mode, *overrides])
+        thread.join()
+        assert not failed
+        assert not ranks_of(run), "no process is left"
+        assert not list(run.glob(".snapshot*"))
+        return code, capsys.readouterr().err
+
+    return during

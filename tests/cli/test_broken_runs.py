@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -24,119 +22,7 @@ from ashl.run.sealed import Sealed, shared_secret
 from ashl.runtime.news import End, News
 from ashl.runtime.records import Left, RankError, Snapshot, dumps
 from ashl.tracking import jsonl
-
-LONG = [  # two workers and a server, for a minute if nobody ends it
-    "-q",
-    "tracking=none",
-    "tracking.events=all",
-    "run.dir=run",
-    "model.hidden=[8]",
-    "cluster.compute=[1,1.5]",
-    "cluster.link=null",
-    "cluster.step_s=0.005",
-    "stop.seconds=60",
-]
-FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
-PATIENCE_S = 60.0
-
-
-def wait_for(what: Callable[[], object], seconds: float = PATIENCE_S) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
-
-
-def under_way(run: Path) -> bool:
-    """Whether the run has recorded rounds."""
-    return (run / "events.jsonl").is_file() and (run / "events.jsonl").stat().st_size > 0
-
-
-def ranks_of(run: Path) -> dict[int, int]:
-    """The processes of a run by rank: each writes to its own log."""
-    found = {}
-    for process in psutil.process_iter():
-        with suppress(OSError, ValueError):
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-            if log.parent == run.absolute() and log.name.startswith("rank"):
-                found[int(log.stem.removeprefix("rank"))] = process.pid
-    return found
-
-
-@pytest.fixture
-def train(workplace, capsys):
-    """A long run in this process to which something is done once it is under way; its exit code and its last words."""
-
-    def during(act: Callable[[Path], None], *overrides: str) -> tuple[int, str]:
-        run = workplace / "run"
-        failed: list[BaseException] = []
-
-        def disturb() -> None:
-            try:
-                wait_for(lambda: under_way(run) and len(ranks_of(run)) == 3)
-                act(run)
-            except BaseException as error:
-                failed.append(error)
-                os.kill(os.getpid(), signal.SIGINT)
-
-        thread = threading.Thread(target=disturb, daemon=True)
-        thread.start()
-        mode = [] if any(override.startswith(("sync=", "schedule=")) for override in overrides) else ["sync=ssp"]
-        code = main(["train", *LONG, *mode, *overrides])
-        thread.join()
-        assert not failed
-        assert not ranks_of(run), "no process is left"
-        assert not list(run.glob(".snapshot*"))
-        return code, capsys.readouterr().err
-
-    return during
-
-
-def check_records(run: Path, status: str) -> dict:
-    """What was recorded until then is whole."""
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["status"] == status
-    assert any(record["kind"] == "round" for record in jsonl.read(run / "events.jsonl"))
-    assert (run / "trace.json.gz").is_file()
-    parts = ["compute_s", "compress_s", "push_s", "pull_s", "wait_s", "down_s"]
-    assert all(sum(w[part] for part in parts) == pytest.approx(summary["time_s"]) for w in summary["workers"])
-    return summary
-
-
-@pytest.mark.parametrize(
-    ("rank", "mode"),
-    [
-        (1, "sync=ssp"),
-        *(
-            pytest.param(rank, mode, marks=pytest.mark.slow)
-            for mode in ("sync=bsp", "sync=local_sgd sync.local_steps=4", "sync=asp", "sync=fedbuff", "sync=backup")
-            for rank in (0, 1)  # the first waits at a barrier, the second computes
-        ),
-    ],
-)
-def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
-    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3")
-    assert (code, err) == (0, "")
-    summary = check_records(workplace / "run", "finished")
-    (lost,) = summary["lost_workers"]
-    assert (lost["worker"], lost["why"], lost["back_s"]) == (rank, "was killed by SIGKILL", None)
-    away_s = summary["workers"][rank]["down_s"]
-    assert away_s == pytest.approx(summary["time_s"] - lost["time_s"], abs=0.5)
-    assert summary["workers"][1 - rank]["down_s"] == 0
-    assert summary["workers"][1 - rank]["commits"] > summary["workers"][rank]["commits"]
-
-
-@pytest.mark.slow
-def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
-    assert main(["train", *LONG, "sync=bsp", "stop.seconds=3", FAILS]) == 0
-    (lost,) = check_records(workplace / "run", "finished")["lost_workers"]
-    assert (lost["worker"], lost["why"]) == (1, "declared")
-    assert lost["time_s"] == pytest.approx(1.5, abs=0.5)
-    assert main(["train", *LONG, "sync=bsp", "runtime.min_workers=2", "run.dir=few", FAILS]) == 1
-    assert "1 of 2 workers are left, fewer than runtime.min_workers=2" in capsys.readouterr().err
-    assert main(["train", *LONG, "schedule.profile_steps=1000", "run.dir=early", FAILS]) == 1
-    said = "ashl: worker 1 failed, as cluster.events says; its log is early/rank1.log\n"
-    assert capsys.readouterr().err == said, "a stage that profiles cannot do without it"
+from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
 
 @pytest.mark.parametrize(
@@ -155,13 +41,6 @@ def test_a_killed_rank(rank: int, mode: str, train, workplace) -> None:
     summary = check_records(workplace / "run", "failed")
     assert summary["exit_reason"].startswith(f"{who} was killed by SIGKILL")
     assert summary["steps"] > 0 or who.startswith("the server"), "its counts are those of its last heartbeat"
-
-
-def test_a_stopped_worker_is_late(train, workplace) -> None:
-    code, err = train(lambda run: os.kill(ranks_of(run)[1], signal.SIGSTOP), "runtime.timeout_s=5")
-    assert err == "ashl: worker 1 was not heard of for 5 s (runtime.timeout_s) and is late; the run ends here\n"
-    assert code == 1
-    check_records(workplace / "run", "failed")
 
 
 def ports(pid: int) -> set[int]:

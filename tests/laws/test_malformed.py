@@ -124,6 +124,6 @@ def test_a_gathered_body_that_cannot_be_is_not_waited_for(monkeypatch: pytest.Mo
 
 
 def test_a_message_longer_than_any_can_be_is_not_sent() -> None:
-    links = Links((), queue.SimpleQueue(), lambda: 0, lambda *_: 0, 1000)
+    links = Links({}, queue.SimpleQueue(), lambda: 0, lambda *_: 0, 1000)
     with pytest.raises(AshlError, match="a codec writes more than its payload says"):
         links.post(1, ("push", 0, 0), torch.zeros(1001, dtype=torch.uint8), (), (0, 0), print)

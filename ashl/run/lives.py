@@ -1,0 +1,35 @@
+"""What a worker that was lost and is back has done in all its lives: each process counts from nothing."""
+
+from __future__ import annotations
+
+from ashl.runtime.records import Beat, Border, LedgerTotals, Measured, Measures
+
+
+def away_until(before: Beat, time_ns: int) -> Beat:
+    """How a worker stood that was lost, when it is back at that moment: what is missing up to there it was down."""
+    down = before.totals_ns["down"] + max(0, time_ns - sum(before.totals_ns.values()))
+    return before._replace(totals_ns=before.totals_ns | {"down": down})
+
+
+def with_earlier(before: Beat, said: Beat | LedgerTotals | Border) -> Beat | LedgerTotals | Border:
+    """What a worker says of its present life, and what it had done before."""
+    totals = {kind: before.totals_ns[kind] + ns for kind, ns in said.totals_ns.items()}
+    if isinstance(said, Border):
+        return said._replace(totals_ns=totals)
+    said = said._replace(
+        totals_ns=totals,
+        bytes_up=before.bytes_up + said.bytes_up,
+        bytes_down=before.bytes_down + said.bytes_down,
+        collective_ns=before.collective_ns + said.collective_ns,
+        measures=measured(before.measures, said.measures),
+    )
+    return said._replace(steps=before.steps + said.steps) if isinstance(said, Beat) else said
+
+
+def measured(before: Measures, now: Measures) -> dict[str, Measured]:
+    """The values under each name, those before and those since."""
+    found = dict(before)
+    for name, (last, total, count) in now.items():
+        _, so_far, times = before.get(name, (0.0, 0.0, 0))
+        found[name] = Measured(last, so_far + total, times + count)
+    return found

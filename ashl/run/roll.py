@@ -1,0 +1,45 @@
+"""A rank's roll of who takes part, as home calls it: who is gone is given up, and who comes (back) is let in."""
+
+from __future__ import annotations
+
+import threading
+
+from ashl.run.sealed import Sealed
+from ashl.runtime.meeting import let_in
+from ashl.runtime.news import News
+from ashl.runtime.process import TorchKernel
+
+
+class Roll:
+    """Hears the news in the reporter's thread, and acts on what they say of this rank's peers."""
+
+    def __init__(self, kernel: TorchKernel, rank: int, peers: tuple[int, ...], store: Sealed) -> None:
+        self._kernel, self._rank, self._peers, self._store = kernel, rank, peers, store
+        self._lives = dict.fromkeys(peers, 0)  # the last one of each peer that was let in
+        self._gone: dict[int, int] = {}  # the last one of each that is over
+        self._lock = threading.Lock()
+
+    @property
+    def away(self) -> set[int]:
+        """Who is not there, and not waited for."""
+        with self._lock:
+            return {rank for rank, life in self._gone.items() if life >= self._lives.get(rank, 0)}
+
+    def hear(self, news: News) -> None:
+        before, lost = self._gone, dict(news.lost)
+        with self._lock:
+            self._gone = lost
+        for rank, life in lost.items():
+            if life >= self._lives.get(rank, 0) and before.get(rank) != life:
+                self._kernel.lose(rank, "the run goes on without it")
+        for rank, life in news.ready:
+            if rank in self._peers and life > self._lives[rank]:
+                with self._lock:
+                    self._lives[rank] = life
+                threading.Thread(target=self._let_in, args=(rank, life), daemon=True, name=f"let_in-{rank}").start()
+
+    def _let_in(self, rank: int, life: int) -> None:
+        group = let_in(self._store.another(), self._rank, rank, life, self._kernel.clock_ns)
+        self._kernel.meet(rank, group)
+        if rank in self.away:  # in the meantime
+            self._kernel.lose(rank, "the run goes on without it")
