@@ -86,7 +86,8 @@ def start(where: "Launch", name: str, argv: list[str], given: dict[str, Any]) ->
     """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
     from ashl.config.compose import compose
     from ashl.run.on_hosts import job_size, run_job
-    from ashl.run.train import dry_run, is_virtual, through_server
+    from ashl.run.profile import through_server
+    from ashl.run.train import dry_run, is_virtual
 
     if given.get("resume"):
         config = resumed(given["resume"], given["overrides"], given["config_dir"])

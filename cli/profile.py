@@ -12,6 +12,9 @@ def profile(
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
     dry_run: DryRun = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Distributions, costs by size, ports and encodings, too: up to two minutes.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -26,10 +29,12 @@ def profile(
         typer.echo(as_yaml(config), nl=False)
         return 0
     with starting(quiet):
-        from ashl.run import train as run
+        from ashl.run import profile as measuring
+        from ashl.run.train import dry_run as shown
+        from ashl.run.train import is_virtual
 
     if dry_run:
-        measured = not run.is_virtual(config)
-        run.dry_run(run.through_server(config) if measured else config, [] if measured else overrides or [])
+        measured = not is_virtual(config)
+        shown(measuring.through_server(config) if measured else config, [] if measured else overrides or [])
         return 0
-    return run.profile(config, overrides or [], quiet=quiet)
+    return measuring.profile(config, overrides or [], quiet=quiet, full=full)

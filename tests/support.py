@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ashl.cluster.network import network
-from ashl.cluster.speed import Speed
+from ashl.cluster.speed import speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.learn.device import HOST, to_host
@@ -127,7 +127,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     stages = tuple(map(rebound, job.stages))
     stage = stages[0]
     ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None, learner=job.learner)
-    speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
+    speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)

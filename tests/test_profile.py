@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from ashl.errors import UsageError
-from ashl.plan.profile import SCHEMA, Profile, WorkerProfile, declared, levelled
+from ashl.plan.declared import declared
+from ashl.plan.noise import levelled
+from ashl.plan.profile import SCHEMA, Profile, WorkerProfile
 from ashl.tracking.forecast import show_profile
 from tests.conf_option import conf_option
 

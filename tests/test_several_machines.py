@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from ashl.cluster.spec import RealCluster
 from ashl.errors import AshlError, DataMissingError, UsageError
-from ashl.plan.profile import Profile, declared
+from ashl.plan.declared import declared
+from ashl.plan.profile import Profile
 from ashl.run import interface
 from ashl.run import job as jobs
 from ashl.run.handshake import Hello, alike, difference, gathered, publish, read

@@ -293,7 +293,7 @@ def test_every_option_class_has_a_file() -> None:
         for dotted, node in classes().items()
         if is_option(node) and node.name not in parts and ".".join(dotted.split(".")[:2]) in groups
     }
-    assert orphans - chosen == {"ashl.cluster.spec.Measured", *STANDS_IN}  # which planning makes of a profile
+    assert orphans - chosen == {"ashl.cluster.spec.Fitted", *STANDS_IN}  # which planning makes of a profile
 
 
 @pytest.mark.parametrize("file", [ROOT / "conf/config.yaml", *(file for _, _, file in OBJECTS)], ids=name)

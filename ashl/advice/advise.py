@@ -21,9 +21,9 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
+from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
 from ashl.run.train import is_virtual
-from ashl.run.train import profile as measure
 from ashl.study.sweep import locked
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ashl.cluster.spec import Cluster, Measured
+from ashl.cluster.spec import Cluster, Fitted, Measured
 from ashl.cluster.speed import NS, Factors
 
 KEPT = 4096  # costs of rings that are remembered
@@ -256,6 +256,37 @@ class Ports:
         return cost
 
 
+class FittedPorts(Ports):
+    """As a full profile has it: each way has a latency of its own, a message holds the server's port beyond its bytes,
+    and sums cost what sums over as many workers did."""
+
+    def __init__(self, cluster: Fitted, dense_bytes: int) -> None:
+        super().__init__(cluster, dense_bytes)
+        self._fitted, self._server = cluster, len(cluster.compute)
+        self._group_sums = {own.group: own for own in cluster.group_sums}
+
+    def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
+        if rank < self._server:
+            return super().service_ns(rank, nbytes, now_ns, inner, out)
+        held = self._fitted.server_out if out else self._fitted.server_in
+        return round((held.latency_s + held.s_per_byte * nbytes) * NS)
+
+    def latency_ns(self, src: int, dst: int, now_ns: int) -> int:
+        ends = [(src, self._fitted.latencies), (dst, self._fitted.pull_latencies)]
+        return round(max(self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server) * NS)
+
+    def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
+        known = self._group_sums.get(len(group))
+        if known is None:
+            return super().all_reduce_ns(group, nbytes, now_ns)
+        return round((known.latency_s + known.s_per_byte * nbytes) * NS)
+
+    def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
+        if len(group) not in self._group_sums:
+            return super().all_gather_ns(group, total, now_ns)
+        return self.all_reduce_ns(group, total, now_ns) // 2
+
+
 def ring_ns(edges: list[Edge], rounds: int) -> int:
     """How long it takes until all members of a ring have had so many messages from the one before, each sent as soon as
     the last one has come. `edges[j]` leads from the j-th member to the next."""
@@ -274,4 +305,6 @@ def ring_ns(edges: list[Edge], rounds: int) -> int:
 
 
 def network(cluster: Cluster, dense_bytes: int) -> Exchange | Ports:
-    return Exchange(cluster, dense_bytes) if cluster.exchange_s is not None else Ports(cluster, dense_bytes)
+    if cluster.exchange_s is not None:
+        return Exchange(cluster, dense_bytes)
+    return FittedPorts(cluster, dense_bytes) if isinstance(cluster, Fitted) else Ports(cluster, dense_bytes)

@@ -239,6 +239,37 @@ class Measured(Cluster):
 
 
 @option
+class GroupSum(Sums):
+    """The same over so many of them."""
+
+    group: Count
+
+
+@option
+class Fitted(Measured):
+    """A cluster as a full profile has it: steps are drawn, ways differ, and each message holds the server's port.
+
+    `steps` are quantiles of each worker's step at `ashl.cluster.speed.LEVELS`, or with `in_order` the steps themselves,
+    in multiples of `compute`; `batches` are what a step of other batch sizes takes, likewise: (samples, multiple).
+    `server_in` and `server_out` are how long a message holds the port of the server, alike for all.
+    """
+
+    steps: tuple[tuple[Positive, ...], ...]
+    in_order: bool
+    batches: tuple[tuple[tuple[Positive, Positive], ...], ...]
+    pull_latencies: tuple[Duration, ...]  # `latencies` are those of pushes
+    server_in: Sums
+    server_out: Sums
+    group_sums: tuple[GroupSum, ...]
+
+    def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
+        if rank < len(self.compute):
+            return super().bytes_s(rank, out, inner)
+        s_per_byte = (self.server_out if out else self.server_in).s_per_byte
+        return 1 / s_per_byte if s_per_byte else math.inf
+
+
+@option
 class RealCluster:
     """The processes that are there, as fast as they are: nothing is paced and nothing is emulated."""
 

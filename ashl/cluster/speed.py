@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ashl.cluster.spec import Cluster
+from ashl.cluster.spec import Cluster, Fitted
 
 NS = 1e9
+LEVELS = (*(k / 32 for k in range(32)), *(1 - 2.0**-k for k in range(6, 11)), 1.0)  # of quantiles: rare steps are long
 BLOCK = 1024  # jitter is drawn in blocks: one generator per block keeps it counter-based and cheap
 
 
@@ -97,6 +98,52 @@ class Speed:
         self._drawn[worker] = k + 1
         if k % BLOCK == 0 or worker not in self._blocks:
             bits = np.random.Philox(key=[self.seed, worker], counter=[0, 0, 0, k // BLOCK])
-            sigma2 = math.log1p(jitter**2)
-            self._blocks[worker] = np.random.Generator(bits).lognormal(-sigma2 / 2, math.sqrt(sigma2), BLOCK)
+            self._blocks[worker] = self._block(np.random.Generator(bits), worker, jitter)
         return float(self._blocks[worker][k % BLOCK])
+
+    def _block(self, stream: np.random.Generator, worker: int, jitter: float) -> np.ndarray:
+        """The next draws."""
+        sigma2 = math.log1p(jitter**2)
+        return stream.lognormal(-sigma2 / 2, math.sqrt(sigma2), BLOCK)
+
+
+class FittedSpeed(Speed):
+    """Steps as they were measured: draw k of worker i is uniform between neighbouring quantiles, a pure function of
+    (seed, i, k), or the k-th step itself, starting over at the end. Stilled, a step is their mean."""
+
+    def __init__(self, cluster: Fitted, batch: int, seed: int) -> None:
+        super().__init__(cluster, batch, seed)
+        self._in_order = cluster.in_order
+        self._tables = [np.array(steps) for steps in cluster.steps]
+        widths = np.diff(LEVELS)
+        means = [own.mean() if cluster.in_order else widths @ (own[1:] + own[:-1]) / 2 for own in self._tables]
+        self._means = list(map(float, means))
+        self._batches = [sorted((size, of) for size, of in pairs) for pairs in cluster.batches]
+
+    def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
+        assert self.step_s is not None
+        seconds = self.factors.at(worker, now_ns) * self.step_s * self._of_size(worker, work)
+        if jitter := self.cluster.jitter_of(worker):
+            return max(1, round(seconds * self._draw(worker, jitter) * NS))
+        return max(1, round(seconds * self._means[worker] * NS))
+
+    def _of_size(self, worker: int, work: float) -> float:
+        """A step with so many samples, in multiples of one with a batch of them; beyond what was measured it goes by
+        the samples."""
+        if work == self.batch:
+            return 1.0
+        sizes, costs = zip(*self._batches[worker], strict=True)
+        at = min(max(work, sizes[0]), sizes[-1])
+        return float(np.interp(at, sizes, costs)) * work / at
+
+    def _block(self, stream: np.random.Generator, worker: int, jitter: float) -> np.ndarray:
+        table = self._tables[worker]
+        if self._in_order:
+            first = (self._drawn[worker] - 1) // BLOCK * BLOCK
+            return table[(first + np.arange(BLOCK)) % table.size]
+        return np.interp(stream.random(BLOCK), LEVELS, table)
+
+
+def speed_of(cluster: Cluster, batch: int, seed: int) -> Speed:
+    """As the cluster says."""
+    return FittedSpeed(cluster, batch, seed) if isinstance(cluster, Fitted) else Speed(cluster, batch, seed)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ashl.errors import UsageError
+from ashl.plan.checks import is_count, is_number
 from ashl.plan.plan import Plan, StagePlan
-from ashl.plan.profile import Profile, is_count, is_number
+from ashl.plan.profile import Profile
 
 T = TypeVar("T")
 RULES = ("loss", "evaluated_loss", "accuracy", "plateau", "epochs", "commits", "seconds")

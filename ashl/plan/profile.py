@@ -6,18 +6,27 @@ A missing cost is an error, never zero. Zero is possible where it was declared, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from ashl.cluster.spec import Cluster, Measured
+from ashl.config.construct import explain
 from ashl.errors import UsageError
+from ashl.plan.calibration import Calibration
+from ashl.plan.checks import check_line, check_names, is_count, is_number, require_keys
+from ashl.plan.full import Full, fitted
 from ashl.plan.line import Line
 
-SCHEMA = 3
+T = TypeVar("T")
+SCHEMA = 4
+SINCE = 3  # of what is still read
 SOURCES = ("declared", "measured")
 TICK_S = 1e-9  # of the experiment's clock
 PORT_SHARE = 0.9  # of what a server's port lets through: who is seen to have that may have more
@@ -96,9 +105,12 @@ class Profile:
     group_bytes: tuple[int, ...] = ()  # of each layer group, the last layers first; empty = not measured
     all_reduce: Line | None = None  # what a sum over all workers costs by its bytes; None = not measured
     server_host: str | None = None
+    full: Full | None = None  # what `ashl profile --full` measures beyond that
+    calibration: Calibration | None = None  # how far predictions from it have been off; None = nobody knows
 
     def __post_init__(self) -> None:
-        check_schema(self.schema)
+        if self.schema != SCHEMA:
+            raise ValueError(f"the profile's schema is {self.schema!r} where {SCHEMA} was expected; profile again")
         if self.source not in SOURCES:
             raise ValueError(f"the profile's source is {self.source!r}; it may be {' or '.join(SOURCES)}")
         for name in ("num_params", "dense_bytes"):
@@ -119,10 +131,28 @@ class Profile:
             raise ValueError(f"the profile has {groups} layer groups, and workers with another number of costs of them")
         if not all(map(is_count, self.group_bytes)) or sum(self.group_bytes) not in (0, self.dense_bytes):
             raise ValueError(f"the profile's group_bytes do not add up to the model's {self.dense_bytes}")
+        if self.full is not None and len(self.full.workers) != len(self.workers):
+            raise ValueError(f"the profile has {len(self.workers)} workers, and full costs of {len(self.full.workers)}")
+        if self.calibration is not None and self.calibration.of != self.digest:
+            raise ValueError(
+                "its calibration is older than the profile, which has changed since; calibrate it again with `ashl "
+                "calibrate profile=FILE`, or set calibration to null"
+            )
 
     @property
     def num_workers(self) -> int:
         return len(self.workers)
+
+    @cached_property
+    def digest(self) -> str:
+        """What was measured, in short."""
+        text = json.dumps({**asdict(self), "calibration": None}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def error(self) -> float | None:
+        """Within which share a predicted time has been what was measured, in 9 of 10 cases; None = nobody knows."""
+        return None if self.calibration is None else math.expm1(self.calibration.model.bound)
 
     @property
     def better_host(self) -> str | None:
@@ -163,7 +193,13 @@ class Profile:
     def without_parts(self) -> Profile:
         """The same without costs by layer group and message, as a run measures it for itself."""
         bare = dict.fromkeys(PASSES, ()) | dict.fromkeys((*LINES, "host", "device"))
-        return replace(self, workers=tuple(replace(w, **bare) for w in self.workers), group_bytes=(), all_reduce=None)
+        return replace(
+            self,
+            workers=tuple(replace(w, **bare) for w in self.workers),
+            group_bytes=(),
+            all_reduce=None,
+            calibration=None,
+        )
 
     def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
         """Raises UsageError unless this is a profile of that cluster, model and batch size."""
@@ -188,8 +224,14 @@ class Profile:
         fix = f"say cluster.num_workers={self.num_workers}, or in virtual time cluster=profile; else "
         return self.clash(f"{self.num_workers} workers and the cluster has {num_workers}", fix)
 
-    def cluster(self) -> dict[str, Any]:
-        """The spec of a cluster that costs what this profile says, for virtual time."""
+    def cluster(self, codec: str | None = None) -> dict[str, Any]:
+        """The spec of a cluster that costs what this profile says, for virtual time; a full one has what encoding by
+        this codec (its class) costs."""
+        measured = self.in_medians()
+        return measured if self.full is None else fitted(self.full, measured, self.dense_bytes, codec)
+
+    def in_medians(self) -> dict[str, Any]:
+        """The same without distributions."""
         steps, pushes = [worker.step_s for worker in self.workers], [worker.push_s for worker in self.workers]
         jitters = [
             min(10.0, worker.step_spread_s / worker.step_s) for worker in self.workers
@@ -210,8 +252,8 @@ class Profile:
             "jitters": jitters,
             "encode_s": [worker.compress_s for worker in self.workers],
             "latencies": [worker.latency_s for worker in self.workers],
-            "up_bytes_s": [_rate(worker.push_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
-            "down_bytes_s": [_rate(worker.pull_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
+            "up_bytes_s": [rate_of(worker.push_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
+            "down_bytes_s": [rate_of(worker.pull_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
             "server_bytes_s": self.server_bytes_s,
             "all_reduce": None if self.all_reduce is None or self.source == "declared" else asdict(self.all_reduce),
         }
@@ -226,12 +268,18 @@ class Profile:
             data: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"the profile is not JSON: {error}") from error
-        if isinstance(data, dict) and "schema" in data:
-            check_schema(data["schema"])
         if isinstance(data, dict):
+            if data.get("schema") == SINCE:
+                data |= {"schema": SCHEMA, "full": None, "calibration": None}
+            elif data.get("schema", SCHEMA) != SCHEMA:
+                raise ValueError(
+                    f"the profile's schema is {data['schema']!r} where {SCHEMA} was expected; profile again"
+                )
             data.setdefault("server_host", None)  # profiles did not name hosts once
         require_keys(data, [field.name for field in fields(Profile)], "the profile")
         data["all_reduce"] = _line(data["all_reduce"], "the profile's all_reduce")
+        data["full"] = _option(Full, data["full"], "the profile's full")
+        data["calibration"] = _option(Calibration, data["calibration"], "the profile's calibration")
         data["group_bytes"] = _list(data["group_bytes"], "the profile's group_bytes")
         if not isinstance(data["workers"], list):
             raise ValueError("the profile's workers are no list; it needs one entry for each worker")
@@ -259,6 +307,17 @@ def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
     return worker
 
 
+def _option(cls: type[T], entry: Any, what: str) -> T | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        raise ValueError(f"{what} is {entry!r}, where keys and values are expected")
+    try:
+        return cls(**entry)
+    except ValidationError as error:
+        raise ValueError(explain(error, what, cls)) from error
+
+
 def _list(values: Any, what: str) -> tuple[Any, ...]:
     if not isinstance(values, list):
         raise ValueError(f"{what} is {values!r}, where a list is expected")
@@ -272,129 +331,6 @@ def _line(entry: Any, what: str) -> Line | None:
     return Line(**entry)
 
 
-def check_names(*names: object) -> None:
-    for name in names:
-        if name is not None and not (isinstance(name, str) and name.isprintable()):
-            raise ValueError(f"{name!r} stands where the name of a host or device is expected")
-
-
-def check_line(line: Line | None, what: str) -> None:
-    if line is not None and not all(is_number(cost) and cost >= 0 for cost in (line.latency_s, line.s_per_byte)):
-        raise ValueError(f"{what} is {asdict(line)}, where seconds from 0 up are expected")
-
-
-def check_schema(schema: Any) -> None:
-    if schema != SCHEMA:
-        raise ValueError(f"the profile's schema is {schema!r} where {SCHEMA} was expected; profile again")
-
-
-def require_keys(data: Any, names: Sequence[str], what: str) -> None:
-    """Raises ValueError unless `data` is a mapping with exactly these keys."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{what} is no mapping; it needs {', '.join(names)}")
-    for name in names:
-        if name not in data:
-            raise ValueError(f"{what} lacks {name}; profile again, or add it (a missing cost is never zero)")
-    for name in data:
-        if name not in names:
-            raise ValueError(f"{what} has {name!r}, which is not a key; there are: {', '.join(names)}")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def declared(cluster: Cluster, model: str, num_params: int, batch: int) -> Profile:
-    """The costs that the configuration declares, with the server's port free and before any event.
-
-    Raises UsageError, by name, on a cost that is missing.
-    """
-    for name in cluster.missing():
-        if name != "server_step_s":  # the server's own, no worker's
-            raise UsageError(
-                f"a profile without measuring needs cluster.{name}, which is not declared (a missing cost is never "
-                "zero); give it a value, or measure with runtime=local"
-            )
-    assert cluster.step_s is not None
-    assert cluster.compress_s is not None
-    dense_bytes = 4 * num_params
-    workers = []
-    for rank in range(len(cluster.compute)):
-        step_s = cluster.compute[rank] * cluster.step_s
-        latency_s, up, down = _way(cluster, rank, dense_bytes)
-        workers.append(
-            WorkerProfile(
-                step_s=step_s,
-                step_spread_s=cluster.jitter_of(rank) * step_s,
-                step_noise_s=0.0,
-                batch=batch,
-                push_s=latency_s + (dense_bytes / up if up else 0.0),
-                push_noise_s=0.0,
-                push_loaded_s=None,
-                pull_s=latency_s + (dense_bytes / down if down else 0.0),
-                pull_noise_s=0.0,
-                pull_loaded_s=None,
-                latency_s=latency_s,
-                push_bytes_s=up,
-                pull_bytes_s=down,
-                compress_s=cluster.compress_of(rank) or 0.0,
-            )
-        )
-    server = math.inf if cluster.exchange_s is not None else cluster.bytes_s(len(cluster.compute), True, False)
-    return Profile(
-        schema=SCHEMA,
-        model=model,
-        num_params=num_params,
-        dense_bytes=dense_bytes,
-        device="any",
-        source="declared",
-        server_step_s=cluster.server_step_s,
-        server_bytes_s=None if server == math.inf else server,
-        ports=cluster.exchange_s is None,
-        workers=tuple(workers),
-    )
-
-
-def levelled(workers: Sequence[WorkerProfile]) -> tuple[WorkerProfile, ...]:
-    """The workers with costs that differ by no more than their noise made equal: to the mean of those who are."""
-    found = list(workers)
-    for cost, noise in NOISES.items():
-        for ranks in alike(workers, cost, noise):
-            mean = math.fsum(getattr(workers[rank], cost) for rank in ranks) / len(ranks)
-            for rank in ranks:
-                found[rank] = replace(found[rank], **{cost: mean})
-    return tuple(found)
-
-
-def alike(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[int]]:
-    """The workers whose intervals overlap that of the least among them, where there are several and some noise."""
-    groups: list[list[int]] = []
-    for rank in sorted(range(len(workers)), key=lambda rank: getattr(workers[rank], cost)):
-        least = workers[groups[-1][0]] if groups else None
-        own, bound = getattr(workers[rank], cost), getattr(workers[rank], noise)
-        if least is not None and own - bound <= getattr(least, cost) + getattr(least, noise):
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    return [sorted(ranks) for ranks in groups if len(ranks) > 1 and any(getattr(workers[r], noise) for r in ranks)]
-
-
-def _way(cluster: Cluster, rank: int, dense_bytes: int) -> tuple[float, float | None, float | None]:
-    """(latency, bytes per second up and down) of one worker's way to the server, as the network model has it."""
-    link, server = cluster.links[rank], len(cluster.compute)
-    if cluster.exchange_s is not None:
-        rate = _rate(link * cluster.exchange_s / 2, dense_bytes)
-        return 0.0, rate, rate
-    up, down = (
-        min(cluster.bytes_s(rank, o, False) / link, cluster.bytes_s(server, not o, False)) for o in (True, False)
-    )
-    return link * cluster.latency_of(rank), None if up == math.inf else up, None if down == math.inf else down
-
-
-def _rate(seconds: float, dense_bytes: int) -> float | None:
+def rate_of(seconds: float, dense_bytes: int) -> float | None:
     """Bytes per second; None = no cost per byte."""
     return dense_bytes / seconds if seconds > 0 else None

@@ -30,10 +30,12 @@ from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined, parts_of_tensors
 from ashl.overlap.contract import Delayed, Overlap
+from ashl.plan.declared import declared
+from ashl.plan.full import Full
 from ashl.plan.line import Line
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
-from ashl.plan.profile import Profile, WorkerProfile, declared
+from ashl.plan.profile import Profile, WorkerProfile
 from ashl.planner.assignment import Planner
 from ashl.planner.hidden import Hidden
 from ashl.planning.settings import STAGE_GROUPS
@@ -151,6 +153,19 @@ def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Link, ...
     return tuple(link(start, stop) for start, stop, *_ in joined(groups, own.overlap.messages(bare(groups))))
 
 
+def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, tuple[Link, ...]], ...]:
+    """The codecs whose cost is measured, by class: links of the whole model, and of it without its largest layer."""
+    options = [own.compression, *(construct(spec, "compression", allow) for spec in own.sync.codecs)]
+    largest = max(layout, key=lambda layer: layer.size)
+    rest = tuple(layer for layer in layout if layer is not largest)
+    found = {}
+    for option in options:
+        if not option.flags.lossless:
+            links = [Link(wrapped(option, of), size_of(of)) for of in (layout, rest) if of]
+            found[f"{type(option).__module__}.{type(option).__name__}"] = tuple(links)
+    return tuple(found.items())
+
+
 def link_of(option: Codec, layout: Layout, start: int, stop: int, device: str = HOST) -> Link:
     """That of the tensors in the elements [start, stop)."""
     bounds = [0, *accumulate(layer.size for layer in layout)]
@@ -201,6 +216,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 overlap=own.overlap,
                 parts=() if own.overlap.serial and not own.sync.by_part else layer_groups(plan),
                 links=links_of(plan, own, trainer.device),
+                timed=timed_of(own, layout, plan.allow_targets) if own.sync.full else (),
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
@@ -232,6 +248,7 @@ def replanned(
     server_step_s: float,
     server_bytes_s: float | None,
     all_reduce: Line | None,
+    full: Full | None,
 ) -> tuple[Profile, list[StagePlan]]:
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
     profile = Profile(
@@ -247,6 +264,7 @@ def replanned(
         workers=measured,
         group_bytes=bare(layer_groups(plan)).nbytes if measured[0].backward_s else (),
         all_reduce=all_reduce,
+        full=full,
     )
     payload = payload_of(codec, layout_of(plan.layers))
     stages = []

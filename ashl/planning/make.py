@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster, ProfileCluster, implied
-from ashl.compression.contract import Layout, size_of
+from ashl.compression.contract import Codec, Layout, size_of
 from ashl.config.construct import own_faults
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
@@ -107,7 +107,7 @@ def _prepared(
     cluster = drawn(config["cluster"], settings.seed)
     parts["cluster"] = options.of("cluster", cluster)
     known = profile or (read_profile(settings.profile) if settings.profile else None)
-    if (replaced := clocked(parts, known)) is not None:
+    if (replaced := clocked(parts, known, codec_of(config))) is not None:
         config, cluster = {**config, "cluster": replaced}, replaced
         parts["cluster"] = options.of("cluster", replaced)
     if parts["schedule"].names_sync:
@@ -128,7 +128,7 @@ def _prepared(
     if known is not None:
         check_profile(known, config, num_workers, num_params, batch)
     stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, known))
-    taken = [TAKES_COSTS] if replaced and config["choices"]["cluster"] != "profile" else []
+    taken = notes_of(known, parts["compression"], replaced, config["choices"])
     specs: dict[str, Any] = {g: dict(config[g]) for g in ("model", "dataset", "task", "runtime", "planner")}
     plan = Plan(
         schema=SCHEMA,
@@ -158,7 +158,7 @@ def _prepared(
     check_churn(resolved, plan.stages, settings.run.checkpoint_s)
     clock = parts["cluster"]
     if known is not None and not isinstance(clock, Cluster):
-        clock = options.of("cluster", known.cluster())
+        clock = options.of("cluster", known.cluster(codec_of(config)))
     plan = overlapped(plan, resolved, learner, known, clock)
     resolved = parts_of(plan, options)
     plan = replace(plan, stages=tuple(sized(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True)))
@@ -248,7 +248,7 @@ def duration_s(plan: Plan, epoch_samples: int) -> float | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def clocked(parts: Mapping[str, Any], known: Profile | None) -> Spec | None:
+def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec | None:
     """The cluster that drives virtual time in place of the chosen one: the profile's, where it says something else.
 
     Raises UsageError where a cluster is chosen that is nothing without a profile, or says what a profile cannot.
@@ -275,8 +275,25 @@ def clocked(parts: Mapping[str, Any], known: Profile | None) -> Spec | None:
                 "cluster.events change the declared costs of a cluster, and profile=FILE says others; drop one of them"
             )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
-        return known.cluster()
-    return known.cluster() | {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
+        return known.cluster(codec)
+    return known.cluster(codec) | {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
+
+
+def codec_of(config: Mapping[str, Any]) -> str:
+    """The class of the codec, by which a profile knows what it costs."""
+    return config["compression"]["_target_"]
+
+
+def notes_of(known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]) -> list[str]:
+    """What a profile is taken for, and what it has not timed."""
+    notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
+    own = f"{type(codec).__module__}.{type(codec).__name__}"
+    if known is not None and known.full is not None and not codec.flags.lossless and known.full.coding(own) is None:
+        notes.append(
+            f"the profile has not timed {choices['compression']}: encoding is taken to last as long as by the codec "
+            "that it was measured with"
+        )
+    return notes
 
 
 def check_profile(profile: Profile, config: Mapping[str, Any], num_workers: int, num_params: int, batch: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
-from ashl.cluster.speed import Speed
+from ashl.cluster.speed import speed_of
 from ashl.compression.around.layers import Layerwise
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.around.wrapper import innermost
@@ -121,7 +121,7 @@ def chain_of(
         return None
     steady = replace(cluster, jitter=0.0, events=())
     batch, team, d = stage.workers[0].batch, tuple(range(len(stage.workers))), groups[0].stop
-    speed, costs = Speed(steady, batch, seed=0), Uncontended(network(steady, 4 * d))
+    speed, costs = speed_of(steady, batch, seed=0), Uncontended(network(steady, 4 * d))
     step_ns = [speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in team]
 
     def ready_ns(group: Part) -> int:

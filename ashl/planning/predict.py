@@ -9,8 +9,8 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from ashl.cluster.network import Exchange, Ports, network
-from ashl.cluster.spec import Cluster
-from ashl.cluster.speed import NS, Speed
+from ashl.cluster.spec import Cluster, Fitted
+from ashl.cluster.speed import NS, speed_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sim import Sim
@@ -98,7 +98,7 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits)
     num_ranks = n + extra_ranks(stage.topology, stage.sync)
-    sim = Sim(num_ranks, Speed(cluster, batch, seed=0), network(cluster, stage.trainer.dense_bytes), seen)
+    sim = Sim(num_ranks, speed_of(cluster, batch, seed=0), network(cluster, stage.trainer.dense_bytes), seen)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
 
@@ -144,11 +144,12 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     if stage.sync.loop(stage, 0) is not None:  # a stage that only measures takes no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=(), churn=None)
-    speed = Speed(steady, batch, seed=0)
+    speed = speed_of(steady, batch, seed=0)
     step_ns = [speed.cost_ns(rank, "compute", stage.samples_of(rank), 0) or 1 for rank in stage.workers]
     local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(plan.workers, step_ns, strict=True)]
     cycles = max(8, min(CYCLES, ROUNDS // n))
-    seen = timed(stage, steady, cycles * sum(local_steps), cycles, batch)
+    drawn = replace(steady, jitter=cluster.jitter) if isinstance(cluster, Fitted) else steady  # who waits is by chance
+    seen = timed(stage, drawn, cycles * sum(local_steps), cycles, batch)
     half, whole = seen.half_and_whole()
     span_ns, waited_ns = whole.time_ns - half.time_ns, seen.waited_ns(whole) - seen.waited_ns(half)
     costs = Uncontended(network(steady, stage.trainer.dense_bytes))

@@ -20,6 +20,7 @@ from ashl.run import weights
 from ashl.run.evaluation import Evaluation, Target, best_of
 from ashl.run.health import Health
 from ashl.run.mean_model import ModelSet, Whole
+from ashl.run.measured import now, versions
 from ashl.run.metrics import Waited, metrics_line, values_of
 from ashl.run.view import view
 from ashl.run.weights import BEST, FINAL
@@ -176,6 +177,8 @@ class Monitor:
                 workers[rank] = replace(workers[rank], host=placed.host, device=placed.device)
             else:
                 known = replace(known, server_host=placed.host)
+        if known.full is not None:
+            known = replace(known, full=replace(known.full, made=now(), versions=versions()))
         return replace(known, workers=tuple(workers)).to_json()
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ashl.cluster.network import network
-from ashl.cluster.speed import Speed
+from ashl.cluster.speed import speed_of
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
@@ -36,7 +36,7 @@ def simulate(
 ) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
-    speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
+    speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
     run_dir = monitor.recorder.run_dir

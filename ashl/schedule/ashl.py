@@ -12,6 +12,7 @@ Source: Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; the released const
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -46,9 +47,12 @@ class ASHL(Schedule):
         return {"evaluated_loss" if self.loss == "evaluated" else "loss": self.loss_switch}
 
 
-def profiling(choices: Choices, steps: int, by_part: bool = False) -> list[StagePlan]:
+def profiling(
+    choices: Choices, steps: int, by_part: bool = False, full: bool = False, codecs: Sequence[Spec] = ()
+) -> list[StagePlan]:
     """The stage that measures, where it is wanted."""
     spec: Spec = {"_target_": "ashl.sync.profiling.Profiling", "steps": steps, "by_part": by_part}
+    spec |= {"full": full, "codecs": list(codecs)}
     return (
         [choices.stage("profile", sync=spec, local_steps=1, overlap=SERIAL.copy())]
         if steps and not choices.given

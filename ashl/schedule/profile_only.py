@@ -5,7 +5,7 @@ Source: Shen et al., "ASHL", IEEE TC 2024.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ashl.option import Count, option
 from ashl.plan.plan import StagePlan
@@ -20,6 +20,8 @@ class ProfileOnly(Schedule):
     names_sync: ClassVar[bool] = True
     profile_steps: Count
     by_part: bool
+    full: bool
+    codecs: tuple[dict[str, Any], ...]
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        return profiling(choices, self.profile_steps, self.by_part)
+        return profiling(choices, self.profile_steps, self.by_part, self.full, self.codecs)

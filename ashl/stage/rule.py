@@ -50,6 +50,8 @@ class Rule(Contract, group="sync", strict=True):
     resumable: ClassVar[bool] = True  # False where workers do several things at once, which no checkpoint can hold
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
     momentum_travels: ClassVar[bool] = False  # whether the optimizer's momentum goes along in every message
+    full: ClassVar[bool] = False  # whether distributions are measured, and costs by size
+    codecs: ClassVar[tuple[dict[str, Any], ...]] = ()  # whose encoding is timed then, beside the chosen one's, as specs
     by_part: ClassVar[bool] = False  # whether costs are measured by layer group, and of large messages and of sums
     carries: ClassVar[frozenset[str] | None] = None  # None = what the topology carries
 

@@ -14,6 +14,7 @@ from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
+from ashl.plan.full import Full
 from ashl.plan.line import LARGE, Line
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import Profile, WorkerProfile
@@ -25,7 +26,9 @@ from ashl.stage.rule import Rule, Topology, extra_ranks
 from ashl.stage.tally import Tally
 
 T = TypeVar("T")
-Replan = Callable[[tuple[WorkerProfile, ...], float, float | None, Line | None], tuple[Profile, list[StagePlan]]]
+Replan = Callable[
+    [tuple[WorkerProfile, ...], float, float | None, Line | None, Full | None], tuple[Profile, list[StagePlan]]
+]
 SERIAL = Serial()
 GO, NEXT, STOP, LAST = 0, 1, 2, 3  # the word that every reply carries; LAST: hand in what you have, and no more
 OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
@@ -53,6 +56,7 @@ class Stage:
     overlap: Overlap = SERIAL
     parts: tuple[Part, ...] = ()  # its layer groups, where messages are made of them
     links: tuple[Link, ...] = ()  # of each such message, where a codec works in it by itself
+    timed: tuple[tuple[str, tuple[Link, ...]], ...] = ()  # codecs whose cost is measured: class, whole model and part
     health_every: int | None = None  # rounds between two looks at what compression loses
     health_layers: bool = False
     health_mean: bool = False
@@ -61,7 +65,7 @@ class Stage:
     min_workers: int = 1  # of fewer, no run goes on
     joins: bool = False  # whether workers may come while it goes on
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
-    # from what was measured: of the workers, the server's seconds of a step and bytes per second, and sums
+    # from what was measured: of the workers, the server's seconds of a step and bytes per second, sums, and all else
     replan: Replan | None = None
 
     _once: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -10,6 +10,8 @@ With `by_part` they also time both passes by layer group, and then messages of s
 server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency and
 seconds per byte are fitted (`ashl.plan.line`); sizes go up for as long as there is time.
 
+With `full` follows what `ashl.sync.timing.full` measures, of `codecs`, too.
+
 `stop.seconds` and an interrupt end it at once, without a profile.
 
 Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported tally).
@@ -17,48 +19,53 @@ Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epoc
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ashl.aggregate.weighted import Push
 from ashl.compression.contract import Turn
 from ashl.learn.device import numbers
 from ashl.option import Natural, option
 from ashl.overlap.chain import passed
+from ashl.plan.full import Full
 from ashl.plan.line import LARGE, SMALL, Line, fitted
+from ashl.plan.noise import figure, is_narrow, levelled, spread
 from ashl.plan.plan import WorkerPlan
-from ashl.plan.profile import TICK_S, WorkerProfile, levelled
-from ashl.runtime.effects import Message
+from ashl.plan.profile import TICK_S, WorkerProfile
 from ashl.runtime.node import Node
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.link import Ends
 from ashl.stage.rule import Loop
 from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.sync.timing.exchanges import (
+    DOWN,
+    EMPTY,
+    LINK,
+    RESULT,
+    SUM,
+    UP,
+    OverError,
+    answers,
+    repeated,
+    tell,
+    time_apply,
+    time_exchange,
+    time_sum,
+)
+from ashl.sync.timing.full import measured_full, timed
 from ashl.topology.ending import leave, record_end, within
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import BarrierRule, ServerState
 
 REPEATS = 3  # of an exchange at least
 MOST = 20  # times as many repetitions at most
-NARROW = 0.05  # half an interval, as a share of its median
 SLOWED = 1.1  # a push among others that takes so many times as long shows the server's port
-EMPTY, UP, DOWN, RESULT = 0, 1, 2, 3  # what a worker asks of the server, or that it has done
-LINK, SUM = -1, -2  # orders beside GO: time a message of this size both ways, or in a sum of all
 LINES_S = 2.0  # for the messages of several sizes to and from all workers, and as long again for sums
-
-
-class Figure(NamedTuple):
-    """A median of times, and half of its 95 % interval."""
-
-    median: float
-    noise: float
 
 
 @option
@@ -67,17 +74,11 @@ class Profiling(BarrierRule):
 
     steps: Natural
     by_part: bool
+    full: bool
+    codecs: tuple[dict[str, Any], ...]
 
     def loop(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker
-
-
-class OverError(Exception):
-    """The run ends before all is measured; a worker has been told so."""
-
-    def __init__(self, *order: Message) -> None:
-        super().__init__("the run ends while it measures")
-        self.order = order
 
 
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
@@ -91,54 +92,27 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         while True:
             await node.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
             order = await node.recv(stage.tag("order"))
-            word, end_ns = (int(value) for value in order.meta)
+            word, end_ns, group = (int(value) for value in order.meta)
             passes, found = None, ()
             if word == SUM:
-                found = (await time_sum(node, stage, end_ns),)
+                found = (await time_sum(node, stage, end_ns, group or None),)
             elif word == LINK:
                 found = await time_exchange(node, stage, UP, end_ns), await time_exchange(node, stage, DOWN, end_ns)
             elif word == GO:
                 found = (await time_exchange(node, stage, EMPTY),)
                 found += await time_exchange(node, stage, UP), await time_exchange(node, stage, DOWN)
-            else:
+            elif word in (NEXT, STOP):
                 break
+            else:
+                passes = await timed(node, stage, state, word, end_ns)
     except OverError as over:
         (order,) = over.order
-        word, end_ns = (int(value) for value in order.meta)
+        word, end_ns, _ = (int(value) for value in order.meta)
     state.assigned = None if order.body is None else (stage.index + 1, order.body)
     leave(node, stage, word, end_ns)
     node.round(stage.index, state.round, 0, 0, dropped=False, loss=None)
     state.round += 1
     return word
-
-
-async def repeated(once: Callable[[], Coroutine[None, None, float | None]], least: int, most: int) -> list[float]:
-    """Times until their interval is narrow; fewer where there is nothing more to measure (None)."""
-    times: list[float] = []
-    while len(times) < least or (len(times) < most and not is_narrow(times)):
-        if (taken := await once()) is None:
-            break
-        times.append(taken)
-    return times
-
-
-def figure(times: Sequence[float]) -> Figure:
-    """By order statistics: of n times, those √n to both sides of the middle (1.96/2 of it) bound the median."""
-    ordered, n = sorted(times), len(times)
-    k = max(0, int((n - 1.96 * math.sqrt(n)) / 2))
-    noise = (ordered[n - 1 - k] - ordered[k]) / 2
-    return Figure(statistics.median(ordered), noise if noise >= TICK_S else 0.0)
-
-
-def spread(times: Sequence[float]) -> float:
-    """Standard deviation of times without their outermost tenths, where the machine did something else."""
-    ordered, trim = sorted(times), len(times) // 10
-    return statistics.pstdev(ordered[trim : len(ordered) - trim])
-
-
-def is_narrow(times: Sequence[float]) -> bool:
-    found = figure(times)
-    return found.noise <= NARROW * found.median
 
 
 async def time_steps(node: Node, stage: Stage, state: WorkerState, steps: int) -> list[float]:
@@ -185,29 +159,6 @@ async def time_passes(node: Node, stage: Stage, state: WorkerState, times: int) 
     return torch.tensor([*middle[:count][::-1], *middle[count:]], dtype=torch.float64)
 
 
-async def time_sum(node: Node, stage: Stage, nbytes: int) -> float:
-    """Seconds of a sum over all workers, from when this one has come to it."""
-    body, start = blank(stage, nbytes), node.now
-    await node.all_reduce(body, stage.workers)
-    return node.now - start
-
-
-def blank(stage: Stage, nbytes: int) -> Any:
-    return stage.trainer.blank(nbytes / stage.trainer.dense_bytes)
-
-
-async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None = None) -> float:
-    """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is back. Raises
-    OverError."""
-    nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
-    body, start = blank(stage, nbytes) if what == UP else None, node.now
-    await node.send(stage.server, stage.tag("ask"), body, (what, nbytes))
-    answer = await node.recv(stage.tag("answer"), stage.tag("order"))
-    if answer.tag == stage.tag("order"):
-        raise OverError(answer)
-    return node.now - start
-
-
 async def server(node: Node, stage: Stage, state: ServerState) -> int:
     """Say whose turn it is, answer every exchange, plan; send everyone the plan, or that the run ends before."""
     state.tally.begin(node.now)
@@ -227,7 +178,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     state.tally.end_ns = within(stage, node.now_ns)
     record_end(node, stage, state.tally, reason)
     for rank in stage.workers:
-        await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns))
+        await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0))
     if word == STOP:
         node.ledger.close(state.tally.end_ns)
     return word
@@ -235,19 +186,19 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
 
 async def measured(
     node: Node, stage: Stage, state: ServerState
-) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None]:
-    """(workers, seconds of applying a push, bytes per second of the server's port, what sums cost). Raises
-    OverError."""
+) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None, Full | None]:
+    """(workers, seconds of applying a push, bytes per second of the server's port, what sums cost, and all else that is
+    wanted). Raises OverError."""
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await answers(node, stage, members)
     while not all(enough(rows) for rows in times.values()):  # in turn, so that all see the same weather
         for rank in members:
-            await tell(node, stage, (rank,))
+            await tell(node, stage, (rank,), GO)
             times[rank].append((await answers(node, stage, (rank,)))[rank])
     loaded = []
     for _ in range(REPEATS if len(members) > 1 else 0):
-        await tell(node, stage, members)
+        await tell(node, stage, members, GO)
         loaded.append(await answers(node, stage, members))
     workers = []
     for rank in members:
@@ -259,7 +210,9 @@ async def measured(
         if len(members) > 1:
             (sums,) = await line(node, stage, SUM, members, LINES_S)
     server_bytes_s = port(workers, stage.trainer.dense_bytes)
-    return levelled(workers), await time_apply(node, stage, state), server_bytes_s, sums
+    apply_s = await time_apply(node, stage, state)
+    full = await measured_full(node, stage, state) if stage.sync.full else None
+    return levelled(workers), apply_s, server_bytes_s, sums, full
 
 
 async def with_lines(node: Node, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
@@ -278,8 +231,7 @@ async def line(node: Node, stage: Stage, what: int, members: Sequence[int], budg
     while not times or (node.now < end_s and not all(map(enough, times.values()))):
         for nbytes in sizes:
             start = node.now
-            for rank in members:
-                await node.send(rank, stage.tag("order"), None, (what, nbytes))
+            await tell(node, stage, members, what, nbytes)
             found = (await answers(node, stage, members)).values()
             times.setdefault(nbytes, []).append(tuple(map(min, zip(*found, strict=True))))
             if nbytes >= LARGE[1] and 3 * node.now - 2 * start > end_s:  # the next size takes twice as long
@@ -292,40 +244,6 @@ async def line(node: Node, stage: Stage, what: int, members: Sequence[int], budg
 def enough(rows: Sequence[Sequence[float]]) -> bool:
     """Whether each kind of exchange has been timed often enough."""
     return len(rows) >= REPEATS and (len(rows) >= MOST * REPEATS or all(map(is_narrow, zip(*rows, strict=True))))
-
-
-async def tell(node: Node, stage: Stage, members: Sequence[int]) -> None:
-    """It is their turn."""
-    for rank in members:
-        await node.send(rank, stage.tag("order"), None, (GO, 0))
-
-
-async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
-    """What these workers found, while their exchanges are answered. Raises OverError."""
-    found: dict[int, tuple[float, ...]] = {}
-    while len(found) < len(members):
-        message = await node.recv(stage.tag("ask"), before_s=stage.judge.deadline_s)
-        if message is None or node.stopping:
-            raise OverError
-        what, *values = message.meta
-        if what == RESULT:
-            found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
-        else:
-            body = blank(stage, int(values[0])) if what == DOWN else None
-            await node.send(message.src, stage.tag("answer"), body)
-    return found
-
-
-async def time_apply(node: Node, stage: Stage, state: ServerState) -> float:
-    """Seconds of applying one push; the model stays as it is."""
-    push = Push(0, stage.trainer.blank(1.0), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
-
-    def apply() -> None:
-        stage.outer.step(state.outer_state, state.params, stage.aggregate.fold((push,), [1.0]), 0.0)
-
-    start = node.now
-    await node.compute(apply, work=1, kind="apply")
-    return node.now - start
 
 
 def row_of(worker: WorkerPlan) -> list[float]:

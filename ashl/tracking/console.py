@@ -246,6 +246,11 @@ def number(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+def milliseconds(cost: float) -> str:
+    """Seconds in ms; what no clock resolves is not written out."""
+    return "<0.001" if 0 < cost < 1e-6 else number(1e3 * cost)
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     """A share as 97.3 %."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"

@@ -6,9 +6,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from ashl.plan.noise import alike
 from ashl.plan.plan import Plan, StagePlan
-from ashl.plan.profile import NOISES, Profile, alike
-from ashl.tracking.console import MAX_ROWS, number, percent, seconds
+from ashl.plan.profile import NOISES, Profile
+from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
+from ashl.tracking.full_profile import show_full
 
 PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps nothing
 
@@ -33,6 +35,10 @@ def show_profile(console: Console, profile: Profile) -> None:
         for ranks in alike(profile.workers, cost, noise):
             said = ", ".join(map(str, ranks[:MAX_ROWS])) + (", …" if len(ranks) > MAX_ROWS else "")
             console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {said}")
+    if profile.full is not None:
+        show_full(console, profile.full, profile.dense_bytes)
+    if profile.full is not None:
+        show_full(console, profile.full, profile.dense_bytes)
     if profile.num_workers > MAX_ROWS:
         console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
 
@@ -80,11 +86,6 @@ def spanned(costs: Sequence[float]) -> str:
     """The least and the largest of these seconds in ms, or both at once."""
     low, high = milliseconds(min(costs)), milliseconds(max(costs))
     return low if low == high else f"{low} to {high}"
-
-
-def milliseconds(cost: float) -> str:
-    """Seconds in ms; what no clock resolves is not written out."""
-    return "<0.001" if 0 < cost < 1e-6 else number(1e3 * cost)
 
 
 def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None) -> None:

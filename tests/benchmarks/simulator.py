@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ashl.cluster.network import network
-from ashl.cluster.speed import Speed
+from ashl.cluster.speed import speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
@@ -58,7 +58,7 @@ def simulation(plan: Plan) -> Callable[[], Sim]:
     stage = job.stages[0]
 
     def run() -> Sim:
-        speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
+        speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
         sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds=False))
         sim.run(partial(program, stages=job.stages), tick=lambda: None)
         return sim

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from ashl.config.construct import construct
-from ashl.plan.profile import Profile, declared
+from ashl.plan.declared import declared
+from ashl.plan.profile import Profile
 from ashl.planning.make import TAKES_COSTS
 from tests.support import planned, simulated
 

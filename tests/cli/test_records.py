@@ -12,6 +12,7 @@ from ashl.config.identity import config_hash
 from ashl.data.digits import Digits
 from ashl.planning.make import make_plan, prepared
 from ashl.run import train as run
+from ashl.run.profile import profile as measure
 from ashl.tracking import forecast as forecasts
 from ashl.tracking import mlflow
 from ashl.tracking.forecast import duration, forecast
@@ -39,7 +40,7 @@ def test_names_are_those_of_the_options() -> None:
 @pytest.mark.parametrize("model", ["mlp", "MLP", "cnn"])
 def test_a_profile_is_of_the_model_that_was_chosen(model: str, workplace) -> None:
     """By the option's name; one of before has the class's."""
-    assert run.profile(compose([*SMALL, "sync=ssp"]), [], quiet=True) == 0
+    assert measure(compose([*SMALL, "sync=ssp"]), [], quiet=True) == 0
     profile = json.loads((workplace / "run/profile.json").read_text())
     assert profile["model"] == "mlp"
     (workplace / "profile.json").write_text(json.dumps(profile | {"model": model}))

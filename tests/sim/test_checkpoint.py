@@ -9,7 +9,7 @@ import torch
 
 from ashl.cli.app import main
 from ashl.cluster.network import network
-from ashl.cluster.speed import Speed
+from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
 from ashl.planning.build import assemble
 from ashl.run.mean_model import ModelSet
@@ -96,7 +96,7 @@ def run(overrides: tuple[str, ...], ran: Ran, saved: dict | None = None, save_at
     """Run to the end, making a checkpoint now and then; returns them with what had been said by then."""
     job = assemble(ran.plan, "cpu")
     cluster, stage, kept = construct(ran.plan.cluster, "cluster"), job.stages[0], []
-    speed = Speed(cluster, stage.plan.workers[0].batch, ran.plan.seed)
+    speed = speed_of(cluster, stage.plan.workers[0].batch, ran.plan.seed)
     sim = Sim(ran.plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
 
     def keep(document: dict) -> int:

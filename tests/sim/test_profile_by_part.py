@@ -128,7 +128,7 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
     Path("profile.json").write_text(replace(whole, group_bytes=sizes).to_json())
     with pytest.raises(UsageError, match="the profile is of other layer groups than the model has; profile again"):
         planned(*given, "overlap=merged")
-    with pytest.raises(ValueError, match="schema is 2 where 3 was expected; profile again"):
+    with pytest.raises(ValueError, match="schema is 2 where 4 was expected; profile again"):
         Profile.from_json(json.dumps({**json.loads(whole.to_json()), "schema": 2}))
 
 

@@ -1,0 +1,41 @@
+"""Whether what a file says can be: the checks of profiles and plans, each with one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ashl.plan.line import Line
+
+
+def check_names(*names: object) -> None:
+    for name in names:
+        if name is not None and not (isinstance(name, str) and name.isprintable()):
+            raise ValueError(f"{name!r} stands where the name of a host or device is expected")
+
+
+def check_line(line: Line | None, what: str) -> None:
+    if line is not None and not all(is_number(cost) and cost >= 0 for cost in (line.latency_s, line.s_per_byte)):
+        raise ValueError(f"{what} is {asdict(line)}, where seconds from 0 up are expected")
+
+
+def require_keys(data: Any, names: Sequence[str], what: str) -> None:
+    """Raises ValueError unless `data` is a mapping with exactly these keys."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} is no mapping; it needs {', '.join(names)}")
+    for name in names:
+        if name not in data:
+            raise ValueError(f"{what} lacks {name}; profile again, or add it (a missing cost is never zero)")
+    for name in data:
+        if name not in names:
+            raise ValueError(f"{what} has {name!r}, which is not a key; there are: {', '.join(names)}")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

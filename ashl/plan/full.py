@@ -1,0 +1,176 @@
+"""What `ashl profile --full` measures of a cluster: distributions where a profile has medians, costs by size, and of
+each figure half of its 95 % interval.
+
+A step is drawn from its quantiles, between which it is linear. A message takes latency + seconds per byte, each way; at
+the server's port it waits for those that came before, each of which holds it that long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+from pydantic import Field
+
+from ashl.cluster.spec import Fitted
+from ashl.cluster.speed import LEVELS
+from ashl.option import Count, Duration, Positive, option
+from ashl.plan.plan import Spec
+
+
+@option
+class Cost:
+    """What a thing costs by its bytes."""
+
+    latency_s: Duration
+    s_per_byte: Duration
+    latency_noise_s: Duration
+    s_per_byte_noise: Duration
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency_s + self.s_per_byte * nbytes
+
+
+FREE = Cost(latency_s=0.0, s_per_byte=0.0, latency_noise_s=0.0, s_per_byte_noise=0.0)
+
+
+@option
+class StepTimes:
+    """How long steps of one batch size take, while all workers take such steps. `drift` is by how much the second half
+    of them took longer than the first, as a share; with `in_order` the times are all that there were, one by one."""
+
+    batch: Count
+    count: Count
+    median_s: Positive
+    mean_s: Positive
+    noise_s: Duration  # half of the interval in which the median lies
+    drift: float
+    times_s: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    in_order: bool = False
+
+    def at(self, level: float) -> float:
+        """The quantile at this level."""
+        if self.in_order:
+            return quantile(sorted(self.times_s), level)
+        above = next(k for k, known in enumerate(LEVELS) if known >= level)
+        below = max(0, above - 1)
+        share = (level - LEVELS[below]) / ((LEVELS[above] - LEVELS[below]) or 1.0)
+        return self.times_s[below] + share * (self.times_s[above] - self.times_s[below])
+
+    def __post_init__(self) -> None:
+        if not self.in_order and len(self.times_s) != len(LEVELS):
+            raise ValueError(f"has {len(self.times_s)} quantiles in times_s where {len(LEVELS)} are expected")
+
+
+@option
+class WorkerCosts:
+    """Of one worker."""
+
+    steps: Annotated[tuple[StepTimes, ...], Field(min_length=1)]  # the batch size of the profile first
+    alone_s: Positive | None  # the mean of a step while nobody else computes; null = not measured
+    push: Cost  # to the server while nobody else sends, and from there
+    pull: Cost
+
+
+@option
+class ServerCosts:
+    """Of the server. Its port is held by each message for so long, whoever sends it; 0 = it is never the bottleneck."""
+
+    apply_s: Duration
+    apply_noise_s: Duration
+    into: Cost
+    out: Cost
+
+
+@option
+class Sum:
+    """What a sum over so many workers costs."""
+
+    group: Count
+    cost: Cost
+
+
+@option
+class Coding:
+    """What a codec costs by the bytes of the vector: at each worker, and where the server takes it apart."""
+
+    codec: str  # its class
+    encode: Annotated[tuple[Cost, ...], Field(min_length=1)]
+    decode: Cost
+
+
+@option
+class Full:
+    """All of it, and when and with what it was measured."""
+
+    made: str
+    versions: dict[str, str]
+    workers: Annotated[tuple[WorkerCosts, ...], Field(min_length=1)]
+    server: ServerCosts | None  # null = there was none
+    sums: tuple[Sum, ...]
+    codings: tuple[Coding, ...]
+
+    def coding(self, codec: str | None) -> Coding | None:
+        """Of this class, where it was timed."""
+        return next((coding for coding in self.codings if coding.codec == codec), None)
+
+    @property
+    def contended(self) -> bool:
+        """Whether steps take longer while others compute: workers share a machine that has too few cores for them."""
+        return any(w.alone_s is not None and w.steps[0].mean_s > 1.1 * w.alone_s for w in self.workers)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of numbers in order, linear from one to the next."""
+    at, last = share * (len(ordered) - 1), len(ordered) - 1
+    low = min(int(at), max(0, last - 1))
+    return ordered[low] + (at - low) * (ordered[min(low + 1, last)] - ordered[low])
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, ...]:
+    """Those at `LEVELS`."""
+    ordered = sorted(times)
+    return tuple(quantile(ordered, level) for level in LEVELS)
+
+
+def fitted(full: Full, measured: Spec, dense_bytes: int, codec: str | None) -> Spec:
+    """The spec of a cluster that costs this, over that of the profile's medians; encoding is that of this codec."""
+    coding, server = full.coding(codec), full.server
+    tables = [worker.steps[0] for worker in full.workers]
+    steps = [[time_s / own.median_s for time_s in own.times_s] for own in tables]
+    spread = max(max(own) - min(own) for own in steps)
+    into, out = (FREE, FREE) if server is None else (server.into, server.out)
+    apply_s = measured["server_step_s"] if server is None else server.apply_s
+    return {
+        **measured,
+        "_target_": f"{Fitted.__module__}.{Fitted.__name__}",
+        "compute": [own.median_s for own in tables],
+        "jitter": min(10.0, spread),  # 0 stills them
+        "jitters": [min(10.0, max(own) - min(own)) for own in steps],
+        "steps": steps,
+        "in_order": tables[0].in_order,
+        "batches": [
+            [[own.batch, own.median_s / table.median_s] for own in worker.steps]
+            for worker, table in zip(full.workers, tables, strict=True)
+        ],
+        "latencies": [max(0.0, worker.push.latency_s - into.latency_s) for worker in full.workers],
+        "pull_latencies": [max(0.0, worker.pull.latency_s - out.latency_s) for worker in full.workers],
+        "up_bytes_s": [rate(worker.push) for worker in full.workers],
+        "down_bytes_s": [rate(worker.pull) for worker in full.workers],
+        "server_bytes_s": None,
+        "server_in": held(into),
+        "server_out": held(out),
+        "group_sums": [{"group": own.group, **held(own.cost)} for own in full.sums],
+        "server_step_s": None if apply_s is None else apply_s + (coding.decode.seconds(dense_bytes) if coding else 0.0),
+        **({} if coding is None else {"encode_s": [cost.seconds(dense_bytes) for cost in coding.encode]}),
+    }
+
+
+def rate(cost: Cost) -> float | None:
+    """Bytes per second; None = no cost per byte."""
+    return 1 / cost.s_per_byte if cost.s_per_byte else None
+
+
+def held(cost: Cost) -> dict[str, float]:
+    return {key: value for key, value in asdict(cost).items() if not key.endswith(("noise", "noise_s"))}

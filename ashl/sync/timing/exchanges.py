@@ -1,0 +1,91 @@
+"""What goes back and forth while costs are measured: orders, exchanges of any size, sums, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from ashl.aggregate.weighted import Push
+from ashl.plan.noise import is_narrow
+from ashl.runtime.effects import Message
+from ashl.runtime.node import Node
+from ashl.stage.stage import Stage
+from ashl.topology.parameter_server import ServerState
+
+EMPTY, UP, DOWN, RESULT = 0, 1, 2, 3  # what a worker asks of the server, or that it has done
+LINK, SUM = -1, -2  # orders beside GO: time a message of this size both ways, or in a sum of all
+
+
+class OverError(Exception):
+    """The run ends before all is measured; a worker has been told so."""
+
+    def __init__(self, *order: Message) -> None:
+        super().__init__("the run ends while it measures")
+        self.order = order
+
+
+async def repeated(once: Callable[[], Coroutine[None, None, float | None]], least: int, most: int) -> list[float]:
+    """Times until their interval is narrow; fewer where there is nothing more to measure (None)."""
+    times: list[float] = []
+    while len(times) < least or (len(times) < most and not is_narrow(times)):
+        if (taken := await once()) is None:
+            break
+        times.append(taken)
+    return times
+
+
+async def time_sum(node: Node, stage: Stage, nbytes: int, group: int | None = None) -> float:
+    """Seconds of a sum over all workers, or the first so many, from when this one has come to it."""
+    body, start = blank(stage, nbytes), node.now
+    await node.all_reduce(body, stage.workers[:group])
+    return node.now - start
+
+
+def blank(stage: Stage, nbytes: int) -> Any:
+    return stage.trainer.blank(nbytes / stage.trainer.dense_bytes)
+
+
+async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None = None) -> float:
+    """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is back. Raises
+    OverError."""
+    nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
+    body, start = blank(stage, nbytes) if what == UP else None, node.now
+    await node.send(stage.server, stage.tag("ask"), body, (what, nbytes))
+    answer = await node.recv(stage.tag("answer"), stage.tag("order"))
+    if answer.tag == stage.tag("order"):
+        raise OverError(answer)
+    return node.now - start
+
+
+async def tell(node: Node, stage: Stage, members: Sequence[int], word: int, value: int = 0, group: int = 0) -> None:
+    """What is to be measured: of so many bytes or samples, by a group of so many."""
+    for rank in members:
+        await node.send(rank, stage.tag("order"), None, (word, value, group))
+
+
+async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """What these workers found, while their exchanges are answered. Raises OverError."""
+    found: dict[int, tuple[float, ...]] = {}
+    while len(found) < len(members):
+        message = await node.recv(stage.tag("ask"), before_s=stage.judge.deadline_s)
+        if message is None or node.stopping:
+            raise OverError
+        what, *values = message.meta
+        if what == RESULT:
+            found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
+        else:
+            body = blank(stage, int(values[0])) if what == DOWN else None
+            await node.send(message.src, stage.tag("answer"), body)
+    return found
+
+
+async def time_apply(node: Node, stage: Stage, state: ServerState) -> float:
+    """Seconds of applying one push; the model stays as it is."""
+    push = Push(0, stage.trainer.blank(1.0), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
+
+    def apply() -> None:
+        stage.outer.step(state.outer_state, state.params, stage.aggregate.fold((push,), [1.0]), 0.0)
+
+    start = node.now
+    await node.compute(apply, work=1, kind="apply")
+    return node.now - start
