@@ -63,6 +63,15 @@ def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path
     assert not checkpoints.numbered(tmp_path)
 
 
+def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> None:
+    savings = Savings(tmp_path, 3, 1.0, "run", server=2)
+    for number, versions in enumerate([(33, 31, 31), (31, 30, 31)]):
+        savings.wanted, savings.kept = (number, 30), {}
+        made(savings, number, versions)
+    assert checkpoints.numbered(tmp_path) == [0]
+    assert checkpoints.newest(tmp_path, "run")[2:5] == (31, 3 * SECOND + 2, False)
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A run folder with checkpoints 1 and 2; 0 is gone."""

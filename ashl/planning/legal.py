@@ -12,14 +12,12 @@ from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import RealCluster
 from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
-from ashl.learn.device import HOST
 from ashl.model.mlp import MLP
 from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.sgd import SGD
-from ashl.overlap.contract import Delayed
 from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planning.build import Parts, StageParts
-from ashl.planning.device import by_nccl, device_of
+from ashl.planning.device import by_nccl
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.rule import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.task.classification import Classification
@@ -196,37 +194,6 @@ def changed(aggregate: Weighted, name: str) -> str | None:
         return f"aggregate={name}"
     guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key) is not None]
     return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
-
-
-def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
-    """Refuse to promise checkpoints where none can be made."""
-    if every_s is None:
-        return
-    if device_of(parts.runtime) != HOST:
-        raise UsageError("run.checkpoint_s keeps what lies in the host's memory; take runtime.device=cpu, or drop it")
-    if parts.runtime.name == "torchrun":
-        raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
-    for stage, own in zip(stages, parts.stages, strict=True):
-        if parts.runtime.name == "local" and not in_lockstep(own, len(stage.workers)):
-            raise UsageError(
-                f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
-                "checkpoints only then; drop it, or take sync=bsp or sync=local_sgd, by a server or topology=all_reduce"
-            )
-        if not own.sync.resumable:
-            raise UsageError(
-                f"run.checkpoint_s: no checkpoint can hold stage {stage.name}, whose workers do several things at "
-                "once; drop it, or take a mode that goes in rounds, as sync=d_psgd"
-            )
-
-
-def in_lockstep(own: StageParts, num_workers: int) -> bool:
-    """Whether nothing is on its way at the top of everybody's loop."""
-    sync = own.sync
-    if isinstance(own.overlap, Delayed) or not sync.in_rounds or sync.quorum(num_workers) < num_workers:
-        return False
-    if isinstance(sync, ServerRule):
-        return sync.messages() is UPDATES
-    return isinstance(own.topology, AllReduce)
 
 
 def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:

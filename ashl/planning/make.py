@@ -40,7 +40,6 @@ from ashl.planning.build import (
 )
 from ashl.planning.device import device_of
 from ashl.planning.legal import (
-    check_checkpoints,
     check_combination,
     check_stages,
     check_targets,
@@ -49,6 +48,7 @@ from ashl.planning.legal import (
     refuse_sync,
     refuse_unheard,
 )
+from ashl.planning.legal_checkpoints import check_checkpoints
 from ashl.planning.legal_churn import check_churn
 from ashl.planning.legal_compression import check_compression
 from ashl.planning.overlapping import overlapped

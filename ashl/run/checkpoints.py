@@ -1,10 +1,14 @@
-"""Checkpoints of real runs in which all go round by round.
+"""Checkpoints of real runs.
 
 Rule: every so many seconds home names a version of the model that nobody has come to yet. Each rank keeps its state
 when it is there (`ashl.runtime.keeping`) and says so; once all have, home writes what it knows itself and, last, a
 manifest with the hash of every file. A checkpoint without one, or with a file that is not what was written, is none:
 the newest whole one counts, and two are kept. Where a rank had been past the version when it heard of it, the next one
 is named further ahead. The run waits for nothing of this.
+
+Where all go round by round, nothing is on its way when they are at one version, and the run goes on bit for bit. Where
+workers go at their own pace, each keeps its state when it next goes on with that version or a newer one, after the
+server has kept its own; what is on its way then is lost, and computed again (`ashl.topology.membership`).
 
 What the records hold of later moments is forgotten when the run goes on, and written anew.
 
@@ -34,7 +38,8 @@ from ashl.runtime.records import Beat, Kept
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS
 
-SCHEMA = 1
+SCHEMA = 2
+PLACE = ("version", "time_ns", "lockstep", "ranks_ns", "sizes")
 MANIFEST, MONITOR = "manifest.json", "monitor.pt"
 AHEAD_S = 1.0  # of run time, for the news of a version to come to all before it does
 LONGEST_S = 60.0
@@ -49,6 +54,7 @@ class Savings:
     num_ranks: int
     every_s: float | None = None  # None = never
     identity: str = ""  # what the run is, apart from when it stops
+    server: int | None = None  # to whom workers come anew; None where all go round by round
     number: int = 0  # of the next one
     due_s: float | None = None  # on the run's clock; None = as long after its beginning as between two
     ahead_s: float = AHEAD_S
@@ -85,13 +91,20 @@ class Savings:
             return
         folder = keeping.folder_of(self.run_dir, kept.number)
         self.plan_next(max(kept.time_ns for kept in self.kept.values()))
-        places = {(k.stage, k.version) for k in self.kept.values()}
-        if all(k.error is None for k in self.kept.values()) and len(places) == 1:
+        if all(k.error is None for k in self.kept.values()) and self.fits():
             self.finish(folder, monitor)
         else:
             self.ahead_s, self.due_s = min(2 * self.ahead_s, LONGEST_S), 0.0
             shutil.rmtree(folder, ignore_errors=True)
         self.wanted = None
+
+    def fits(self) -> bool:
+        """Whether what the ranks have kept goes together: one version of the model, or none older than the server's, so
+        that what a worker had pushed before is merged."""
+        versions = [kept.version for kept in self.kept.values()]
+        most = max(versions) if self.server is None else self.kept[self.server].version
+        together = min(versions) == most
+        return together and len({kept.stage for kept in self.kept.values()}) == 1
 
     def plan_next(self, now_ns: int) -> None:
         assert self.every_s is not None
@@ -105,7 +118,8 @@ class Savings:
             manifest = {
                 "schema": SCHEMA,
                 "run": self.identity,
-                "version": ranks[0].version,
+                "version": min(kept.version for kept in ranks),
+                "lockstep": self.server is None,
                 "time_ns": max(kept.time_ns for kept in ranks),
                 "files": {MONITOR: home} | {f"rank{kept.rank}.pt": kept.sha256 for kept in ranks},
                 "ranks_ns": [kept.time_ns for kept in ranks],
@@ -127,6 +141,7 @@ class Saved(NamedTuple):
     folder: Path
     version: int
     time_ns: int
+    lockstep: bool
     ranks_ns: list[int]
     sizes: dict[str, int]
     broken: str | None  # what was the matter with a newer one
@@ -150,7 +165,7 @@ def newest(run_dir: Path, identity: str) -> Saved:
             for name, digest in manifest["files"].items():
                 if Path(name).name != name or keeping.hash_of(folder / name) != digest:
                     raise ValueError(f"{name} is not what was written")
-            found = Saved(number, folder, *(manifest[k] for k in ("version", "time_ns", "ranks_ns", "sizes")), broken)
+            found = Saved(number, folder, *(manifest[k] for k in PLACE), broken)
             if manifest["run"] != identity:
                 text = f"the checkpoint in {run_dir} is of another run; only stop.* may change when a run goes on"
                 raise UsageError(text)
@@ -166,7 +181,9 @@ def cut_back(run_dir: Path, saved: Saved, home: int) -> dict[str, int]:
     def earlier(name: str, record: Mapping[str, Any]) -> bool:
         if name == METRICS:
             return record["time_s"] * 1e9 <= saved.ranks_ns[home] + 1
-        return record["kind"] != "round" or record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"]] + 1
+        if record["kind"] != "round":
+            return True
+        return record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"] if saved.lockstep else home] + 1
 
     return {
         name: jsonl.keep(run_dir / name, size, lambda record, name=name: earlier(name, record))

@@ -31,6 +31,7 @@ from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
 from ashl.planning.device import by_nccl, device_of, use_device
+from ashl.planning.legal_checkpoints import in_lockstep
 from ashl.run.interface import Chosen, use
 from ashl.run.reporter import Reporter
 from ashl.run.roll import Roll
@@ -212,7 +213,8 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
         late = place.life and event.time_s * 1e9 < kernel.now_ns
         if event.fail and event.worker == place.rank and not late:
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
-    kernel.run(partial(program, stages=job.stages, saved=saved, comes=place.life > 0))
+    anew = saved is not None and not in_lockstep(parts, plan.num_workers)
+    kernel.run(partial(program, stages=job.stages, saved=saved, comes=anew or place.life > 0))
     reporter.emit(kernel.pace.report())
     for rank in range(plan.num_ranks):
         store.push(f"done/{rank}", place.rank, b"")

@@ -19,6 +19,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble
 from ashl.planning.device import device_of
+from ashl.planning.legal_checkpoints import in_lockstep
 from ashl.planning.make import prepared
 from ashl.run import checkpoints, launch
 from ashl.run import job as jobs
@@ -167,7 +168,8 @@ def drive(
     assert not isinstance(saved, dict)
     if seat:
         return jobs.join(plan, run_dir, monitor, seat)
-    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity)
+    server = None if in_lockstep(monitor.job.parts, plan.num_workers) else plan.home
+    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, server)
     if saved is not None:
         monitor.go_on(checkpoints.monitor_of(saved, plan.home, plan.limits))
         savings.number = saved.number + 1

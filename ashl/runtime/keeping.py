@@ -1,7 +1,7 @@
 """What a rank of a real run keeps of itself: its state at the top of its loop, in a file of the run folder.
 
-All go round by round, so at the top of their loops, at one version of the model, nothing is on its way: the states of
-all ranks there are the run. `ashl.run.checkpoints` names the version, and makes one checkpoint of them.
+`ashl.run.checkpoints` names the version of the model from which on that is, and makes one checkpoint of what all keep.
+Where all go round by round, nothing is on its way at the top of their loops: their states there are the run.
 """
 
 from __future__ import annotations

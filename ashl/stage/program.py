@@ -17,10 +17,10 @@ async def program(
     node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None, comes: bool = False
 ) -> None:
     """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there. A
-    worker that `comes` while the others run begins where they are."""
+    worker that `comes` while the others run begins where they are; from a checkpoint, where all of them do."""
     first = stages[0]
     node.ledger.limit_ns = first.judge.deadline_ns
-    if comes and (saved := await first.topology.come(node, stages)) is None:
+    if comes and (saved := await first.topology.come(node, stages, saved)) is None:
         return
     begin, state = saved or (0, first.topology.begin(node, first))
     if node.rank == first.home:

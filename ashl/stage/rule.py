@@ -101,9 +101,12 @@ class Topology(Contract, group="topology"):
         """A rank's state before the first stage: the initial model, alike everywhere."""
         raise NotImplementedError
 
-    async def come(self, node: Node, stages: Sequence[Stage]) -> tuple[int, Any] | None:
+    async def come(
+        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+    ) -> tuple[int, Any] | None:
         """A worker comes while the others run: the stage that they are in, and its state there; None where the run is
-        over. For topologies that carry churn."""
+        over. For topologies that carry churn. From a checkpoint, where all come anew, with (stage, state) of this rank
+        as they were kept; a server has them gather."""
         raise NotImplementedError
 
     def role(self, stage: Stage, rank: int) -> Loop:

@@ -144,6 +144,10 @@ class Stage:
         keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets)
         return self.link.enter(ends, keeps, self.sync.exchange != "difference", self.trainer.rate(samples))
 
+    def taken_up(self, ends: Ends, samples: int) -> Ends:
+        """The same of what it kept in this stage, from a checkpoint: nothing of it is dropped."""
+        return self.link.enter(ends, Keeps(True, True), self.sync.exchange != "difference", self.trainer.rate(samples))
+
     @property
     def resets_outer(self) -> bool:
         """... and the outer optimizer's, which no other one could take over."""

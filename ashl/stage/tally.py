@@ -202,10 +202,12 @@ class Tally(Progress):
             self.fastest = max(self._at_clock, default=clock)
 
     def come(self, worker: int) -> None:
-        """This worker takes part (again): on the current version, and as far as the slowest is."""
-        self.gone.remove(worker)
-        self.pulled[worker], self.clocks[worker] = self.version, self.slowest
-        self._at_clock[self.slowest] = self._at_clock.get(self.slowest, 0) + 1
+        """This worker takes part (again), on the current version; one that was gone is as far as the slowest is."""
+        self.pulled[worker] = self.version
+        if worker in self.gone:
+            self.gone.remove(worker)
+            self.clocks[worker] = self.slowest
+            self._at_clock[self.slowest] = self._at_clock.get(self.slowest, 0) + 1
 
     def release(self, worker: int) -> tuple[int, bool]:
         """This worker goes on, on the current version; returns (staleness, late) of its push."""

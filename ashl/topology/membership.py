@@ -11,6 +11,10 @@ and its compressor begin anew, and its data go on where the server has last hear
 part from the next stage on, and who comes when the run is over is told so. A life is known by the moment at which it
 asked to take part, and what the server sends to it has that as its tag: nothing is mistaken for an answer to another.
 
+From a checkpoint of workers that go at their own pace all come anew, to the server as it was: what it had merged is
+counted, and what was on its way is lost and computed again. Each is as far as it was, with the optimizer's state and
+the residual that it had when it next went on.
+
 Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (3.8);
 rounds of those who are left as with the backup workers of Chen et al., arXiv 1604.00981.
 """
@@ -133,9 +137,27 @@ async def close_doors(node: Node, state: ServerState, end_ns: int) -> None:
             introduced(state, message)
 
 
-async def come(node: Node, stages: Sequence[Stage]) -> tuple[int, WorkerState] | None:
+async def gather(node: Node, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
+    """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
+    stage, tally, heard = stages[index], state.tally, set[int]()
+    state.newcomers, state.called, state.ahead, state.buffer = (), (), None, ()
+    for rank in stage.workers:
+        state.ends.forget(rank)
+        if rank in tally.waiting:
+            tally.answer(rank)
+    while len(heard) < stage.num_workers:
+        message = await node.recv(JOIN, LOST)
+        heard.add(message.src)
+        if message.tag == LOST:
+            await lost(node, stage, state, message.src)
+        else:
+            introduced(state, message)
+    return index, state
+
+
+async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = None) -> tuple[int, WorkerState] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
-    is over."""
+    is over. `kept`: what it was in a checkpoint."""
     life = int(float(node.now_ns))
     await node.send(stages[0].server, JOIN, None, (life,))
     message = await node.recv(welcomed(life))
@@ -144,13 +166,15 @@ async def come(node: Node, stages: Sequence[Stage]) -> tuple[int, WorkerState] |
         node.ledger.close(int(told.end_ns))
         return None
     params, moments = stages[0].trainer.init()
-    state = WorkerState(params if message.body is None else message.body, moments)
+    state = WorkerState(params if message.body is None else message.body, moments if kept is None else kept.moments)
     state.version, state.steps, state.samples = int(told.version), int(told.steps), int(told.samples)
     if told.planned:
         state.assigned = int(told.planned), (await node.recv(PLANNED)).body
         stages = reassigned(stages, *state.assigned)
     stage, state.life = stages[int(told.stage)], life
     state.enter(stage, node.rank)
+    if kept is not None:
+        state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
     state.batch = int(told.batch) or state.batch
     state.step = state.round = int(told.done)
     state.drawn = state.step * state.batch

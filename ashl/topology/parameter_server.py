@@ -29,7 +29,7 @@ from ashl.topology.delayed import AT_ONCE_S, at_border, worked
 from ashl.topology.dismissal import call_in, dismiss
 from ashl.topology.ending import leave, record_end, verdict
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work
-from ashl.topology.membership import come, membership, welcome
+from ashl.topology.membership import come, gather, membership, welcome
 from ashl.topology.merging import merge, merged, receive, reply, rule_of
 from ashl.topology.replies import Orders, Pull
 from ashl.topology.sliced import following, settled, sliced
@@ -162,8 +162,12 @@ class ParameterServer(Topology):
             return ServerState(params, moments, Tally(stage.num_workers))
         return WorkerState(params, moments)
 
-    async def come(self, node: Node, stages: Sequence[Stage]) -> tuple[int, WorkerState] | None:
-        return await come(node, stages)
+    async def come(
+        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+    ) -> tuple[int, Any] | None:
+        if kept is not None and node.rank == stages[0].server:
+            return await gather(node, stages, *kept)
+        return await come(node, stages, None if kept is None else kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker

@@ -22,6 +22,11 @@ RUNS = {
     "local steps, momentum outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "QSGD, all-reduce": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
 }
+OWN_PACE = {
+    "a bound and Top-K": "sync=ssp compression=topk compression.ratio=0.2",
+    "nobody waits, QSGD": "sync=asp compression=qsgd optimizer.lr=0.02",
+    "stages, the first of which measures": "schedule=ashl",
+}
 FIRST = next(iter(RUNS))
 
 
@@ -47,10 +52,8 @@ def test_a_run_goes_on_where_it_was(workplace: Path) -> None:
     checked(workplace / "run", simulated(*line).sha256)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
-    line = [*LINE, *RUNS[name].split()]
+def killed(line: list[str]) -> None:
+    """A run that is killed as a whole once it has two checkpoints."""
     command = ["train", *line, "runtime=local", "tracking=none", "run.dir=run", "-q", "run.checkpoint_s=0.6"]
     with subprocess.Popen([sys.executable, "-m", "ashl.cli", *command], start_new_session=True) as process:
         until = time.monotonic() + 60
@@ -58,5 +61,34 @@ def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
     assert not Path("run/summary.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
+    line = [*LINE, *RUNS[name].split()]
+    killed(line)
     assert main(["train", "--resume", "run", "-q"]) == 0
     checked(workplace / "run", simulated(*line).sha256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN_PACE)
+def test_workers_that_go_at_their_own_pace_come_anew(name: str, workplace: Path) -> None:
+    killed([*LINE, *OWN_PACE[name].split(), "stop.steps=1200"])
+    newest = max(Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name))
+    manifest = json.loads(newest.read_text())
+    assert not manifest["lockstep"]
+    assert main(["train", "--resume", "run", "-q"]) == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["final"]["test_accuracy"] > 0.8
+    assert 1200 <= summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) < 1300
+    assert summary["commits"] > manifest["version"]
+    assert summary["time_s"] > manifest["time_ns"] / 1e9
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    rounds = [(event["rank"], event["round"]) for event in events if event["kind"] == "round"]
+    assert len(rounds) == len(set(rounds))
+    for worker in summary["workers"]:
+        spent = sum(worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down"))
+        assert spent == pytest.approx(summary["time_s"], abs=1e-6)

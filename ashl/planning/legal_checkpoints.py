@@ -1,0 +1,59 @@
+"""Checkpoints, refused where none could be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ashl.errors import UsageError
+from ashl.learn.device import HOST
+from ashl.overlap.contract import Delayed
+from ashl.plan.plan import StagePlan
+from ashl.planning.build import Parts, StageParts
+from ashl.planning.device import device_of
+from ashl.planning.legal import carried_by
+from ashl.planning.legal_churn import beside
+from ashl.stage.rule import CHURN
+from ashl.topology.all_reduce import AllReduce
+from ashl.topology.parameter_server import UPDATES, ServerRule
+
+
+def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Refuse to promise checkpoints where none can be made."""
+    if every_s is None:
+        return
+    if device_of(parts.runtime) != HOST:
+        raise UsageError("run.checkpoint_s keeps what lies in the host's memory; take runtime.device=cpu, or drop it")
+    if parts.runtime.name == "torchrun":
+        raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
+    lockstep = in_lockstep(parts, len(stages[0].workers))
+    for stage, own in zip(stages, parts.stages, strict=True):
+        if parts.runtime.name == "local" and not (lockstep or comes_anew(own)):
+            raise UsageError(
+                f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
+                "checkpoints only then, or where a server merges their updates; drop it, or take sync=bsp or "
+                "sync=local_sgd with topology=all_reduce, or topology=parameter_server"
+            )
+        if not own.sync.resumable:
+            raise UsageError(
+                f"run.checkpoint_s: no checkpoint can hold stage {stage.name}, whose workers do several things at "
+                "once; drop it, or take a mode that goes in rounds, as sync=d_psgd"
+            )
+
+
+def in_lockstep(parts: Parts, num_workers: int) -> bool:
+    """Whether in every stage nothing is on its way at the top of everybody's loop."""
+    return all(_in_lockstep(own, num_workers) for own in parts.stages)
+
+
+def _in_lockstep(own: StageParts, num_workers: int) -> bool:
+    sync = own.sync
+    if isinstance(own.overlap, Delayed) or not sync.in_rounds or sync.quorum(num_workers) < num_workers:
+        return False
+    if isinstance(sync, ServerRule):
+        return sync.messages() is UPDATES
+    return isinstance(own.topology, AllReduce)
+
+
+def comes_anew(own: StageParts) -> bool:
+    """Whether workers may take part again from a server's state, see `ashl.topology.membership`."""
+    return own.topology.has_server and CHURN in carried_by(own.topology, own.sync) and not beside(own)

@@ -1,0 +1,90 @@
+"""Workers that go at their own pace come anew to a server as it was kept: what real runs go on with from a checkpoint,
+in virtual time. Alone, a worker has nothing on its way, so that it goes on bit for bit."""
+
+import pytest
+
+from ashl.cluster.network import network
+from ashl.cluster.speed import Speed
+from ashl.config.construct import construct
+from ashl.learn.device import HOST
+from ashl.planning.build import assemble
+from ashl.runtime.node import Node
+from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.sim import Sim
+from ashl.stage.program import program
+from tests.support import Ran, planned, simulated
+
+RUN = ("cluster=homogeneous", "dataset.batch_size=16", "eval.every_commits=10", "optimizer.momentum=0.9")
+
+
+class Keeping(Sim):
+    """Keeps every rank as it is at the top of its loop, from a version of the model on."""
+
+    from_version = 10**9
+
+    def mark(self, node: Node, stage: int, state) -> None:
+        kept: dict[int, tuple] = self.__dict__.setdefault("kept", {})
+        if state.version >= self.from_version and node.rank not in kept:
+            kept[node.rank] = stage, packed(state)
+
+
+def ran(*overrides: str, version: int = 10**9, kept: dict[int, tuple] | None = None) -> tuple[Ran, dict[int, tuple]]:
+    """A run, from what was kept or from its beginning, and what it keeps itself."""
+    plan = planned(*RUN, *overrides)
+    job, cluster = assemble(plan, HOST), construct(plan.cluster, "cluster")
+    found, stage = Ran(plan, learner=job.learner), job.stages[0]
+    speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
+    sim = Keeping(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), found)
+    sim.from_version = version
+
+    def play(node: Node):
+        if kept is None:
+            return program(node, job.stages)
+        index, state = kept[node.rank]
+        return program(node, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=True)
+
+    sim.run(play, tick=lambda: None)
+    return found, sim.__dict__.get("kept", {})
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "sync=asp compression=topk compression.ratio=0.1",
+        "sync=ssp sync.local_steps=1 compression=qsgd",
+        "sync=asp topology.pull_ratio=0.2 compression=topk compression.ratio=0.2 outer=nesterov",
+    ],
+)
+def test_alone_a_worker_goes_on_bit_for_bit(mode: str) -> None:
+    line = [*mode.split(), "cluster.compute=[1]", "stop.steps=60"]
+    whole, kept = ran(*line, version=25)
+    rest, _ = ran(*line, kept=kept)
+    assert (rest.end["steps"], rest.end["merges"]) == (whole.end["steps"], whole.end["merges"])
+    if "pull_ratio" in mode:  # the first pull is the model itself: what the last ones had left out comes with it
+        assert rest.sha256 != whole.sha256
+    else:
+        assert rest.sha256 == whole.sha256 == simulated(*RUN, *line).sha256
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "sync=ssp sync.staleness=1 compression=topk compression.ratio=0.1",
+        "sync=fedbuff",
+        "sync=backup sync.backups=1 compression=diana",
+        "schedule=ashl schedule.loss_switch=2.2",
+    ],
+)
+def test_what_the_server_had_merged_counts_and_the_rest_is_computed_again(mode: str) -> None:
+    line = [*mode.split(), "cluster.compute=[1,2,4]", "stop.steps=240"]
+    _, kept = ran(*line, version=3)
+    server = unpacked(kept[3][1], ("ashl",))
+    before = server.tally.report()
+    assert 0 < before.steps < 240
+    rest, _ = ran(*line, kept=kept)
+    end = rest.end
+    assert end["steps"] == sum(end["steps_by"]) >= 240
+    assert all(now >= then for now, then in zip(end["steps_by"], before.steps_by, strict=True))
+    assert sum(end["commits"]) > sum(before.commits)
+    first = [min(r["round"] for r in rest.of("round") if r["rank"] == rank) for rank in range(3)]
+    assert first == [done + lost for done, lost in zip(before.steps_by, before.dropped_by, strict=True)]
