@@ -66,7 +66,7 @@ class Updates:
         return await node.compute(pull, work=1, kind="compress")
 
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        """The model that a worker goes on with after a pull."""
+        """The model that a worker goes on with after a pull; at a border it is given the server's, as it is."""
         return stage.link.pulled(state.params, body)
 
 
@@ -243,7 +243,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
             if stage.overlap.pulls and word == GO and len(stage.messages) > 1:
                 state.coming = message.body
             else:
-                state.params = messages.take(stage, state, message.body)
+                state.params = message.body if word == NEXT else messages.take(stage, state, message.body)
         seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
         state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
         state.pending = ahead and at_border(stage, state, ahead)

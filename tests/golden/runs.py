@@ -62,6 +62,11 @@ def by_server() -> dict[str, Row]:
         "local-sgd": Row("sync=local_sgd sync.local_steps=4", processes="quick"),
         "local-sgd-planned": Row("sync=local_sgd sync.local_steps=plan schedule.h_preset=[3]", twin=True),
         "pr-sgd-momentum": Row("sync=pr_sgd_momentum sync.local_steps=4", processes="slow"),
+        "cr-psgd": Row("sync=cr_psgd sync.growth=1.3 aggregate=samples", processes="slow"),
+        "cr-psgd-catalyst": Row("sync=cr_psgd_catalyst sync.growth=1.5 sync.budget=600", processes="slow"),
+        "easgd": Row("sync=easgd sync.local_steps=2"),
+        "rescaled-asgd": Row(f"sync=rescaled_asgd sync.local_steps=2 {SLOW}"),
+        "ringleader": Row(f"sync=ringleader {SLOW}"),
         "ssp": Row("sync=ssp"),
         "ssp-tight": Row(f"sync=ssp sync.staleness=0 {SLOW}", twin=True),
         "ssp-unbounded-planned": Row(
@@ -126,6 +131,7 @@ def by_gossip() -> dict[str, Row]:
         "d-psgd-regular": Row(
             f"{GOSSIP} sync=d_psgd sync.local_steps=2 topology.graph=random_regular {EIGHT}", twin=True
         ),
+        "gossip-pga": Row(f"{GOSSIP} sync=gossip_pga sync.period=4", processes="slow"),
         "d-psgd-uniform": Row(f"{GOSSIP} sync=d_psgd topology.weights=uniform {NODES}", twin=True),
         "sgp": Row(f"{GOSSIP} sync=sgp topology.graph=one_peer_exponential", processes="slow"),
         "sgp-overlap": Row(f"{GOSSIP} sync=sgp sync.overlap=1 topology.graph=exponential {EIGHT}", twin=True),

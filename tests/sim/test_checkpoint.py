@@ -76,6 +76,12 @@ CASES = {
     "adsp": ("sync=adsp", "stop.epochs=8"),
     "dssp": ("sync=dssp",),
     "fedbuff": ("sync=fedbuff", "stop.epochs=8"),
+    "pr_sgd_momentum": ("sync=pr_sgd_momentum", "sync.local_steps=2"),
+    "catalyst": ("sync=cr_psgd_catalyst", "sync.growth=1.5", "sync.budget=400"),
+    "easgd": ("sync=easgd", "sync.local_steps=2"),
+    "ringleader": ("sync=ringleader",),
+    "rescaled_asgd": ("sync=rescaled_asgd",),
+    "gossip_pga": ("topology=gossip", "sync=gossip_pga", "sync.period=3"),
     "ports": (
         "sync=asp",
         "cluster.exchange_s=null",
@@ -114,6 +120,7 @@ def run(overrides: tuple[str, ...], ran: Ran, saved: dict | None = None, save_at
 LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
     "signum", "bcd", "anchor", "nesterov", "nesterov-sum", "slowmo", "delayed_nesterov", "sketch_sgd", "gtopk", "dssp",
     "relay_sum", "noloco", "variance", "late-ashl", "adacomp", "all_reduce", "backup", "fetch_sgd",
+    "pr_sgd_momentum", "catalyst", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",
 )  # fmt: skip
 
 

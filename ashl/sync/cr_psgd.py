@@ -1,0 +1,56 @@
+"""CR-PSGD: a barrier at every step, and batches that grow from one to the next, so that rounds become few.
+
+Rule: step t has b_i ← ⌊ρ^t·B_i⌋ samples of worker i, at most `max_batch`, or all that it has; w ← w − γ·Σ_i b_i·g_i /
+Σ_j b_j. T samples take O(log T) rounds instead of O(T): as steps near the optimum, they need less noise and not more
+steps. A batch that reaches the end of a shard goes on at its start.
+
+Limit: ρ = 1 is BSP. Gradients alone are exchanged, by a server, as it says how large the next batch is. Source: Yu and
+Jin, "On the Computation and Communication Complexity of Parallel SGD with Dynamic Batch Sizes for Stochastic Non-Convex
+Optimization", ICML 2019, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from ashl.aggregate.weighted import Push
+from ashl.option import Count, Number, option
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.topology.parameter_server import BarrierRule, Orders
+
+
+class Growth(NamedTuple):
+    """Where the growth stands: t, the merges so far, and the samples that were applied when t was 0."""
+
+    t: int = 0
+    version: int = 0
+    since: int = 0
+
+
+@option
+class CRPSGD(BarrierRule):
+    """A barrier at every step, batches that grow."""
+
+    exchange: ClassVar[str] = "gradient"
+    resizes: ClassVar[bool] = True  # batches change, so weights have to follow the samples
+    growth: Annotated[float, Number, Field(ge=1, le=1e6)]
+    max_batch: Count | None
+
+    def begin(self, stage: Stage, tally: Tally) -> Growth:
+        return Growth(0, tally.version, tally.samples)
+
+    def observe(self, stage: Stage, state: Growth, tally: Tally, push: Push) -> Growth:
+        return state if tally.version == state.version else state._replace(t=state.t + 1, version=tally.version)
+
+    def steer(self, stage: Stage, state: Growth, tally: Tally, rank: int) -> Orders:
+        return Orders(local_steps=1, batch=self._batch(stage, state.t, rank))
+
+    def _batch(self, stage: Stage, t: int, rank: int) -> int:
+        """⌊ρ^t·B_i⌋, or the most that it may be; never less than at first."""
+        first = stage.worker(rank).batch
+        most = max(first, stage.trainer.shard_size(rank) if self.max_batch is None else self.max_batch)
+        return most if t * math.log(self.growth) >= math.log(most / first) else int(first * self.growth**t)

@@ -1,0 +1,64 @@
+"""EASGD, elastic averaging: each worker keeps a model of its own, which a spring ties to the server's.
+
+Rule: a worker takes H steps from its own x_i and sends it; with x̃ the server's model, x̃ ← x̃ + α·(x_i − x̃), and the
+worker goes on from x_i − α·(x_i − x̃) with x̃ as it was before. Both ends move by the same, so that x_i + x̃ stays what it
+was. Workers may explore, the further apart the smaller α; what is evaluated is x̃. Nobody waits for anybody. In the
+paper α = 0.9/n, with n workers; with momentum at the workers it is EAMSGD.
+
+Limit: on one worker α = 1/2 leaves both ends at one model, x̃ + Δ/2: ASP with aggregate.scale=0.5, to rounding. Source:
+Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS 2015, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from ashl.option import Count, Ratio, option
+from ashl.runtime.effects import Message
+from ashl.runtime.node import Node
+from ashl.stage.stage import Stage
+from ashl.topology.local_work import Work, WorkerState, local_work
+from ashl.topology.parameter_server import ServerRule, ServerState, Updates
+
+
+@option
+class EASGD(ServerRule):
+    """Models on springs."""
+
+    carries: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and each moves the server's by itself
+    local_steps: Count | Literal["plan"]
+    alpha: Ratio
+
+    def messages(self) -> Springs:
+        return Springs(self.alpha)
+
+
+@dataclass(frozen=True)
+class Springs(Updates):
+    """A worker's own model goes up, how far the spring pulls comes down. The server's rule state is the latter."""
+
+    alpha: float
+
+    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+        work = await local_work(node, stage, state)
+        state.params = state.params + work.body
+        return work, state.params, work.loss
+
+    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+        return await node.compute(partial(self.pulled_to, state, message), work=1, kind="apply")
+
+    def pulled_to(self, state: ServerState, message: Message) -> bool:
+        steps, samples = message.meta[:2]
+        state.rule_state = (message.body - state.params) * self.alpha
+        state.params = state.params + state.rule_state
+        state.tally.commit(message.src, int(steps), int(samples))
+        state.tally.merge()
+        return True
+
+    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+        return state.rule_state
+
+    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+        return state.params - body
