@@ -236,10 +236,20 @@ def codecs() -> dict[str, Row]:
         "gtopk": Row(f"{ring} compression=gtopk", processes="slow"),
         "sketch-sgd": Row(f"{ring} compression=sketch_sgd"),
         "fetch-sgd": Row(f"{bsp} compression=fetch_sgd"),
+    }
+
+
+def differences() -> dict[str, Row]:
+    """Codecs that send what has changed since a worker's last message."""
+    bsp, asp, ring = f"{BRIEF} sync=bsp", f"{BRIEF} sync=asp", f"{BRIEF} {RING} sync=bsp"
+    return {
         "diana": Row(f"{bsp} compression=diana"),
         "diana-svrg": Row(
             f"{ring} compression=diana compression.estimator=svrg compression.quantizer=natural", twin=True
         ),
+        "ef21": Row(f"{asp} compression=ef21"),
+        "ef21-sgdm": Row(f"{ring} compression=ef21 compression.compressor=natural compression.beta=0.9", twin=True),
+        "econtrol": Row(f"{ring} compression=econtrol"),
         "laq": Row(f"{bsp} compression=laq model=linear", by_bits=True),
         "lag": Row(f"{ring} compression=laq compression.bits=null model=linear", by_bits=True, twin=True),
     }
@@ -351,6 +361,6 @@ def timing() -> dict[str, Row]:
 
 RUNS: dict[str, Row] = {
     name: row
-    for part in (by_server, by_sums, by_gossip, by_groups, codecs, stages, learning, timing)
+    for part in (by_server, by_sums, by_gossip, by_groups, codecs, differences, stages, learning, timing)
     for name, row in part().items()
 }

@@ -28,6 +28,7 @@ CODECS = {
     "diana": codec("diana", entropy="elias"),
     "diana-range": codec("diana", quantizer="qsgd", entropy="range"),
     "diana-natural": codec("diana", quantizer="natural"),
+    "ef21": codec("ef21"),
     "power_sgd": codec("power_sgd"),
     "atomo": codec("atomo", atoms="singular"),
     "sketch_sgd": codec("sketch_sgd"),

@@ -1,0 +1,116 @@
+"""EF21: what is compressed is the change of a gradient since the last message, and both ends keep what has come of it.
+
+Rule: g_i is kept by worker i and, for each worker, by who decodes (0 at first); c = C(x_i − g_i) is sent, and g_i ←
+g_i + c at both ends is what is merged, with any contraction C. As gradients settle, x_i − g_i goes to 0 and so does
+what C loses, however unlike the workers' shards are, where error feedback keeps a residual as large as they differ.
+With `beta` it is EF21-SGDM: x_i is the running mean u ← β·u + (1 − β)·∇f_i of the worker's gradients (its η is 1 − β),
+which minibatches need. Bits: those of C; where these are no fewer than 32·d, x_i itself is sent.
+
+A dropped message is not decoded, and g_i is what it was before, to the bit, at both ends.
+
+Limits: C = identity (`ratio=1`) is no compression, bit for bit; with `beta` it is momentum SGD at lr/(1 − β). Who
+decodes keeps a vector per worker, in a gathered all-reduce n² in all. Source: Richtárik, Sokolov and Fatkhullin,
+"EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS 2021, Algorithm 2;
+Fatkhullin, Tyurin and Richtárik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ashl.compression.contract import TURN, Codec, Estimator, Flags, Turn
+from ashl.compression.natural import NaturalCompression
+from ashl.compression.sign import Sign
+from ashl.compression.topk import TopK
+from ashl.compression.wire.index_code import IndexCode
+from ashl.compression.wire.value_code import ValueCode
+from ashl.option import Fraction, Ratio, option
+
+PLAIN: dict[str, Any] = {
+    "feedback": False,
+    "feedback_gain": 1.0,
+    "feedback_decay": 1.0,
+    "momentum": None,
+    "masking": True,
+    "clip_norm": None,
+}
+
+
+class Known(NamedTuple):
+    """The sender's state: g and what was left out of all messages, now and before the last one; None = 0."""
+
+    sum: Tensor | None = None
+    error: Tensor | None = None
+    sum_before: Tensor | None = None
+    error_before: Tensor | None = None
+
+
+@option
+class EF21(Codec):
+    """Compresses changes."""
+
+    _gain: ClassVar[float] = 0.0  # of what was left out, so much is added
+    compressor: Literal["topk", "natural", "sign"]
+    ratio: Ratio
+    values: ValueCode
+    indices: IndexCode
+    beta: Fraction | None
+    estimator: Estimator
+
+    @cached_property
+    def inner(self) -> Codec:
+        """C."""
+        if self.compressor == "natural":
+            return NaturalCompression(**PLAIN)
+        if self.compressor == "sign":
+            return Sign(scale="mean", vote="mean", beta=None, layers=False, **PLAIN)
+        own: dict[str, Any] = {"ratio": self.ratio, "values": self.values, "indices": self.indices}
+        return TopK(**own, warmup_epochs=0, critical_ratio=None, layers=False, **PLAIN)
+
+    @property
+    def flags(self) -> Flags:
+        return Flags(variable=self.inner.flags.variable)
+
+    def encode(self, sender: Known | None, x: Tensor, turn: Turn = TURN) -> tuple[Known, Tensor]:
+        known, error, *_ = sender or Known()
+        target = x if error is None else x + error * self._gain
+        if self._whole(turn.ratio, x.numel()):
+            body = target.clone().view(torch.uint8)
+        else:
+            _, body = self.inner.encode(None, target if known is None else target - known, turn)
+        after, _ = self.decode(known, body, x.numel())
+        rest = None
+        if self._gain:
+            rest = x - after if error is None else error + x - after
+        return Known(after, rest, known, error), body
+
+    def decode(self, receiver: Tensor | None, body: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        if body.nbytes == 4 * d:  # those of C are shorter
+            whole = body.clone().view(torch.float32)
+            return whole, whole
+        _, change = self.inner.decode(None, body, d)
+        after = change if receiver is None else receiver + change
+        return after, after
+
+    def undo(self, sender: Known | None, body: Tensor) -> Known | None:
+        return sender and Known(sender.sum_before, sender.error_before)
+
+    def payload(self, ratio: float | None, d: int) -> int:
+        return 4 * d if self._whole(ratio, d) else self.inner.payload(ratio, d)
+
+    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
+        raise NotImplementedError("what a body of EF21 is worth depends on the receiver")
+
+    def bound(self, ratio: float | None, d: int) -> float:
+        """Of what has changed since the last message."""
+        return self.inner.bound(ratio, d)
+
+    def residual(self, sender: Known | None) -> Tensor | None:
+        return sender and sender.error
+
+    def _whole(self, ratio: float | None, d: int) -> bool:
+        return self.inner.payload(ratio, d) >= 4 * d

@@ -1,0 +1,76 @@
+"""Laws of EF21, EF21-SGDM and EControl: both ends agree, changes are learned, and their limits."""
+
+import pytest
+import torch
+
+from ashl.compression.contract import BodyError, Turn
+from tests.laws.codecs import codec, length, vector
+from tests.support import simulated
+
+KINDS = {
+    "ef21": codec("ef21", ratio=0.1),
+    "ef21-sign": codec("ef21", compressor="sign"),
+    "ef21-natural": codec("ef21", compressor="natural"),
+    "econtrol": codec("econtrol", ratio=0.1, eta=0.3),
+    "whole": codec("econtrol", ratio=1.0),
+}
+D = 300
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_both_ends_agree_to_the_bit_and_a_dropped_message_leaves_no_trace(name: str) -> None:
+    kind, sender, receiver = KINDS[name], None, None
+    for turn in range(9):
+        before = sender
+        sender, body = kind.encode(sender, vector("normal", D, turn), Turn(round=turn))
+        assert body.nbytes == kind.payload(None, D)
+        if turn % 3 == 1:
+            sender = kind.undo(sender, body)
+            lost = [None if state is None else state[:2] for state in (before, sender)]
+            assert all(a is b or torch.equal(a, b) for a, b in zip(*lost, strict=True))
+            continue
+        receiver, got = kind.decode(receiver, body, D)
+        assert torch.equal(receiver, sender.sum)
+        assert got is receiver
+
+
+@pytest.mark.parametrize("name", ["ef21", "ef21-sign", "ef21-natural", "whole"])
+def test_a_vector_that_stays_is_learned(name: str) -> None:
+    kind, sender, x = KINDS[name], None, vector("normal", D)
+    for turn in range(200):
+        sender, body = kind.encode(sender, x, Turn(round=turn))
+    assert length(x - kind.decode(sender.sum_before, body, D)[1]) <= 1e-3 * length(x)
+
+
+def test_econtrol_is_the_published_recursion_and_ef21_forgets() -> None:
+    """Δ = C(η·e + x − h), e ← e + x − h − Δ, h ← h + Δ."""
+    control, top = KINDS["econtrol"], codec("topk", ratio=0.1, feedback=False)
+    sender, h, e = None, torch.zeros(D), torch.zeros(D)
+    for turn in range(6):
+        x = vector("normal", D, turn)
+        change = top.decode(None, top.encode(None, 0.3 * e + x - h)[1], D)[1]
+        e, h = e + x - h - change, h + change
+        sender, _ = control.encode(sender, x)
+        torch.testing.assert_close(sender.sum, h, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sender.error, e, rtol=1e-4, atol=1e-5)
+    forgets, _ = KINDS["ef21"].encode(None, vector("normal", D))
+    assert forgets.error is None
+
+
+def test_a_body_of_another_length_is_refused() -> None:
+    for body in (torch.zeros(299), torch.zeros(1199, dtype=torch.uint8)):
+        with pytest.raises(BodyError):
+            KINDS["whole"].decode(None, body, 300)
+
+
+def test_without_loss_it_is_sgd_and_with_beta_momentum_sgd() -> None:
+    base = ("stop.steps=24", "model.hidden=[16]", "sync=bsp", "cluster=homogeneous")
+    still = (*base, "optimizer.momentum=0")
+    dense = simulated(*still, "optimizer.lr=0.02")
+    for name in ("ef21", "econtrol"):
+        whole = (f"compression={name}", "compression.ratio=1", "optimizer.lr=0.02")
+        assert simulated(*still, *whole).sha256 == dense.sha256
+    moving = simulated(*base, "optimizer.momentum=0.9", "optimizer.lr=0.02", "optimizer.weight_decay=0")
+    plain = (*still, "optimizer.weight_decay=0", "optimizer.lr=0.2", "topology=all_reduce")
+    mean = simulated(*plain, "compression=ef21", "compression.ratio=1", "compression.beta=0.9")
+    torch.testing.assert_close(mean.params, moving.params, rtol=1e-3, atol=2e-5)
