@@ -79,6 +79,7 @@ class Cluster:
     events: tuple[Event, ...]
     churn: Churn | None
     detect_s: Duration | None
+    trace: str | None = None  # a file, whose content planning puts among the events
 
     def __post_init__(self) -> None:
         n = len(self.compute)

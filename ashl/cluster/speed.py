@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import numpy as np
@@ -19,12 +20,14 @@ class Factors:
 
     def __init__(self, cluster: Cluster, what: str) -> None:
         self.base = cluster.compute if what == "compute" else cluster.links
-        self.changes: dict[int, list[tuple[int, float]]] = {}
+        self.changes: dict[int, tuple[list[int], list[float]]] = {}  # by worker: when, and the factor from then on
         self.outages: dict[int, list[tuple[int, int]]] = {}  # by worker: when its link went down, and was back
         for event in sorted(cluster.events, key=lambda e: e.time_s):
             factor, time_ns = event.compute if what == "compute" else event.link, round(event.time_s * NS)
             if event.worker is not None and factor is not None:
-                self.changes.setdefault(event.worker, []).append((time_ns, factor))
+                times, factors = self.changes.setdefault(event.worker, ([], []))
+                times.append(time_ns)
+                factors.append(factor)
             if event.worker is not None and event.link_down and what == "link":
                 self.outages.setdefault(event.worker, []).append((time_ns, time_ns + round(event.link_down * NS)))
 
@@ -32,11 +35,10 @@ class Factors:
         """The factor in force now. The server (rank n) and whatever has no entry is at factor 1."""
         if worker >= len(self.base):
             return 1.0
-        factor = self.base[worker]
-        for time_ns, changed in self.changes.get(worker, ()):
-            if time_ns <= now_ns:
-                factor = changed
-        return factor
+        if worker not in self.changes:
+            return self.base[worker]
+        times, factors = self.changes[worker]
+        return factors[before - 1] if (before := bisect_right(times, now_ns)) else self.base[worker]
 
     def stretched(self, ends: Iterable[int], cost_ns: int, now_ns: int) -> int:
         """What takes so long from now on, with the time that it stands still because the link of one of its ends is

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster, ProfileCluster, implied
+from ashl.cluster.trace import followed
 from ashl.compression.contract import Codec, Layout, size_of
 from ashl.config.construct import own_faults
 from ashl.config.override import key_of
@@ -103,9 +104,8 @@ def _prepared(
     profile: Profile | None,
 ) -> Prepared:
     options = Options(settings.allow_targets)
-    parts = {group: options.of(group, config[group]) for group in GROUPS}
     cluster = drawn(config["cluster"], settings.seed)
-    parts["cluster"] = options.of("cluster", cluster)
+    parts = {group: options.of(group, cluster if group == "cluster" else config[group]) for group in GROUPS}
     known = profile or (read_profile(settings.profile) if settings.profile else None)
     if (replaced := clocked(parts, known, codec_of(config))) is not None:
         config, cluster = {**config, "cluster": replaced}, replaced
@@ -180,10 +180,11 @@ def usable(plan: Plan, options: Options, path: str | None) -> Parts:
 
 
 def drawn(cluster: Mapping[str, Any], seed: int) -> Spec:
-    """The cluster's spec with the factors that are to be drawn: those of the first workers do not depend on how many
-    follow."""
+    """The cluster's spec with what its trace says, and the factors that are to be drawn: those of the first workers do
+    not depend on how many follow."""
+    cluster = followed(cluster)
     if not (spread := cluster.get("compute_spread")):
-        return dict(cluster)
+        return cluster
     normal = stream(seed, Purpose.SPEED).standard_normal(len(cluster["compute"])).tolist()
     compute = [factor * math.exp(spread * z) for factor, z in zip(cluster["compute"], normal, strict=True)]
     return {**cluster, "compute": compute, "compute_spread": 0.0}

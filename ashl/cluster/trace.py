@@ -1,0 +1,91 @@
+"""A recorded trace: speeds and bandwidths of the workers as they were over time, from a CSV file.
+
+Its first line names the columns: `time_s`, the moment from which on a line holds; `worker`, or empty for all of them;
+and of `compute` and `link` (slowdown factors), `step_s` (seconds of a step) and `mbit_s` (the bandwidth of the worker's
+link) those that were recorded. An empty cell changes nothing. What the last line says holds until the end. A trace
+becomes `cluster.events`, so that a plan holds all of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ashl.errors import UsageError
+
+FACTORS = {"compute": "compute", "step_s": "compute", "link": "link", "mbit_s": "link"}
+COLUMNS = ("time_s", "worker", *FACTORS)
+
+
+def followed(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A cluster's spec with its trace among its events. Raises UsageError for a file that is no trace of it."""
+    path = spec.get("trace")
+    cluster = dict(spec)
+    if path is None:
+        return cluster
+    name = f"cluster.trace={path}"
+    try:
+        with open(Path(str(path)).expanduser(), encoding="utf-8", newline="") as file:
+            events = list(events_in(csv.DictReader(file, strict=True), cluster, name))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no CSV text ({error})"
+        raise UsageError(f"{name} cannot be read: {reason}") from error
+    return {**cluster, "trace": None, "events": [*cluster["events"], *events]}
+
+
+def events_in(lines: csv.DictReader, cluster: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Each line's events. Raises UsageError, naming the line."""
+    columns = lines.fieldnames or ()
+    unknown = [column for column in columns if column not in COLUMNS]
+    if unknown or "time_s" not in columns or not set(FACTORS) & set(columns):
+        found = f"it has {', '.join(map(repr, columns))}" if columns else "it is empty"
+        raise UsageError(
+            f"{name}: the first line names the columns, time_s and any of {', '.join(COLUMNS[1:])}, and {found}"
+        )
+    n, units = len(cluster["compute"]), {"step_s": cluster.get("step_s"), "mbit_s": cluster.get("bandwidth_mbit_s")}
+    for column, unit in units.items():
+        if column in columns and unit is None:
+            key = "step_s" if column == "step_s" else "bandwidth_mbit_s"
+            raise UsageError(f"{name} has {column}, and cluster.{key}, which is factor 1, is not declared; declare it")
+    for line in lines:
+        at = f"{name}, line {lines.line_num}"
+        if None in line or None in line.values():
+            raise UsageError(f"{at} has other columns than the first line; give {len(columns)} cells")
+        time_s = number(line["time_s"], "time_s", at)
+        factors: dict[str, float] = {}
+        for column in columns:
+            if column in FACTORS and line[column].strip():
+                value = number(line[column], column, at)
+                if value <= 0:
+                    raise UsageError(
+                        f"{at}: {column}={value:g} stands still; give a positive number, and for a while without a "
+                        "link or without computing cluster.events with link_down or pause"
+                    )
+                unit = units.get(column)
+                factors[FACTORS[column]] = (
+                    value if unit is None else value / unit if column == "step_s" else unit / value
+                )
+        for worker in workers(line.get("worker", ""), n, at) if factors else ():
+            yield {"time_s": time_s, "worker": worker, **factors}
+
+
+def workers(text: str, n: int, at: str) -> range:
+    """Whom a line is about."""
+    if not text.strip():
+        return range(n)
+    if not text.strip().isdecimal() or int(text) >= n:
+        raise UsageError(f"{at}: worker={text.strip()} is none of the workers 0 to {n - 1}; leave it empty for all")
+    return range(int(text), int(text) + 1)
+
+
+def number(text: str, column: str, at: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or (column == "time_s" and value < 0):
+        raise UsageError(f"{at}: {column}={text.strip() or '(nothing)'} is no number that can be; mend the line")
+    return value
