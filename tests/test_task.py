@@ -127,8 +127,9 @@ def test_a_text_is_cut_into_samples_whose_targets_are_one_character_on(tmp_path)
     assert torch.equal(targets, (inputs + 1) % 10)
     with pytest.raises(UsageError, match="take a shorter one"):
         conf_option("dataset", "text", path=str(path), length=100).load()
+    path.write_bytes(b"\xff" * 300)
     with pytest.raises(DataMissingError, match="no text that can be read"):
-        conf_option("dataset", "text", path=str(tmp_path)).load()
+        conf_option("dataset", "text", path=str(path)).load()
 
 
 def test_the_transformer_learns_a_text_and_looks_at_nothing_that_comes_later(tmp_path):

@@ -1,6 +1,9 @@
-"""Text, character by character: what comes next, from what came before."""
+"""Text, character by character or byte by byte: what comes next, from what came before."""
 
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -8,29 +11,35 @@ from torch import Tensor
 
 from ashl.data.dataset import Data, Dataset, Split, resolve
 from ashl.errors import DataMissingError, UsageError
-from ashl.option import Count, option
+from ashl.option import Count, Positive, option
 
 TEST = 10  # one of so many samples, the last ones, is for testing
+BYTES = 256
+STDLIB, OTHERS = "stdlib", {"site-packages", "dist-packages", "test", "tests", "idlelib"}  # what is not in it
 
 
 @option
 class Text(Dataset):
-    """A text cut into samples of `length` characters, the last tenth of which is for testing; targets are one on.
+    """A text cut into samples of `length` tokens, the last tenth of which is for testing; targets are one on.
 
-    Without a path it is the language reference that comes with Python, another one with each version of it.
+    Without a path it is the language reference that comes with Python, and with `path=stdlib` the sources of Python's
+    standard library: another text with each version of it. Of a folder it is all files of UTF-8 below it, by name.
     """
 
     path: str | None
+    tokens: Literal["characters", "bytes"]
     length: Count
+    most_mb: Positive | None
 
     def load(self) -> Data:
-        """Raises DataMissingError where the file cannot be read, and UsageError where it is too short."""
+        """Raises DataMissingError where there is nothing to read, and UsageError where it is too short."""
         text = self.read()
-        characters, numbers = np.unique(np.array(list(text)), return_inverse=True)
+        numbers, words = numbered(text, self.tokens)
         count = (len(numbers) - 1) // self.length
         if count < TEST:
             raise UsageError(
-                f"dataset.length={self.length} makes {count} samples of {len(text)} characters; take a shorter one"
+                f"dataset.length={self.length} makes {count} samples of {len(numbers)} {self.tokens}; take a shorter "
+                "one"
             )
         tokens = torch.from_numpy(numbers)
 
@@ -39,14 +48,60 @@ class Text(Dataset):
 
         inputs, targets, train = rows(0), rows(1), count - count // TEST
         halves = (Split(inputs[part], targets[part]) for part in (slice(train), slice(train, count)))
-        return Data(*halves, sample_shape=(self.length,), num_classes=len(characters))
+        return Data(*halves, sample_shape=(self.length,), num_classes=words)
 
-    def read(self) -> str:
+    def read(self) -> bytes:
+        """The text as UTF-8, not longer than `most_mb`."""
+        most = None if self.most_mb is None else int(self.most_mb * 1e6)
         if self.path is None:
             from pydoc_data.topics import topics
 
-            return "\n".join(topics[name] for name in sorted(topics))
-        try:
-            return Path(resolve(self.path)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataMissingError(f"dataset.path={self.path} is no text that can be read ({error})") from error
+            return cut("\n".join(topics[name] for name in sorted(topics)).encode(), most)
+        stdlib = self.path == STDLIB
+        path = Path(sysconfig.get_paths()["stdlib"]) if stdlib else resolve(self.path)
+        if not path.is_dir():
+            try:
+                whole = path.read_bytes()
+                whole.decode()
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataMissingError(f"dataset.path={self.path} is no text that can be read ({error})") from error
+            return cut(whole, most)
+        parts, size = [], 0
+        for part in texts(path, stdlib):
+            parts.append(part)
+            size += len(part) + 1
+            if most is not None and size > most:
+                break
+        if not parts:
+            raise DataMissingError(f"dataset.path={self.path} is a folder without a file of UTF-8; give another one")
+        return cut(b"\n".join(parts), most)
+
+
+def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
+    """A number for each token, int64, and how many there may be: bytes as they are, characters in their order."""
+    if tokens == "bytes":
+        return np.frombuffer(text, np.uint8).astype(np.int64), BYTES
+    characters, numbers = np.unique(np.frombuffer(text.decode().encode("utf-32-le"), "<u4"), return_inverse=True)
+    return numbers.astype(np.int64, copy=False), len(characters)
+
+
+def cut(text: bytes, most: int | None) -> bytes:
+    """At most so many bytes of it, to the end of a character."""
+    return text if most is None or len(text) <= most else text[:most].decode(errors="ignore").encode()
+
+
+def texts(folder: Path, stdlib: bool) -> Iterator[bytes]:
+    """The files below a folder that are UTF-8, by their names; hidden ones are left out. Of the standard library they
+    are its modules, without their tests."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or (stdlib and path.name in OTHERS):
+            continue
+        if path.is_dir():
+            yield from texts(path, stdlib)
+        elif path.is_file() and (not stdlib or path.suffix == ".py"):
+            try:
+                content = path.read_bytes()
+                content.decode()
+            except (OSError, UnicodeDecodeError):
+                continue
+            yield content

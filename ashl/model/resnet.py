@@ -1,5 +1,7 @@
 """The residual networks for small images."""
 
+from typing import Literal
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -7,26 +9,60 @@ from ashl.errors import UsageError
 from ashl.model.shape import image_shape
 from ashl.option import Count, option
 
+Norm = Literal["batch", "group"]
 WIDTHS = (16, 32, 64)  # channels of the three stages
+WIDE = (64, 128, 256, 512)  # ... of the four of ResNet-18
+GROUPS, CHANNELS = 32, 4  # groups of GroupNorm at most, and channels in one at least
+
+
+def normed(norm: Norm, channels: int) -> nn.Module:
+    """BatchNorm; or GroupNorm, which looks at one sample alone: Wu and He, "Group normalization", ECCV 2018."""
+    return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(min(GROUPS, channels // CHANNELS), channels)
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut without parameters (the paper's option A)."""
+    """Two 3x3 convolutions beside a shortcut: without parameters (the paper's option A), or where it is `projected` and
+    shapes differ, a 1x1 convolution (option B)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm, projected: bool = False) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
+        self.norm1 = normed(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
-        self.stride, self.widening = stride, outputs - inputs
+        self.norm2 = normed(norm, outputs)
+        self.stride, self.widening, self.shortcut = stride, outputs - inputs, None
+        if projected and self.widening:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), normed(norm, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         out = functional.relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
-        if self.widening:  # every second pixel, and zeros in the new channels
+        if self.shortcut is not None:
+            x = self.shortcut(x)
+        elif self.widening:  # every second pixel, and zeros in the new channels
             x = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.widening))
         return functional.relu(out + x)
+
+
+def network(
+    channels: int, widths: tuple[int, ...], blocks: int, num_classes: int, norm: Norm, projected: bool = False
+) -> nn.Module:
+    """A 3x3 convolution, stages of so many blocks, and a mean over what is left of the image."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
+        normed(norm, widths[0]),
+        nn.ReLU(),
+    ]
+    before = widths[0]
+    for width in widths:
+        for _ in range(blocks):
+            layers.append(Block(before, width, 1 if before == width else 2, norm, projected))
+            before = width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
 
 
 @option
@@ -37,6 +73,7 @@ class ResNet:
     """
 
     depth: Count
+    norm: Norm
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Raises UsageError unless samples are images of at least 4x4, and `depth` is 8, 14, 20, …"""
@@ -44,18 +81,19 @@ class ResNet:
         if odd or blocks < 1:
             raise UsageError(f"model.depth={self.depth} is not of the form 6n + 2; take 8, 14, 20, 32, 44, 56 or 110.")
         channels, _, _ = image_shape(f"resnet{self.depth}", sample_shape, at_least=4)
-        layers: list[nn.Module] = [
-            nn.Conv2d(channels, WIDTHS[0], 3, padding=1, bias=False),
-            nn.BatchNorm2d(WIDTHS[0]),
-            nn.ReLU(),
-        ]
-        before = WIDTHS[0]
-        for width in WIDTHS:
-            for _ in range(blocks):
-                layers.append(Block(before, width, stride=1 if before == width else 2))
-                before = width
-        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes))
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        return model
+        return network(channels, WIDTHS, blocks, num_classes, self.norm)
+
+
+@option
+class ResNet18:
+    """ResNet-18 (He et al., 2015) as is customary on 32x32 images: a 3x3 convolution first, and no pooling after it.
+
+    With three channels and ten classes it has 11,173,962 parameters.
+    """
+
+    norm: Norm
+
+    def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Raises UsageError unless samples are images of at least 8x8."""
+        channels, _, _ = image_shape("resnet18_small", sample_shape, at_least=8)
+        return network(channels, WIDE, 2, num_classes, self.norm, projected=True)

@@ -23,6 +23,10 @@ class Optimizer(Contract, group="optimizer"):
     momentum: ClassVar[float] = 0.0
     weight_decay: ClassVar[float] = 0.0
 
+    def for_layers(self, layers: Layers) -> Optimizer:
+        """The optimizer of this model, where it has to know its layers."""
+        return self
+
     def init(self, num_params: int) -> Moments:
         """Empty moments."""
         return ()

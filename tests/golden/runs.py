@@ -329,6 +329,9 @@ def learning() -> dict[str, Row]:
             "sync=bsp optimizer.nesterov=true optimizer.weight_decay=0.01 optimizer.warmup_epochs=1", twin=True
         ),
         "adam": Row(f"{RING} sync=local_sgd sync.local_steps=4 optimizer=adam optimizer.lr=0.01"),
+        "muon": Row(
+            f"{RING} sync=local_sgd sync.local_steps=4 optimizer=muon model=mlp model.hidden=[16,16]", processes="slow"
+        ),
         "adamw-linear-decay": Row("sync=ssp optimizer=adamw optimizer.schedule=linear stop.steps=null stop.epochs=2"),
         "step-decay": Row("sync=bsp optimizer.schedule=step optimizer.horizon_epochs=2", twin=True),
         "dirichlet": Row("sync=local_sgd dataset.partition=dirichlet dataset.alpha=0.3 seed=3", twin=True),

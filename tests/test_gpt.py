@@ -1,0 +1,89 @@
+"""The decoder of today: what it sees, how large it is; texts of bytes and of folders; ResNet-18 for small images."""
+
+import numpy as np
+import pytest
+import torch
+
+from ashl.errors import DataMissingError, UsageError
+from ashl.model.gpt import angles, turned
+from tests.conf_option import conf_option
+
+
+def built(**fields):
+    torch.manual_seed(0)
+    return conf_option("model", "gpt", **fields).build((16,), 64).eval()
+
+
+def test_it_looks_at_nothing_that_comes_later_and_knows_places():
+    model = built(width=32)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 9:] = 0
+    assert torch.allclose(model(tokens)[:, :9], model(changed)[:, :9], atol=1e-6)
+    assert not torch.allclose(model(tokens)[:, 9:], model(changed)[:, 9:], atol=1e-6)
+    assert model(tokens).shape == (2, 16, 64)
+    swapped = tokens[:, [1, 0, *range(2, 16)]]
+    assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1], atol=1e-6)
+
+
+def test_attention_goes_by_distance():
+    """Turned by their places, a query and a key meet at an angle that is that of the distance between them."""
+    draw = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 1, 1, 8, generator=draw).expand(1, 1, 12, 8) for _ in range(2))
+    scores = turned(query, angles(12, 8)) @ turned(key, angles(12, 8)).transpose(2, 3)
+    near = scores[0, 0]
+    torch.testing.assert_close(near[3:, 3:], near[:-3, :-3], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(near[0, 1:], near[0, :-1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "millions"), [({}, 0.82), ({"tied": False}, 0.85), ({"width": 512, "heads": 8, "layers": 6}, 19.0)]
+)
+def test_sizes(fields, millions):
+    with torch.device("meta"):
+        model = conf_option("model", "gpt", **fields).build((64,), 256)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.03)
+
+
+def test_a_width_that_heads_cannot_turn_is_refused():
+    with pytest.raises(UsageError, match="take a multiple of twice the heads"):
+        conf_option("model", "gpt", width=36, heads=4, layers=1).build((8,), 9)
+    with pytest.raises(UsageError, match="take dataset=text"):
+        conf_option("model", "gpt").build((3, 8, 8), 9)
+
+
+def test_a_folder_is_one_text_and_bytes_are_themselves(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name, content in {"b.txt": "é" * 40, "a.txt": "ab" * 40, "sub/c.py": "x" * 50, ".hidden": "no"}.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "z.bin").write_bytes(b"\xff\xfe\x00")
+    chosen = {"path": str(tmp_path), "length": 3}
+    whole = "ab" * 40 + "\n" + "é" * 40 + "\n" + "x" * 50
+    data = conf_option("dataset", "text", **chosen, tokens="bytes").load()
+    inputs, targets = data.train.batch(np.arange(len(data.train)))
+    assert data.num_classes == 256
+    assert bytes(inputs.flatten().tolist()) == whole.encode()[: inputs.numel()]
+    assert bytes(targets.flatten().tolist()) == whole.encode()[1 : inputs.numel() + 1]
+    assert conf_option("dataset", "text", **chosen).load().num_classes == len(set(whole))
+    assert len(conf_option("dataset", "text", **chosen, most_mb=0.0001).read()) == 99  # half a character is none
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataMissingError, match="a folder without a file of UTF-8"):
+        conf_option("dataset", "text", path=str(tmp_path / "empty")).load()
+
+
+def test_the_standard_library_is_a_text_on_every_machine():
+    text = conf_option("dataset", "text", path="stdlib", most_mb=0.2).read()
+    assert len(text) > 199_000
+    assert b"import" in text
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_resnet_18_of_small_images(norm):
+    model = conf_option("model", "resnet18_small", norm=norm).build((3, 32, 32), 10)
+    assert sum(p.numel() for p in model.parameters()) == 11_173_962
+    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == (norm == "batch")
+    small = conf_option("model", "resnet8", norm=norm).build((3, 16, 16), 10)
+    assert small(torch.randn(2, 3, 16, 16)).shape == (2, 10)
+    if norm == "group":  # a sample's answer does not hang on those beside it
+        x = torch.randn(4, 3, 16, 16)
+        torch.testing.assert_close(small(x)[:1], small(x[:1]), rtol=1e-4, atol=1e-5)

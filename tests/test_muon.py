@@ -1,0 +1,74 @@
+"""Muon against torch's, which iterates in bfloat16; what is a matrix and what is not; and that it learns."""
+
+import pytest
+import torch
+
+from ashl.optimizer.muon import Muon, orthogonal
+from tests.conf_option import conf_option
+from tests.support import simulated
+
+SHAPES = (("embed.weight", (6, 4)), ("a.weight", (8, 20)), ("a.bias", (8,)), ("b.weight", (24, 3, 2, 2)))
+D = sum(torch.Size(shape).numel() for _, shape in SHAPES)
+
+
+def pieces(flat):
+    sizes = [torch.Size(shape).numel() for _, shape in SHAPES]
+    return {name: part.view(shape) for (name, shape), part in zip(SHAPES, flat.split(sizes), strict=True)}
+
+
+def walked(optimizer, count=4):
+    """Parameters after some steps along drawn gradients; what was given stays as it was."""
+    draw = torch.Generator().manual_seed(0)
+    params, moments = torch.randn(D, generator=draw), optimizer.init(D)
+    for _ in range(count):
+        grad = torch.randn(D, generator=draw)
+        given = [tensor.clone() for tensor in (params, grad, *moments)]
+        after, moved = optimizer.step(moments, params, grad, 0.02)
+        assert all(torch.equal(*pair) for pair in zip((params, grad, *moments), given, strict=True))
+        moments, params = after, moved
+    return pieces(params)
+
+
+def test_matrices_are_turned_and_all_else_goes_as_adamw():
+    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES))
+    plain = walked(conf_option("optimizer", "adamw", weight_decay=0.1))
+    alike = {name for name in found if torch.equal(found[name], plain[name])}
+    assert alike == {"embed.weight", "a.bias"}
+
+
+@pytest.mark.slow  # torch's own takes seconds to be imported
+def test_matrices_go_as_those_of_torch():
+    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES))["a.weight"]
+    draw = torch.Generator().manual_seed(0)
+    first = pieces(torch.randn(D, generator=draw))["a.weight"].clone()
+    theirs = torch.nn.Parameter(first.clone())
+    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        theirs.grad = pieces(torch.randn(D, generator=draw))["a.weight"].clone()
+        torchs.step()
+    assert torch.dist(found, theirs) < 0.02 * torch.dist(theirs, first)
+
+
+@pytest.mark.parametrize("shape", [(4, 30), (30, 4), (7, 7)])
+def test_singular_values_come_near_one(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonal(x, 8))
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
+    assert orthogonal(x, 5).shape == shape
+
+
+def test_without_layers_it_is_adamw():
+    bare = conf_option("optimizer", "muon")
+    assert isinstance(bare, Muon)
+    x, grad = torch.ones(5), torch.arange(5.0)
+    assert torch.equal(bare.step(bare.init(5), x, grad, 0.1)[1], conf_option("optimizer", "adamw").step(
+        bare.init(5), x, grad, 0.1)[1])  # fmt: skip
+
+
+def test_muloco_learns_by_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be, " * 100, encoding="utf-8")
+    small = ("model.width=16", "model.layers=1", "model.heads=2", "dataset.length=16", "dataset.batch_size=8")
+    chosen = ("experiment=muloco", f"dataset.path={tmp_path}", *small, "sync.local_steps=4", "stop.steps=48")
+    ran = simulated(*chosen, "optimizer.lr=0.02")
+    assert ran.learner.evaluate(ran.params)["test_metric"] < 20  # of 256 bytes
