@@ -13,6 +13,7 @@ from ashl.config.catalog import meant, nearest
 from ashl.errors import AshlError, UsageError
 
 from .advise import advise
+from .calibrate import calibrate
 from .compare import compare
 from .doctor import doctor
 from .export import export
@@ -49,6 +50,7 @@ COMMANDS = {
     "profile": profile,
     "sweep": sweep,
     "launch": launch,
+    "calibrate": calibrate,
     "advise": advise,
     "compare": compare,
     "export": export,

@@ -37,7 +37,7 @@ LEVELS = (
     {"tracking", "report"},
     {"run"},
     {"study"},
-    {"advice"},
+    {"advice", "calibration"},
     {"cli", "__init__", "__main__"},  # the front doors
 )
 ROOT_MODULES = {"__init__", "__main__", "errors", "option", "size_only"}  # what may lie loose in ashl/
@@ -60,7 +60,15 @@ HOMES = {
     "random": (),
     "asyncio": (),
     "logging": (),
-    "ashl.tracking": ("ashl/tracking/", "ashl/report/", "ashl/study/", "ashl/run/", "ashl/advice/", "cli/ui.py"),
+    "ashl.tracking": (
+        "ashl/tracking/",
+        "ashl/report/",
+        "ashl/study/",
+        "ashl/run/",
+        "ashl/advice/",
+        "ashl/calibration/",
+        "cli/ui.py",
+    ),
     "ashl.runtime.sim": ("ashl/runtime/", "ashl/run/virtual.py", "ashl/planning/predict.py"),
     "ashl.runtime.process": ("ashl/runtime/", "ashl/run/"),
 }

@@ -16,6 +16,7 @@ from ashl.option import Count, Natural, NonNegative, Positive, option
 from ashl.plan.full import quantile
 
 COVERED = 0.9
+ENOUGH = 9  # combinations for that
 AT = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -38,6 +39,11 @@ class Calibration:
     overall: Errors
     inside: Natural
     held_back: Natural
+
+    @property
+    def bound(self) -> float:
+        """q, of the model where there are enough combinations of it for the promise."""
+        return (self.model if self.model.count >= ENOUGH else self.overall).bound
 
 
 def bound(ratios: Sequence[float]) -> float:

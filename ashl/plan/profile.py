@@ -152,7 +152,7 @@ class Profile:
     @property
     def error(self) -> float | None:
         """Within which share a predicted time has been what was measured, in 9 of 10 cases; None = nobody knows."""
-        return None if self.calibration is None else math.expm1(self.calibration.model.bound)
+        return None if self.calibration is None else math.expm1(self.calibration.bound)
 
     @property
     def better_host(self) -> str | None:

@@ -164,7 +164,7 @@ def _prepared(
     plan = replace(plan, stages=tuple(sized(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True)))
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
-    return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch), resolved, data)
+    return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch, known), resolved, data)
 
 
 def usable(plan: Plan, options: Options, path: str | None) -> Parts:
@@ -229,7 +229,9 @@ def name_of(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
     return "-".join(choices[group] for group in (what, "model", "dataset"))
 
 
-def predicted(plan: Plan, parts: Parts, cluster: Any, deal: Deal, epoch_samples: int, batch: int) -> Plan:
+def predicted(
+    plan: Plan, parts: Parts, cluster: Any, deal: Deal, epoch_samples: int, batch: int, known: Profile | None
+) -> Plan:
     """The plan with what each stage should reach, where this cluster, chosen or the profile's, says what it costs."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan
@@ -237,7 +239,8 @@ def predicted(plan: Plan, parts: Parts, cluster: Any, deal: Deal, epoch_samples:
     stages = rules(plan, parts, [size_only] * len(plan.stages), deal)
     with own_faults(plan.allow_targets, AshlError):  # the run fails before it has begun
         plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
-    return replace(plan, predicted_s=duration_s(plan, epoch_samples))
+    error = None if known is None else known.error
+    return replace(plan, predicted_s=duration_s(plan, epoch_samples), predicted_error=error)
 
 
 def duration_s(plan: Plan, epoch_samples: int) -> float | None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from ashl.plan.noise import alike
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
-from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
+from ashl.tracking.console import MAX_ROWS, give_or_take, milliseconds, number, percent, seconds
 from ashl.tracking.full_profile import show_full
 
 PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps nothing
@@ -105,7 +105,8 @@ def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile 
             console.print("steps/s and waiting are not predicted: the cluster declares no costs")
             continue
         rate, waiting = number(stage.predicted_steps_per_s), percent(stage.predicted_wait_share)
-        console.print(f"predicted {rate} steps/s, workers wait {waiting} of their time")
+        about = f"{rate} steps/s{give_or_take(plan.predicted_error)}"
+        console.print(f"predicted {about}, workers wait {waiting} of their time")
     console.print(duration(plan, epoch_samples))
     notes(console, plan)
 
@@ -128,7 +129,8 @@ def duration(plan: Plan, epoch_samples: int) -> str:
         return f"{steps:,} steps{ends}"
     times = dict.fromkeys(seconds(steps / rate) for rate in (max(rates), min(rates)))
     after = ", after profiling" if plan.stages[0].sync["_target_"] == PROFILING else ""
-    return f"predicted {' to '.join(times)} for {steps:,} steps{after}{ends}"
+    about = " to ".join(times) + give_or_take(plan.predicted_error)
+    return f"predicted {about} for {steps:,} steps{after}{ends}"
 
 
 def stage_table(stage: StagePlan, profile: Profile | None) -> Table:

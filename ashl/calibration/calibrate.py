@@ -1,0 +1,260 @@
+"""`ashl calibrate`: short real runs and the same in virtual time from the cluster's profile, compared; the error is
+stored with the profile, and every later prediction from it carries it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ashl.calibration.combinations import LeftOut, Pair, chosen, codecs_of, pairs_of, tasks_of, usual
+from ashl.calibration.compared import Compared, Verdict, compared, verdict
+from ashl.calibration.page import page
+from ashl.calibration.told import announce, show, show_pairs
+from ashl.cluster.spec import Cluster
+from ashl.config.compose import alternatives, compose
+from ashl.config.construct import construct
+from ashl.config.identity import config_hash
+from ashl.config.override import key_of
+from ashl.errors import AshlError, UsageError
+from ashl.plan.calibration import Calibration
+from ashl.plan.files import read_profile
+from ashl.plan.profile import Profile
+from ashl.run.measured import load, now, versions
+from ashl.run.profile import profile as measure
+from ashl.run.train import is_virtual
+from ashl.study.grid import Grid, Setting
+from ashl.study.slots import run_all
+from ashl.study.sweep import begun, clear, ended, fill, locked
+from ashl.tracking import jsonl
+from ashl.tracking.deadline import Deadline
+from ashl.tracking.sweep_progress import SweepProgress
+
+CALIBRATIONS = Path("runs/calibrations")
+FILE, PAGE = "calibration.json", "calibration.html"
+SCHEMA = 1
+WORKERS = "cluster.num_workers=4"  # of processes that are there, where nothing is said
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and with what means it is done."""
+
+    folder: Path
+    typed: tuple[str, ...]
+    config_dir: Path | None
+    seconds: float  # of each run
+    deadline: Deadline
+    console: Console
+    quiet: bool
+
+
+def calibrate(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    console: Console,
+    *,
+    seconds: float,
+    budget_s: float,
+    dry_run: bool,
+    quiet: bool,
+) -> None:
+    """Raises UsageError and DataMissingError for what cannot be calibrated, AshlError where nothing can be compared."""
+    typed, given = sorted_out(overrides, config_dir)
+    tasks, first = tasks_of(typed), {}
+    for task in tasks:
+        config = compose([*usual(typed), *task, *next(iter(chosen(typed).values()))], config_dir)
+        first[config["choices"]["model"]] = task, config
+    if strangers := given.keys() - first.keys():
+        raise UsageError(
+            f"profile={given[min(strangers)]} is of the model {min(strangers)}, and what is calibrated is "
+            f"{' and '.join(first)}; say model= and dataset= as it was profiled with, or give another profile"
+        )
+    place = Place(folder_of(first, given), tuple(typed), config_dir, seconds, Deadline(budget_s), console, quiet)
+    if dry_run:
+        show_pairs(console, first, chosen(typed), seconds, place.folder)
+        return
+    with locked(place.folder):
+        before = load()
+        profiles = {name: given.get(name) or profiled(name, *first[name], place) for name in first}
+        record = taken_up(place, profiles, before)
+        pairs, left_out = planned(place, profiles, {name: task for name, (task, _) in first.items()})
+        if not quiet:
+            announce(console, pairs, left_out, place.folder, budget_s, before)
+        run_pairs(pairs, place)
+        rows = concluded(pairs, left_out, place, profiles)
+        told = verdict(rows)
+        stored = store(told, profiles)
+        document = {**record, "status": "whole" if len(rows) == len(pairs) else "part", **as_record(told, left_out)}
+        jsonl.write_json(place.folder / FILE, {**document, "load": {"before": before, "after": load()}})
+        (place.folder / PAGE).write_text(page(told, left_out, document, " ".join(["ashl calibrate", *overrides])))
+    show(console, told, left_out, stored, place.folder / PAGE, len(pairs))
+
+
+def sorted_out(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[str], dict[str, Path]]:
+    """(what holds for every run, profiles by their models). Raises UsageError."""
+    typed, given = list[str](), dict[str, Path]()
+    for text in {key_of(text): text for text in overrides}.values():
+        values = alternatives(text, config_dir)
+        if key_of(text) == "profile":
+            for value in values:
+                path = Path(value.partition("=")[2])
+                given[read_profile(str(path)).model] = path
+        elif len(values) > 1:
+            raise UsageError(f"{text} gives several values, and all runs of a calibration have one; give one")
+        elif key_of(text) == "stop" or key_of(text).startswith("stop."):
+            raise UsageError(f"{text}: how long runs are follows from --seconds; drop it")
+        else:
+            typed.append(text)
+    config = compose(typed, config_dir)
+    kind = config["runtime"]["_target_"]
+    if is_virtual(config) or not kind.endswith("LocalRuntime"):
+        raise UsageError("a calibration compares virtual time with real runs that it starts itself; take runtime=local")
+    keys = {key_of(text) for text in typed}
+    if "cluster" not in keys:
+        typed.append("cluster=real")
+    if "cluster=real" in typed and not keys & {"cluster.num_workers", "cluster.hosts"}:
+        found = {str(path): read_profile(str(path)).num_workers for path in given.values()}
+        typed.append(f"cluster.num_workers={next(iter(found.values()))}" if found else WORKERS)
+    return typed, given
+
+
+def folder_of(first: dict[str, tuple[tuple[str, ...], dict[str, Any]]], given: dict[str, Path]) -> Path:
+    """Where it lies: named by the task, the cluster, and the profiles that were given."""
+    configs = [config for _, config in first.values()]
+    if configs[0]["run"]["dir"]:
+        return Path(configs[0]["run"]["dir"]).expanduser()
+    text = "".join([*map(config_hash, configs), *sorted(map(str, given.values()))])
+    return CALIBRATIONS / f"{configs[0]['name'] or 'calibration'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def profiled(name: str, task: Sequence[str], config: dict[str, Any], place: Place) -> Path:
+    """The profile of this model, measured in full unless an earlier call has; of a declared cluster, as it declares."""
+    folder = place.folder / f"profile-{name}"
+    if (folder / "profile.json").exists():
+        return folder / "profile.json"
+    shutil.rmtree(folder, ignore_errors=True)
+    cluster = construct(config["cluster"], "cluster", config["allow_targets"])
+    if isinstance(cluster, Cluster) and not cluster.missing():
+        virtual = compose([*usual(place.typed), *task, "runtime=sim"], place.config_dir)
+        measure({**virtual, "run": {**virtual["run"], "dir": str(folder)}}, [], quiet=True)
+    else:
+        if not place.quiet:
+            place.console.print(f"measuring what {name} costs here in full, into {folder}", soft_wrap=True)
+        codecs = codecs_of(chosen(place.typed), place.typed, place.config_dir)
+        own = {**config, "run": {**config["run"], "dir": str(folder)}, "seed": config["seed"]}
+        measure(own, [], quiet=True, full=True, codecs=codecs)
+    return folder / "profile.json"
+
+
+def taken_up(place: Place, profiles: dict[str, Path], before: dict[str, float]) -> dict[str, Any]:
+    """The record of this calibration, begun or gone on with. Raises UsageError where what has run is of other
+    profiles."""
+    of = {name: {"file": str(path), "digest": read_profile(str(path)).digest} for name, path in profiles.items()}
+    known = jsonl.whole(place.folder / FILE)
+    for name, own in ((known or {}).get("profiles") or {}).items():
+        if name in of and own.get("digest") != of[name]["digest"]:
+            raise UsageError(
+                f"the calibration in {place.folder} is older than profile={of[name]['file']}, which was measured anew "
+                "since; delete that folder, or give another run.dir"
+            )
+    record = {"schema": SCHEMA, "made": now(), "versions": versions(), "profiles": of, "typed": list(place.typed)}
+    jsonl.write_json(place.folder / FILE, {**record, "status": "running", "load": {"before": before}})
+    return record
+
+
+def planned(
+    place: Place, profiles: dict[str, Path], tasks: dict[str, tuple[str, ...]]
+) -> tuple[list[Pair], list[LeftOut]]:
+    pairs, left_out = list[Pair](), list[LeftOut]()
+    with place.console.status("planning") as status:
+        for name, path in profiles.items():
+
+            def tell(what: str, name: str = name) -> None:
+                status.update(f"planning {name}: {what}")
+
+            found, out = pairs_of(tasks[name], place.typed, path, place.seconds, place.config_dir, tell)
+            pairs += found
+            left_out += [LeftOut(f"{name}: {own.name}", own.reason) for own in out]
+    if len(pairs) < 2:
+        why = f" ({left_out[0].name}: {left_out[0].reason})" if left_out else ""
+        raise UsageError(f"fewer than two combinations are left to compare{why}; drop some of what was typed")
+    return pairs, left_out
+
+
+def run_pairs(pairs: Sequence[Pair], place: Place) -> None:
+    """All that has not ended yet: virtual runs on all cores, and then the real ones, one at a time."""
+    run([pair.virtual for pair in pairs], place.folder / "virtual", place, len(os.sched_getaffinity(0)), quiet=True)
+    run([pair.real for pair in pairs], place.folder / "real", place, 1, quiet=place.quiet)
+
+
+def run(settings: Sequence[Setting], folder: Path, place: Place, slots: int, *, quiet: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = [own for own in settings if not ended(folder / own.hash, rerun_failed=True)]
+    if not waiting or place.deadline.left_s <= 0:
+        return
+    grid = Grid({}, tuple(settings), (), {}, 0)
+    record = begun(grid, place.typed, folder, keep_dropped=False)
+    progress = SweepProgress(place.console, len(waiting), quiet=quiet, deadline=place.deadline)
+    fill(grid, record, folder, waiting, partial(run_all, slots), progress, over=lambda: place.deadline.left_s <= 0)
+    for own in waiting:
+        if not ended(folder / own.hash, rerun_failed=False):
+            clear(folder / own.hash)  # cut off by the budget: the same command runs it again
+
+
+def concluded(
+    pairs: Sequence[Pair], left_out: list[LeftOut], place: Place, profiles: dict[str, Path]
+) -> list[Compared]:
+    """Those that can be compared; the others are left out with the reason. Raises AshlError for fewer than two."""
+    known = {name: read_profile(str(path)) for name, path in profiles.items()}
+    rows = list[Compared]()
+    for pair in pairs:
+        row = compared(pair, place.folder / "real", place.folder / "virtual", known[pair.model])
+        if isinstance(row, Compared):
+            rows.append(row)
+        else:
+            left_out.append(LeftOut(pair.label, row))
+    if len(rows) < 2:
+        raise AshlError(
+            f"fewer than two combinations have ended in {place.deadline.budget_s:g} s ({left_out[-1].name}: "
+            f"{left_out[-1].reason}); give --budget more: the same command goes on"
+        )
+    return rows
+
+
+def store(told: Verdict, profiles: dict[str, Path]) -> dict[str, Profile]:
+    """The profiles with the error of their model, written where they were."""
+    stored = {}
+    for name, path in profiles.items():
+        known = read_profile(str(path))
+        own = told.models.get(name)
+        if own is None:
+            continue
+        calibration = Calibration(
+            made=now(), of=known.digest, model=own, overall=told.overall, inside=told.inside, held_back=told.held_back
+        )
+        stored[name] = replace(known, calibration=calibration)
+        jsonl.write_json(path, asdict(stored[name]))
+    return stored
+
+
+def as_record(told: Verdict, left_out: Sequence[LeftOut]) -> dict[str, Any]:
+    """For machines."""
+    return {
+        "combinations": [row.record for row in told.rows],
+        "left_out": [own._asdict() for own in left_out],
+        "measured_over_predicted": {of: told.spread(of) for of in ("steps_per_s", "step_bytes", "round_s")},
+        "wait_share_difference": told.spread("wait_share"),
+        "median_error": told.median_error,
+        "worst": {"name": f"{told.worst.model}: {told.worst.name}", "ratio": told.worst.ratio},
+        "component": told.weakest,
+        "errors": {"overall": asdict(told.overall), **{model: asdict(own) for model, own in told.models.items()}},
+        "held_back": {"inside": told.inside, "of": told.held_back},
+    }

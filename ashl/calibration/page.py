@@ -1,0 +1,70 @@
+"""`calibration.html`: predicted against measured, as one file that opens anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from ashl.calibration.combinations import LeftOut
+from ashl.calibration.compared import Verdict
+from ashl.calibration.told import TITLES, cells, sentences
+from ashl.report.page import STYLE
+from ashl.report.svg import COLORS, MARKERS, SOFT, Scale, drawing, haloed, line, marker, text, x_axis, y_axis
+
+WIDTH, HEIGHT, LEFT, TOP, LEGEND = 940, 520, 80, 16, 200
+NAMED = 1.1  # those that are further off than this have their name written beside them
+
+
+def scatter(told: Verdict) -> str:
+    """Steps per second: on the diagonal prediction and measurement agree; the dashes are the interval."""
+    rates = [rate for row in told.rows for rate in (row.predicted.steps_per_s, row.measured.steps_per_s)]
+    low, high = min(rates) / 1.3, max(rates) * 1.3
+    across = Scale(low, high, LEFT, WIDTH - LEGEND, log=True)
+    up = Scale(low, high, HEIGHT - 50, TOP, log=True)
+    parts = [
+        x_axis(across, HEIGHT - 50, "steps/s predicted, logarithmic", top=TOP),
+        y_axis(up, LEFT, "steps/s measured, logarithmic", right=WIDTH - LEGEND),
+        line(across(low), up(low), across(high), up(high), stroke=SOFT),
+    ]
+    bound = max(told.overall.bound, 1e-3)
+    factor = 2.718281828459045**bound
+    if factor < 1.3:
+        for a, b in ((factor, 1.0), (1.0, factor)):
+            ends = across(low * a), up(low * b), across(high / b), up(high / a)
+            parts.append(line(*ends, stroke=SOFT, stroke_dasharray="3 3"))
+    models = list(told.models)
+    for row in told.rows:
+        style = models.index(row.model) % len(COLORS)
+        x, y = across(row.predicted.steps_per_s), up(row.measured.steps_per_s)
+        parts.append(marker(MARKERS[style], x, y, COLORS[style], 5.0))
+        if not 1 / NAMED < row.ratio < NAMED:
+            parts.append(haloed(x + 8, y + 4, f"{row.name} ({row.component})", 3))
+    for index, model in enumerate(models):
+        y = TOP + 14 + 22 * index
+        parts.append(marker(MARKERS[index % len(COLORS)], WIDTH - LEGEND + 34, y, COLORS[index % len(COLORS)], 5.0))
+        parts.append(text(WIDTH - LEGEND + 48, y + 4, model))
+    return drawing(WIDTH, HEIGHT, "predicted and measured steps per second", *parts)
+
+
+def page(told: Verdict, left_out: Sequence[LeftOut], record: Mapping[str, Any], command: str) -> str:
+    """The whole page."""
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(told, len(told.rows)))
+    head = "".join(f"<th>{escape(title)}</th>" for title in TITLES)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>" for row in told.rows)
+    out = "".join(f"<li><code>{escape(own.name)}</code> {escape(own.reason)}</li>" for own in left_out)
+    made = ", ".join([str(record["made"]), *(f"{name} {version}" for name, version in record["versions"].items())])
+    body = [
+        "<h1>ashl: predicted and measured</h1>",
+        f'<div class="answer">{said}</div>',
+        f"<section><h2>Steps per second</h2>{scatter(told)}"
+        '<p class="note">Above the line the cluster was faster than predicted; what is off by 10 % is named.</p>'
+        "</section>",
+        f'<section><h2>Combinations</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>",
+        f"<section><h2>Left out ({len(left_out)})</h2><ul>{out}</ul></section>" if out else "",
+        f"<section><h2>How this was made</h2><p><code>{escape(command)}</code></p><p>{escape(made)}</p></section>",
+    ]
+    top = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>ashl: calibration</title>'
+    whole = f'<!DOCTYPE html>\n<html lang="en"><head>{top}<style>{STYLE}</style></head>'
+    return whole + "\n<body>\n" + "\n".join(filter(None, body)) + "\n</body></html>\n"
