@@ -19,7 +19,7 @@ from ashl.planning.build import assemble
 from ashl.planning.make import make_plan
 from ashl.run.mean_model import ModelSet, Whole
 from ashl.runtime.churn import Churn
-from ashl.runtime.records import Record, Snapshot, UpdateShown, as_fields
+from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.program import peers_of, program
@@ -43,6 +43,14 @@ class Ran:
 
     def emit(self, record: Record) -> None:
         self.records.append(flat(record))
+        if self.parts is not None and isinstance(record, Lost):
+            for whole in self.parts.lose(record.rank):
+                self.keep(whole)
+        elif self.parts is not None and isinstance(record, Joined):
+            self.parts.come(record.rank)
+
+    def keep(self, whole: Whole) -> None:
+        self.snapshots.append((flat(whole.snapshot) | {"consensus_distance": whole.distance}, whole.params))
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         if isinstance(record, UpdateShown):
@@ -54,7 +62,7 @@ class Ran:
                 self.models[record.rank] = vector
             whole = self.parts.add(record, vector)
         if whole is not None:
-            self.snapshots.append((flat(whole.snapshot) | {"consensus_distance": whole.distance}, whole.params))
+            self.keep(whole)
 
     @property
     def scores(self) -> dict[str, float | None] | None:

@@ -55,7 +55,7 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
             raise UsageError(
                 f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, which "
                 "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
-                "sync=bsp or sync=asp"
+                "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
             )
         if beside(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
             raise UsageError(

@@ -45,11 +45,14 @@ class ModelSet:
     """Snapshots that make one evaluation together, until the last of them has come.
 
     Each worker gives its model with the evaluation's `tick` (none = at the end); the home rank, a worker or not, gives
-    the counts. Where a snapshot was left out (see `run.reporter`), its evaluation never comes and is forgotten.
+    the counts. Where a snapshot was left out (see `run.reporter`), its evaluation never comes and is forgotten. Of a
+    worker that is lost no model is waited for.
     """
 
     num_workers: int
     _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(default_factory=dict)
+    _gone: set[int] = field(default_factory=set)  # workers that are lost now
+    _without: dict[int | None, set[int]] = field(default_factory=dict)  # ... and of whom nothing will come
 
     def add(self, snapshot: Snapshot, params: Vector | None) -> Whole | None:
         """The whole once all have come: with the counts and the latest time."""
@@ -58,11 +61,31 @@ class ModelSet:
         parts[rank] = snapshot, params
         for other in [t for t in self._parts if t is not None and (tick is None or t < tick)]:
             if rank not in self._parts[other]:
-                del self._parts[other]  # a rank's snapshots come in order: this one stays incomplete
+                self._forget(other)  # a rank's snapshots come in order: this one stays incomplete
+        self._without.setdefault(tick, set(self._gone)).update(snapshot.without)
+        return self._whole(tick)
+
+    def lose(self, rank: int) -> list[Whole]:
+        """A worker is lost; what is whole without it."""
+        self._gone.add(rank)
+        for without in self._without.values():
+            without.add(rank)
+        return [whole for tick in [*self._parts] if (whole := self._whole(tick))]
+
+    def come(self, rank: int) -> None:
+        """A worker is back."""
+        self._gone.discard(rank)
+
+    def _forget(self, tick: int | None) -> None:
+        del self._parts[tick]
+        del self._without[tick]
+
+    def _whole(self, tick: int | None) -> Whole | None:
+        parts, without = self._parts[tick], self._without[tick]
         models = [model for _, (_, model) in sorted(parts.items()) if model is not None]
         home = next((part for part, _ in parts.values() if part.counts is not None), None)
-        if home is None or len(models) < self.num_workers:
+        if home is None or not models or len(models) + len(without - parts.keys()) < self.num_workers:
             return None
-        del self._parts[tick]
+        self._forget(tick)
         time_ns = home.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
         return Whole(home._replace(time_ns=time_ns), *mean_of(models))

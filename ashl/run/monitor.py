@@ -146,8 +146,12 @@ class Monitor:
             case Lost(rank, time_ns, why):
                 self.books.absences.append(Absence(rank, time_ns, why))
                 self.recorder.event(as_event(record))
+                for whole in self.books.parts.lose(rank) if self.books.parts else ():
+                    self.evaluate(whole)
             case Joined(rank, time_ns):
                 self.absent[rank].back_ns = time_ns
+                if self.books.parts:
+                    self.books.parts.come(rank)
                 self.recorder.event(as_event(record))
             case LedgerTotals():
                 self.ledgers[record.rank] = record

@@ -225,7 +225,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
             done.add(item[0])
         return len(done | roll.away) == plan.num_ranks
 
-    if stage.topology.has_server and place.rank == stage.server:  # it answers who comes too late
+    if place.rank == stage.server:  # it answers who comes too late
         kernel.linger(over)
     while not over():
         time.sleep(0.01)

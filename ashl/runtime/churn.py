@@ -41,7 +41,7 @@ class Aside(Mailbox):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: list[Message] = []
+        self.held: list[Any] = []  # messages, losses that it has not heard of, and who is back
 
     def put(self, message: Message) -> Task | None:
         self.held.append(message)
@@ -150,8 +150,9 @@ class Churn:
         sim, (peer, rank, since_ns, why) = self.sim, item
         if item not in self._untold:
             return
-        if peer in self._still:
-            return self._at_ns(self._still[peer][0], self._told, item)
+        if isinstance(aside := sim._mail[peer], Aside) and peer in self._still:
+            aside.held.append(item)  # between what came before and what comes after
+            return None
         self._untold.remove(item)
         loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s")
         for task, value in sim._mail[peer].lose(loss, since_ns):
@@ -170,7 +171,10 @@ class Churn:
         sim.gone.remove(rank)
         sim._mail[rank] = Mailbox()
         for peer in self.links(rank):
-            sim._mail[peer].lost.pop(rank, None)
+            if isinstance(aside := sim._mail[peer], Aside):
+                aside.held.append(rank)
+            else:
+                aside.lost.pop(rank, None)
         node = sim.nodes[rank]
         node.ledger.go_on(sim.now_ns, [])
         sim.observer.emit(Joined(rank, sim.now_ns))
@@ -249,5 +253,10 @@ class Churn:
         assert isinstance(aside, Aside)
         self.sim._mail[rank] = mail
         del self._still[rank]
-        for message in aside.held:
-            self.sim._deliver((rank, message))
+        for item in aside.held:
+            if isinstance(item, Message):
+                self.sim._deliver((rank, item))
+            elif isinstance(item, int):
+                mail.lost.pop(item, None)
+            else:
+                self._told(item)

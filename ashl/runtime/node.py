@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from ashl.runtime.effects import (
@@ -259,11 +259,13 @@ class Node:
         final: bool = False,
         counts: Counts | None = None,
         time_ns: int | None = None,
+        without: Collection[int] = (),
     ) -> None:
         """Hand the model to the evaluator, at the home rank with the counts; costs the experiment nothing. Where every
-        worker has a model of its own, `tick` says which ones belong together."""
+        worker has a model of its own, `tick` says which ones belong together, and `without` who has none among them."""
         at_ns = self.now_ns if time_ns is None else time_ns
-        self.kernel.observer.snapshot(Snapshot(self.rank, at_ns, tick, final, counts), params)
+        shown = Snapshot(self.rank, at_ns, tick, final, counts, without=tuple(sorted(without)))
+        self.kernel.observer.snapshot(shown, params)
 
     def show_update(self, x: Vector, *, of: int | None, tick: int, weight: float = 1.0) -> None:
         """Hand an update to the monitor, which compares what compression makes of the workers' mean: before compression

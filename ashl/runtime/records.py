@@ -279,6 +279,7 @@ class Snapshot(NamedTuple):
     final: bool = False
     counts: Counts | None = None
     nbytes: int | None = None  # of the model, where it travels beside the record
+    without: tuple[int, ...] = ()  # with the counts: the workers of whom no model belongs to them
 
 
 class UpdateShown(NamedTuple):

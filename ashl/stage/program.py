@@ -34,7 +34,8 @@ async def program(
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = reassigned(stages, *state.assigned)
     if node.rank == first.home:
-        node.snapshot(state.params, final=True, counts=state.tally.report(), time_ns=state.tally.end_ns)
+        tally, without = state.tally, state.tally.gone if first.replicas else ()
+        node.snapshot(state.params, final=True, counts=tally.report(), time_ns=tally.end_ns, without=without)
     elif first.replicas:
         node.snapshot(state.params, final=True)
 

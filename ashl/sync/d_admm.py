@@ -11,6 +11,9 @@ Synchronous, colour by colour: delay = 0. Asynchronous: a worker goes on when `b
 it needs (the partial barrier) and none is more than `delay` iterations behind that (the bounded delay); it takes a
 smaller ρ, as duals follow late.
 
+The duals of an edge add up to zero only while both ends are there, and those of a lost neighbour cannot be taken back:
+a run ends where a worker is lost.
+
 Limit: without neighbours it is SGD. Departs from the papers in that the argmin is H steps of SGD, which the term
 ρ·D·‖x − x_p‖²/2 in the above keeps from going too far, and in that asynchrony is on a graph, without their master.
 Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm for Separable Optimization", IEEE TSP

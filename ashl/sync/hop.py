@@ -6,6 +6,9 @@ sent a model of iteration k − s or later, and none trails by more than `gap` i
 over itself (age 0) and those neighbours, of each its newest model up to iteration k. Since everybody's iterations are
 known from its models, no tokens travel.
 
+Its lead and its staleness are counted from neighbours' iterations, which one that comes back does not have: a run ends
+where a worker is lost.
+
 Limits: s = backups = 0 is D-PSGD (`awc`, uniform weights on a regular graph), to rounding. The mean of all models is
 kept only there. Left out of the paper's rules is the jump of a worker that trails far behind.
 Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv 1902.01064.

@@ -4,6 +4,8 @@ Rule: i takes H local steps, draws a neighbour j, and both take the mean of thei
 steps that are under way, to which those are added when they are done. With `overlap` i itself goes on meanwhile (the
 paper's non-blocking form); otherwise it waits for the answer.
 
+Of workers that are lost and that come back: `ashl.topology.partners`.
+
 Limits: H = 1 on a graph of two roles is AD-PSGD but for who asks. Departs from the paper in that a worker asks after
 every H steps of its own, so that a fast one meets more often, instead of pairs being drawn from outside.
 Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv

@@ -11,6 +11,8 @@ longer. A worker's side of the protocol, with tags of the stage and iteration 0:
     "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
     ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
 
+Where workers are lost or come back, see `ashl.topology.partners`.
+
 Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A worker takes in words
 in a task of its own (`obey`), or where it receives anyway. A method that needs more of its coordinator (a group
 generator, say) has its own loop around `verdict`.
@@ -20,15 +22,16 @@ Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ashl.runtime.effects import Message
+from ashl.runtime.effects import JOIN, LOST, Message
 from ashl.runtime.node import Node
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
-from ashl.topology.ending import leave, record_end, verdict
+from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import WorkerState
+from ashl.topology.partners import close_doors, membership, welcome
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
 
@@ -59,6 +62,7 @@ class CoordinatorState:
     ticks: int = 0  # evaluations asked for so far
     params: Any = None  # it has no model
     assigned: tuple[int, Any] | None = None
+    newcomers: dict[int, tuple[float, ...]] = field(default_factory=dict)  # who asks to take part, and as what life
 
 
 @dataclass
@@ -69,10 +73,12 @@ class RoamingState(WorkerState):
     end_ns: int = 0
     reported: bool = False  # and not answered yet
     gone: bool = False  # the coordinator has let it go
+    absent: set[int] = field(default_factory=set)  # neighbours that are lost
+    asked: int | None = None  # whose answer is still to come
 
     def enter(self, stage: Stage, rank: int) -> None:
         super().enter(stage, rank)
-        self.word, self.reported, self.gone = GO, False, False
+        self.word, self.reported, self.gone, self.asked = GO, False, False, None
 
 
 async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
@@ -80,12 +86,18 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
     tally = state.tally
     tally.begin(node.now)
     word, reason = GO, None
+    reported, deadline_s = stage.tag("report"), stage.judge.deadline_s
+    for rank in sorted(state.newcomers):
+        await welcome(node, stage, state, rank)
     while word == GO:
-        message = await node.recv(stage.tag("report"), before_s=stage.judge.deadline_s)
+        message = await node.recv(reported, LOST, JOIN, before_s=deadline_s)
         node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
             word, reason = STOP, "seconds"
             break
+        if message.tag != reported:
+            await membership(node, stage, state, message)
+            continue
         take(tally, message)
         await node.send(message.src, stage.tag("go"), None, (tally.samples,))
         if stage.judge.take(state, node.now):
@@ -106,9 +118,15 @@ def take(tally: Tally, message: Message) -> None:
 async def ask_snapshots(node: Node, stage: Stage, state: CoordinatorState) -> None:
     """Ask every worker for a snapshot, and hand in the counts that belong to them."""
     state.ticks += 1
+    await say(node, stage, state, Word(SNAPSHOT, state.ticks))
+    node.snapshot(None, tick=state.ticks, counts=state.tally.report(), without=state.tally.gone)
+
+
+async def say(node: Node, stage: Stage, state: CoordinatorState, word: Word) -> None:
+    """A word to all who are there."""
     for rank in stage.workers:
-        await node.send(rank, stage.tag("word"), None, Word(SNAPSHOT, state.ticks))
-    node.snapshot(None, tick=state.ticks, counts=state.tally.report())
+        if rank not in state.tally.gone:
+            await node.send(rank, stage.tag("word"), None, word)
 
 
 async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
@@ -116,24 +134,27 @@ async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, 
     is done. At the end of the run it has ended now; what is still reported was merged before its worker had heard of
     that, in virtual time at this very moment, and counts, since it is part of a model."""
     tally = state.tally
-    tally.end_ns = node.now_ns
-    for rank in stage.workers:
-        await node.send(rank, stage.tag("word"), None, Word(word))
-    left = stage.num_workers
-    while left:
-        message = await node.recv(stage.tag("report"), stage.tag("done"))
-        if message.tag[0] == "done":
+    tally.end_ns = within(stage, node.now_ns)
+    await say(node, stage, state, Word(word))
+    working = set(stage.workers) - tally.gone
+    while working:
+        message = await node.recv(stage.tag("report"), stage.tag("done"), LOST, JOIN)
+        if message.tag in (LOST, JOIN):
+            await membership(node, stage, state, message, closing=True)
+            working -= tally.gone
+        elif message.tag[0] == "done":
             tally.drop(message.src, int(message.meta[0]))
-            left -= 1
-            continue
-        take(tally, message)
-        await node.send(message.src, stage.tag("go"), None, (tally.samples,))
+            working.discard(message.src)
+        else:
+            take(tally, message)
+            await node.send(message.src, stage.tag("go"), None, (tally.samples,))
     if word == NEXT:
-        tally.end_ns = node.now_ns
-    for rank in stage.workers:
-        await node.send(rank, stage.tag("word"), None, Word(BYE, end_ns=tally.end_ns))
+        tally.end_ns = within(stage, node.now_ns)
+    await say(node, stage, state, Word(BYE, end_ns=tally.end_ns))
     record_end(node, stage, tally, reason)
     if word == STOP:
+        if stage.joins:
+            node.spawn(close_doors(node, state, tally.end_ns))
         node.ledger.close(tally.end_ns)
 
 
@@ -160,7 +181,7 @@ async def report(node: Node, stage: Stage, state: RoamingState, work: Any, stale
 async def answered(node: Node, stage: Stage, state: RoamingState) -> None:
     """Wait for the answer to the last report, if it is still to come."""
     if state.reported:
-        message = await node.recv(stage.tag("go"))
+        message = await node.recv(stage.tag("go"), src=stage.server)
         state.samples, state.reported = int(message.meta[0]), False
 
 

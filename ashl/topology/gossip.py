@@ -26,13 +26,14 @@ from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.rule import Loop, Network, Rule, Topology
+from ashl.stage.rule import CHURN, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
+from ashl.topology.partners import come
 
 VERDICTS = (*REASONS, "diverged")
 Told = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
@@ -54,6 +55,7 @@ class RoundRule(GossipRule, contract=True):
     """
 
     in_rounds: ClassVar[bool] = True
+    carries: ClassVar[frozenset[str]] = frozenset()
     early: ClassVar[bool] = False  # whether models leave before the local work
     lag: ClassVar[int] = 0  # rounds that messages may be late
     suspect: ClassVar[str] = ""  # what else may be wrong where a run diverges
@@ -84,6 +86,7 @@ class RoamingRule(GossipRule, contract=True):
     """A sync mode of gossip in which workers go at their own pace."""
 
     coordinated: ClassVar[bool] = True
+    carries: ClassVar[frozenset[str]] = frozenset()  # its rule says whether it goes on without a worker
     resumable: ClassVar[bool] = False  # no checkpoint holds it
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
@@ -100,7 +103,7 @@ class Gossip(Topology):
     """Workers talk to their neighbours on a graph, and to nobody else."""
 
     asks: ClassVar[type[Rule]] = GossipRule
-    carries: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and nobody adds up updates
+    carries: ClassVar[frozenset[str]] = frozenset({CHURN})  # whole models travel, and nobody adds up updates
     replicas: ClassVar[bool] = True
     graph: str
     weights: Literal["metropolis", "uniform"]
@@ -151,6 +154,13 @@ class Gossip(Topology):
             return RoamingState(*stage.trainer.init())
         n = stage.num_workers
         return RoundState(*stage.trainer.init(), tally=Progress(n) if node.rank else Tally(n))
+
+    async def come(
+        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+    ) -> tuple[int, Any] | None:
+        state = RoamingState(*stages[0].trainer.init())
+        index = await come(node, stages, state)
+        return None if index is None else (index, state)
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:

@@ -78,6 +78,15 @@ def introduced(state: ServerState, message: Message) -> None:
     state.lives[message.src] = int(life)
 
 
+def check_left(node: Node, stage: Stage, rank: int, left: int) -> None:
+    """Raises AshlError where too few workers are left without this one."""
+    if left < stage.min_workers:
+        raise AshlError(
+            f"worker {rank} is lost at {node.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
+            f"runtime.min_workers={stage.min_workers}: the run ends here"
+        )
+
+
 async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     """Go on without a worker; returns whether the model changed, as the round was whole without it. Raises AshlError
     where too few are left."""
@@ -88,11 +97,7 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     tally.lose(rank)
     state.quorum = stage.quorum_of(tally.present)
     state.ends.forget(rank)
-    if (left := tally.present + len(state.newcomers)) < stage.min_workers:
-        raise AshlError(
-            f"worker {rank} is lost at {node.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
-            f"runtime.min_workers={stage.min_workers}: the run ends here"
-        )
+    check_left(node, stage, rank, tally.present + len(state.newcomers))
     tally.now_s = node.now
     state.rule_state = rule.changed(stage, state.rule_state, tally, rank)
     if not rule.in_rounds:

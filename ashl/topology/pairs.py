@@ -6,7 +6,8 @@ whatever is in flight, Σ_i x_i changes by nothing but the workers' own steps. E
 also while it computes or waits for an answer itself, hence no circle of waiting can close whatever the graph.
 
 With `overlap`, i sends before it computes and takes the answer when it has computed, so that the exchange is hidden;
-otherwise it computes, then meets. Nobody leaves before the coordinator says that all are done.
+otherwise it computes, then meets. Nobody leaves before the coordinator says that all are done. Of partners that are
+lost and that come back: `ashl.topology.partners`.
 
 Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv 1710.06952.
 """
@@ -16,18 +17,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.data.rng import Purpose, bits
-from ashl.runtime.effects import Message
+from ashl.runtime.effects import JOIN, LOST, Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
+from ashl.stage.rule import CHURN
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule
 from ashl.topology.local_work import local_work
+from ashl.topology.membership import welcomed
+from ashl.topology.partners import heed
 
 
 class PairRule(RoamingRule, contract=True):
     """A sync mode in which workers average in pairs: it says whom each of them may ask."""
 
+    carries: ClassVar[frozenset[str]] = frozenset({CHURN})
     overlap: ClassVar[bool] = True  # whether the exchange is hidden behind the computation
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
@@ -45,17 +50,16 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     answering = node.spawn(answer(node, stage, state))
     peers, dropped = rule.peers(stage, node.rank), 0
     while state.word == GO:
-        peer = drawn(peers, stage.seed, node.rank, state.round)
         version, sent = state.version, state.params
         if rule.overlap:
-            await ask(node, stage, peer, sent)
+            await ask(node, stage, state, peers)
         work = await local_work(node, stage, state)
         await answered(node, stage, state)
         staleness = state.version - version
-        if not rule.overlap:
-            peer, sent = None if state.word == STOP else peer, state.params
-            await ask(node, stage, peer, sent)
-        await meet(node, stage, state, peer, sent)
+        if not rule.overlap and state.word != STOP:
+            sent = state.params
+            await ask(node, stage, state, peers)
+        await meet(node, stage, state, sent)
         if state.word == STOP:  # the end of the run: work that is under way is thrown away
             dropped = work.steps
             break
@@ -72,16 +76,23 @@ def drawn(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
     return peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
 
 
-async def ask(node: Node, stage: Stage, peer: int | None, params: Vector) -> None:
-    if peer is not None:
-        await node.send(peer, stage.tag("ask"), params)
+async def ask(node: Node, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:
+    """Ask one of them who is there."""
+    there = tuple(peer for peer in peers if peer not in state.absent) if state.absent else peers
+    state.asked = drawn(there, stage.seed, node.rank, state.round)
+    if state.asked is not None:
+        await node.send(state.asked, stage.tag("ask"), state.params, (state.life, state.round))
 
 
-async def meet(node: Node, stage: Stage, state: RoamingState, peer: int | None, sent: Vector) -> None:
-    """Take the answer of a worker that was asked."""
-    if peer is not None:
-        message = await node.recv(stage.tag("answer"), src=peer)
-        merge(state, message, sent)
+async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> None:
+    """Take the answer of the worker that was asked, if one was and it is not lost."""
+    while state.asked is not None:
+        message = await node.recv(stage.tag("answer"), LOST)
+        if message.tag == LOST:
+            await heed(node, stage, state, message)
+        elif message.src == state.asked and message.meta == (state.life, state.round):
+            state.asked = None
+            merge(state, message, sent)
 
 
 def merge(state: RoamingState, message: Message, sent: Vector) -> None:
@@ -91,11 +102,14 @@ def merge(state: RoamingState, message: Message, sent: Vector) -> None:
 
 
 async def answer(node: Node, stage: Stage, state: RoamingState) -> None:
-    """Beside the worker's own loop: answer whoever asks, and take in words, until all are done."""
+    """Beside the worker's own loop: answer whoever asks, and take in words and who is there, until all are done."""
+    asked, word = stage.tag("ask"), stage.tag("word")
     while True:
-        message = await node.recv(stage.tag("ask"), stage.tag("word"))
-        if message.tag[0] == "ask":
-            await node.send(message.src, stage.tag("answer"), state.params)
+        message = await node.recv(asked, word, LOST, JOIN, welcomed(state.life))
+        if message.tag == asked:
+            await node.send(message.src, stage.tag("answer"), state.params, message.meta)
             merge(state, message, state.params)
+        elif message.tag != word:
+            await heed(node, stage, state, message)
         elif obey(node, state, message):
             return

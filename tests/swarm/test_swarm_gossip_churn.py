@@ -1,0 +1,79 @@
+"""The swarm through gossip with workers that fail, come back and stand still: whatever graph and mode are drawn, the
+run ends, nobody waits for the dead, books balance, and what is counted was merged."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ashl.cluster.spec import Churn, Cluster
+from ashl.errors import AshlError, UsageError
+from ashl.planning.legal import carried_by
+from ashl.stage.rule import CHURN
+from ashl.stage.stage import Stage
+from tests.swarm.drawn import check_books, drawn_cluster, each, run
+from tests.swarm.test_swarm_churn import drawn_events
+from tests.swarm.test_swarm_gossip import drawn_stages
+
+SEEDS, MANY = 60, 4_000
+FIRST = 40_000
+
+
+def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
+    """None where a mode does not go on, or cannot keep to the graph."""
+    rng = random.Random(seed)
+    cluster = drawn_cluster(rng)
+    n, until_s = cluster.num_workers, rng.choice([0.05, 0.5, 3.0])
+    stages = drawn_stages(rng, n)
+    while any(CHURN not in carried_by(stage.topology, stage.sync) for stage in stages):
+        stages = drawn_stages(rng, n)
+    churn = Churn(mtbf_s=rng.uniform(0.3, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
+    events = sorted((*cluster.events, *drawn_events(rng, n, until_s)), key=lambda event: event.time_s)
+    step_s, detect_s = max(0.001, cluster.step_s or 0.0), rng.choice([0.0, 0.02, 0.3])
+    cluster = replace(cluster, step_s=step_s, events=tuple(events), churn=churn, detect_s=detect_s)
+    try:
+        for stage in stages:
+            stage.topology.check(stage.sync, n, stage.seed)
+    except UsageError:
+        return None
+    steps, seconds = rng.randint(2, 150), rng.choice([0.5, 5.0, 5.0 if churn else None])
+    limits = replace(stages[0].limits, steps=steps, seconds=seconds)
+    least = 1 if rng.random() < 0.8 else rng.randint(1, n)
+    common = {"limits": limits, "trainer": stages[0].trainer, "min_workers": least, "joins": cluster.joins}
+    return cluster, [replace(stage, **common) for stage in stages]
+
+
+def check(seed: int) -> None:
+    if (chosen := drawn(seed)) is None:
+        return
+    cluster, stages = chosen
+    try:
+        _, seen = run(cluster, stages, seed)
+    except AshlError as error:
+        if "fewer than runtime.min_workers" not in str(error):
+            raise
+        return
+    end, n = seen.of("stage")[-1], cluster.num_workers
+    check_books(seen, n, end["end_ns"])
+    assert end["steps"] == sum(end["steps_by"])
+    applied, lives = Counter(), Counter(record["rank"] for record in seen.of("joined"))
+    for record in seen.of("round"):
+        applied[record["rank"]] += 0 if record["dropped"] else record["steps"]
+    for rank in range(n):
+        most = max((stage.worker(rank).local_steps for stage in stages), default=0)
+        counted = end["steps_by"][rank]
+        assert counted <= applied[rank] <= counted + most * (1 + lives[rank]), "a report that was on its way"
+    if end["reason"] == "steps":
+        assert end["steps"] >= stages[0].limits.steps
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
+def test_a_swarm(first: int) -> None:
+    each(range(first, first + 30), check, drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 500))
+def test_a_large_swarm(first: int) -> None:
+    each(range(first, first + 500), check, drawn)
