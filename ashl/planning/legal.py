@@ -13,6 +13,7 @@ from ashl.cluster.spec import RealCluster
 from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
 from ashl.model.mlp import MLP
+from ashl.optimizer.adam import Adam
 from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.sgd import SGD
 from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, WorkerPlan
@@ -206,8 +207,12 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
             "some stages need a coordinator and others do without, and the processes of a run stay the same; take "
             "stages of one kind"
         )
-    for stage, own in zip(stages, parts.stages, strict=True):
+    for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
         sync, topology = own.sync, own.topology
+        if sync.after_adam and not (
+            before and isinstance(own.optimizer, Adam) and stage.handover.get("momentum") != "reset"
+        ):
+            raise UsageError(f"stage {stage.name} goes on with what Adam has learned; take schedule=one_bit_adam")
         check_quorum(sync, len(stage.workers))
         if not parts.runtime.gradients and set(stage.until) & NEED_LOSS:
             raise UsageError(

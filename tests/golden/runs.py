@@ -278,6 +278,9 @@ def stages() -> dict[str, Row]:
         "qsr-tail": Row(
             f"schedule=qsr_tail schedule.shl_epochs=1 {soon} {COSINE} stop.epochs=6 cluster=homogeneous", by_bits=True
         ),
+        "one-bit-adam": Row(
+            "schedule=one_bit_adam schedule.warmup_epochs=1 optimizer.lr=0.01 stop.steps=120", processes="slow"
+        ),
         "post-local": Row("schedule=post_local schedule.switch_epochs=1 schedule.local_steps=4 stop.steps=120"),
         "post-local-ring": Row(
             f"schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset {RING} compression=topk "

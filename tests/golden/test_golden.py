@@ -15,6 +15,7 @@ SAME = ("params_sha256", "bytes_up", "bytes_down", "steps", "samples")
 UNSAID = {  # what is chosen where a row says nothing, and what schedules put before their stages
     "topology=parameter_server",
     "sync=profiling",
+    "sync=one_bit_adam",
     "compression=none",
     "planner=balanced",
     "aggregate=mean",
