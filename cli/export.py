@@ -12,7 +12,7 @@ from .compare import Folders, tell
 from .train import Debug
 
 FORMATS, TABLES = ("csv", "parquet", "json"), ("summary", "metrics", "events")
-TARGETS = ("ddp",)
+TARGETS = ("ddp", "script")
 
 
 def export(
@@ -24,7 +24,7 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="|".join(TARGETS), help="No records: a script for torch, with the run's merge plan."
+            "--to", metavar="|".join(TARGETS), help="No records: a script for torch that does what the run did."
         ),
     ] = None,
     what: Annotated[
@@ -35,7 +35,8 @@ def export(
 ) -> int:
     """Write what runs recorded as one flat table, which pandas reads in one line: pandas.read_csv("runs.csv").
 
-    With --to ddp: a script in which torch's DistributedDataParallel has the messages of one run with overlap.
+    With --to ddp: a script in which torch's DistributedDataParallel has the messages of one run with overlap. With --to
+    script: one run whose workers go round by round, in plain torch.
     """
     if to is not None:
         return export_to(to, folders, kind, out)
@@ -64,9 +65,9 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
         raise UsageError("--format is for records, and --to for a script; give one of them.")
     if len(folders) > 1:
         raise UsageError(f"--to {to} is of one run, and {len(folders)} folders are named; name one.")
-    from ashl.run.ddp import script
+    from ashl.run import ddp, script
 
-    written = script(folders[0], out.name if out else "ddp.py")
+    written = {"ddp": ddp, "script": script}[to].script(folders[0], out.name if out else f"{to}.py")
     if out is None:
         typer.echo(written, nl=False)
         return 0

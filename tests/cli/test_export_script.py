@@ -1,0 +1,116 @@
+"""`ashl export RUN --to script`: the script learns what the run learned, on the same batches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import vector_to_parameters
+
+from ashl.cli.app import main
+from ashl.plan.files import read_plan
+from ashl.planning.build import assemble
+
+RUN = "runtime=sim tracking=none cluster.compute=[1] stop.steps=24 eval.every_commits=100 model.hidden=[16] run.dir=run"
+
+
+def trained(*overrides: str) -> Path:
+    assert main(["train", "-q", *RUN.split(), *overrides]) == 0
+    return Path("run")
+
+
+def exported(run: Path) -> Any:
+    assert main(["export", str(run), "--to", "script", "--out", "script.py"]) == 0
+    module: Any = ModuleType("exported")
+    exec(compile(Path("script.py").read_text(), "script.py", "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture
+def gloo():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "topology=all_reduce sync=bsp optimizer.nesterov=true optimizer.schedule=cosine optimizer.horizon_epochs=1",
+        "sync=bsp compression=topk compression.ratio=0.1 optimizer.momentum=0 optimizer.warmup_epochs=0.3",
+        "topology=all_reduce sync=local_sgd sync.local_steps=4 outer=nesterov optimizer=adamw",
+        "sync=local_sgd sync.local_steps=3 outer=heavy_ball compression=topk compression.feedback=false",
+    ],
+)
+def test_the_same_losses_on_the_same_batches(what: str, workplace: Path, gloo: None) -> None:
+    run = trained(*what.split())
+    plan = read_plan("run/plan.json")
+    trainer: Any = assemble(plan, "cpu").stages[0].trainer
+    written, made = exported(run), exported(run).model
+
+    def model() -> torch.nn.Module:
+        net = made()
+        vector_to_parameters(trainer.init()[0].clone(), net.parameters())
+        return net
+
+    def batches(rank: int):
+        for step in range(24):
+            yield trainer.learner._batch(trainer.learner._train, trainer.batches[rank].indices(step))
+
+    written.model, written.batches = model, batches
+    rounds = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rounds if row["kind"] == "round"]
+    assert len(losses) >= 6
+    assert list(written.train(0)) == pytest.approx(losses, rel=1e-4)
+
+
+def test_its_own_batches_are_shares_of_the_data(workplace: Path) -> None:
+    trained("sync=bsp", "cluster.compute=[1,1]")
+    written = exported(Path("run"))
+    shares = []
+    for rank in (0, 1):
+        stream = written.batches(rank)
+        shares.append({tuple(x.flatten().tolist()) for _ in range(20) for x in next(stream)[0]})
+    assert not shares[0] & shares[1]
+    assert all(len(share) > 500 for share in shares)
+
+
+@pytest.mark.slow
+def test_it_runs_under_torchrun(workplace: Path) -> None:
+    trained("topology=all_reduce", "sync=local_sgd", "cluster.compute=[1,1]", "stop.steps=1200")
+    exported(Path("run"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "script.py"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("round 50: loss ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("sync=asp", "not all go round by round on the same model; name a run with sync=bsp or sync=local_sgd"),
+        (
+            "sync=bsp compression=qsgd",
+            "compression=qsgd takes more than a few lines; name a run with none",
+        ),
+        ("sync=local_sgd outer=slowmo", "outer=slowmo takes more than a few lines"),
+        ("sync=bsp runtime.gradients=false", "it was only timed"),
+        ("schedule=ashl stop.steps=200", "it has 3 stages; name a run with one, as schedule=single"),
+    ],
+)
+def test_what_no_such_script_can_say(overrides: str, says: str, workplace: Path, capsys) -> None:
+    trained(*overrides.split())
+    capsys.readouterr()
+    assert main(["export", "run", "--to", "script"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ashl: run cannot be written as a script of plain torch: ")
+    assert said.count("\n") == 1
+    assert says in said
