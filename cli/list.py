@@ -1,6 +1,7 @@
 """`ashl list`: what can be chosen, and the card of each choice."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,8 @@ from ashl.config.catalog import (
 from .table import folded, show
 from .train import ConfigDir, Debug
 
+METHODS = ("sync", "topology", "aggregate", "outer", "overlap", "compression", "schedule", "planner", "optimizer")
+
 
 def _groups() -> list[str]:
     return [*catalog()]
@@ -37,11 +40,17 @@ def _options(ctx: typer.Context) -> list[str]:
 def show_options(
     group: Annotated[str | None, typer.Argument(help="One group, as sync.", autocompletion=_groups)] = None,
     option: Annotated[str | None, typer.Argument(help="One of its options, as ssp.", autocompletion=_options)] = None,
+    markdown: Annotated[bool, typer.Option(help="All methods, or those of one group, as a page of tables.")] = False,
     config_dir: ConfigDir = None,
     debug: Debug = False,
 ) -> None:
     """Show what can be chosen: all groups, the options of one, or the card of one option."""
     known = catalog(config_dir)
+    if markdown and option is None:
+        if group is not None and group not in known:
+            raise lacking("group", group, known)
+        typer.echo(_page(known, METHODS if group is None else (group,)))
+        return
     if group is None:
         _everything(known)
         return
@@ -55,6 +64,38 @@ def show_options(
     if option not in known[group]:
         raise lacking(group, option, known[group])
     _card(group, option, known[group][option])
+
+
+def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str]) -> str:
+    """Markdown: what each method is, where it runs where that is not everywhere, and what it is from."""
+    parts = []
+    for group in groups:
+        rows = [("option", "what it is", *(("topology",) if group == "sync" else ()), "source")]
+        rows.append(("---",) * len(rows[0]))
+        for name, file in known[group].items():
+            where = (_topologies(target(file)),) if group == "sync" else ()
+            rows.append((f"`{name}`", summary(file), *where, _source(target(file))))
+        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        parts.append("\n".join([f"## {group}", "", *table]))
+    return "\n\n".join(parts)
+
+
+def _source(name: str) -> str:
+    """What a method's card says that it is from."""
+    text = next((text for text in docstrings(name) if "Source" in text), "") if name else ""
+    found = re.search(r"\bSources?:\s+(.+?)(?:\n\n|\Z)", text, re.DOTALL)
+    return " ".join(found[1].split()) if found else "-"
+
+
+def _topologies(name: str) -> str:
+    """Where a sync mode runs."""
+    from ashl.config.construct import found
+    from ashl.planning.legal import TOPOLOGIES
+
+    rule = found(name, "sync", (name.partition(".")[0],))
+    return ", ".join(
+        topology for topology, kind in TOPOLOGIES.items() if isinstance(rule, type) and issubclass(rule, kind.asks)
+    )
 
 
 def _laws(file: Path) -> None:

@@ -13,9 +13,10 @@ from ashl.option import Positive, option
 
 @option
 class Adam(Scheduled):
-    """Adam, as torch.optim.Adam has it: Kingma and Ba, ICLR 2015. Weight decay joins the gradient.
+    """Adam, as torch.optim.Adam has it. Weight decay joins the gradient.
 
     m ← β1 m + (1 - β1) g;  v ← β2 v + (1 - β2) g²;  w ← w - η m̂ / (√v̂ + ε), with the bias of both means taken out.
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
     """
 
     elementwise: ClassVar[bool] = True
@@ -44,7 +45,10 @@ class Adam(Scheduled):
 
 @option
 class AdamW(Adam):
-    """Adam with decoupled weight decay, w ← (1 - ηλ) w before each step: Loshchilov and Hutter, ICLR 2019."""
+    """Adam with decoupled weight decay, w ← (1 - ηλ) w before each step.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
+    """
 
     def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
         """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""

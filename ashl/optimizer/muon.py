@@ -23,14 +23,16 @@ TINY = 1e-7
 
 @option
 class Muon(AdamW):
-    """Momentum orthogonalised by Newton and Schulz: Jordan et al., "Muon", 2024; its steps as long as AdamW's, so that
-    one rate serves both: Liu et al., "Muon is scalable for LLM training", arXiv 2502.16982.
+    """Momentum orthogonalised by Newton and Schulz, with steps as long as AdamW's, so that one rate serves both.
 
     For a matrix W [r, c] (a convolution's with all but the first axis as one), M ← μM + G and W ← (1 - ηλ)W -
     η·0.2·√max(r, c)·O(G + μM), with O five steps of a polynomial that brings all singular values near 1. Vectors, and
-    the layers that `others` names a part of, take AdamW's steps. MuLoCo is this on the workers and outer=nesterov:
-    Thérien et al., arXiv 2505.23725. Where gradients are summed by all-reduce each replica makes the step itself, which
-    needs machines whose matrix products have the same bits.
+    the layers that `others` names a part of, take AdamW's steps. On the workers, with outer=nesterov, it is MuLoCo.
+    Where gradients are summed by all-reduce each replica makes the step itself, which needs machines whose matrix
+    products have the same bits.
+
+    Source: Jordan et al., "Muon", 2024; lengths as in Liu et al., "Muon is scalable for LLM training", arXiv
+    2502.16982; MuLoCo, Thérien et al., arXiv 2505.23725.
     """
 
     elementwise: ClassVar[bool] = False

@@ -16,7 +16,8 @@ class SGD(Scheduled):
     """SGD with momentum, as torch.optim.SGD has it.
 
     g ← g + λw;  m ← μm + g;  w ← w - η m, or w ← w - η (g + μm) with Nesterov's look-ahead.
-    Polyak, 1964; Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
+    Source: Polyak, 1964; Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
+    2013.
     """
 
     elementwise: ClassVar[bool] = True

@@ -155,6 +155,17 @@ def test_list_shows_a_group(capsys) -> None:
     assert not [line for line in lines if "default" in line], "the default schedule names its stages' modes"
 
 
+def test_the_page_of_all_methods_has_each_with_its_source(capsys) -> None:
+    assert main(["list", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split(" | ")[0].strip("|` "): line for line in out.splitlines() if line.startswith("| `")}
+    groups = ("sync", "topology", "aggregate", "outer", "overlap", "compression", "schedule", "planner", "optimizer")
+    assert set(rows) >= {option for group in groups for option in catalog.catalog()[group]}
+    assert "Ho et al." in rows["ssp"]
+    assert "| parameter_server, all_reduce |" in rows["local_sgd"]
+    assert main(["list", "nowhere", "--markdown"]) == 2
+
+
 def test_list_and_cfg_agree_on_what_is_default(capsys) -> None:
     assert main(["train", "--cfg"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)

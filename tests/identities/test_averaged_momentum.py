@@ -28,6 +28,7 @@ def test_a_server_and_an_all_reduce_average_alike_and_pay_twice():
     assert server.plan.stages[0].workers[0].predicted_cycle_s > dense.plan.stages[0].workers[0].predicted_cycle_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [RING, "topology=parameter_server"])
 def test_timed_alone_it_takes_as_long_and_sends_as_much(topology):
     learned, timed = run(*MODE, topology), run(*MODE, topology, "runtime.gradients=false")
