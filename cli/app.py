@@ -17,6 +17,7 @@ from .calibrate import calibrate
 from .compare import compare
 from .doctor import doctor
 from .export import export
+from .join import join
 from .launch import launch
 from .list import show_options
 from .profile import profile
@@ -51,6 +52,7 @@ COMMANDS = {
     "sweep": sweep,
     "launch": launch,
     "calibrate": calibrate,
+    "join": join,
     "advise": advise,
     "compare": compare,
     "export": export,

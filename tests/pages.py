@@ -16,7 +16,20 @@ from ashl.config.compose import PRESETS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-COMMANDS = ("train", "sweep", "launch", "advise", "profile", "list", "compare", "export", "doctor", "ui")
+COMMANDS = (
+    "train",
+    "sweep",
+    "launch",
+    "join",
+    "calibrate",
+    "advise",
+    "profile",
+    "list",
+    "compare",
+    "export",
+    "doctor",
+    "ui",
+)
 TABLE = re.compile(r"(<!-- from conf: (\w+) -->\n).*?(<!-- end -->)", re.S)
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 FILES = (".json", ".yaml", ".py")

@@ -20,11 +20,12 @@ from ashl.plan.plan import Plan
 from ashl.planning.legal_churn import goes_on
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
-from ashl.run.lives import away_until, with_earlier
+from ashl.run.lives import away_until, nothing_yet, with_earlier
 from ashl.run.monitor import Monitor
+from ashl.run.newcomers import answer
 from ashl.run.pace_kept import kept_pace
-from ashl.run.rank import DROPPED, FAILED
-from ashl.run.watch import ALIKE_S, ALONE, AWAKE_S
+from ashl.run.rank import FAILED, Place
+from ashl.run.watch import ALIKE_S, ALONE, AWAKE_S, DROPPED
 from ashl.runtime.news import End
 from ashl.runtime.records import (
     Alive,
@@ -35,6 +36,7 @@ from ashl.runtime.records import (
     LedgerTotals,
     Left,
     Lost,
+    Missed,
     PaceKept,
     RankError,
     Ready,
@@ -60,6 +62,7 @@ class Attendance:
     plan: Plan
     desk: Desk
     processes: dict[int, BaseProcess]  # of the ranks that run here
+    places: Mapping[int, Place]  # ... in their first life
     start: Callable[[int, int], None]  # here, a rank in this life
     left: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
@@ -67,6 +70,7 @@ class Attendance:
         default_factory=dict
     )  # those of them that are coming back, and whether all is ready
     earlier: dict[int, Beat] = field(default_factory=dict)  # how those stood that were lost, when they were
+    missed: set[int] = field(default_factory=set)  # those to whom a link is broken
     starts: Counter[int] = field(default_factory=Counter)  # how often a worker that was killed has been started anew
     errors: list[RankError] = field(default_factory=list)
     pace: list[PaceKept] = field(default_factory=list)
@@ -83,14 +87,16 @@ class Attendance:
                 self.coming[rank] = True
                 self.tell()
             case Joined(rank, time_ns) if rank in self.coming:
-                if rank in self.earlier:
-                    self.earlier[rank] = away_until(self.earlier[rank], time_ns)
+                self.earlier[rank] = away_until(self.earlier[rank], time_ns)
                 del self.coming[rank], self.lost[rank]
                 self.tell()
                 monitor.emit(record)
+            case Lost(rank, why=why) if rank not in self.processes:
+                self.without(monitor, rank, why)
+            case Missed(_, rank, life) if life == self.desk.lives.get(rank):
+                self.missed.add(rank)
             case RankError(rank) if rank in self.lost:
-                self.coming.pop(rank, None)  # it will not come
-                self.tell()
+                self.give_up(rank)
             case RankError():
                 self.errors.append(record)
             case StopAsked():
@@ -119,20 +125,33 @@ class Attendance:
         for rank, how in self.gone().items():
             if rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
                 self.without(monitor, rank, how)
-        if (silent := self.silent(timeout_s)) and self.processes.keys() >= {*silent}:
-            alike = self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))
-            for rank in silent if self.plan.home not in alike else ():
+        for rank in [rank for rank in self.coming if rank not in self.processes]:
+            if self.desk.drained - self.desk.heard[rank] > (QUIET_S if rank in self.missed else timeout_s):
+                self.give_up(rank)
+        for rank in self.missed.intersection(self.silent(QUIET_S)).difference(self.processes):
+            self.without(monitor, rank, "vanished")
+        alike = {*self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))}
+        there = {*range(self.plan.num_workers)} - self.left - self.lost.keys()
+        if self.plan.home not in alike and alike < there and monitor.job.parts.runtime.name == "local":
+            for rank in self.silent(timeout_s):
                 how = f"was not heard of for {timeout_s:g} s"
                 self.desk.drop(rank, End(DROPPED, f"worker {rank} {how} (runtime.timeout_s), and the run went on"))
                 self.without(monitor, rank, how)
 
     def without(self, monitor: Monitor, rank: int, how: str) -> None:
         """The run goes on without this worker."""
+        self.coming.pop(rank, None)
+        if rank in self.lost:
+            return self.tell()
         self.lost[rank] = how
-        if rank in monitor.beats:
-            self.earlier[rank] = monitor.beats[rank]
+        self.earlier[rank] = monitor.beats.get(rank) or nothing_yet(rank)
         latest = max(beat.time_ns for beat in monitor.beats.values())
         monitor.emit(Lost(rank, latest, "declared" if how == DECLARED else how))
+        self.tell()
+
+    def give_up(self, rank: int) -> None:
+        """A worker that was coming will not."""
+        self.coming.pop(rank, None)
         self.tell()
 
     def bring_back(self, respawn: int) -> None:
@@ -143,8 +162,7 @@ class Attendance:
             if code is None:
                 continue
             if rank in self.coming:
-                del self.coming[rank]
-                self.tell()
+                self.give_up(rank)
             if code == DROPPED or (code < 0 and self.starts[rank] < respawn):
                 self.starts[rank] += code < 0
                 self.expect(rank)
@@ -155,6 +173,7 @@ class Attendance:
         self.desk.lives[rank] += 1
         self.desk.heard[rank] = time.monotonic()
         self.coming[rank] = False
+        self.missed.discard(rank)
         self.tell()
 
     def tell(self) -> None:
@@ -162,7 +181,9 @@ class Attendance:
         lives = self.desk.lives
         self.desk.away = self.lost.keys() - self.coming.keys()
         lost = tuple((rank, lives[rank] - (rank in self.coming)) for rank in self.lost)
-        ready = tuple((rank, lives[rank]) for rank, is_ready in self.coming.items() if is_ready)
+        ready = tuple((rank, lives[rank]) for rank, is_ready in self.coming.items() if is_ready)[
+            :1
+        ]  # one after the other
         self.desk.tell(self.desk.news._replace(lost=lost, ready=ready))
 
     def silent(self, for_s: float) -> list[int]:
@@ -179,12 +200,13 @@ def attend(
     desk: Desk,
     processes: dict[int, BaseProcess],
     savings: Savings,
+    places: Sequence[Place],
     start: Callable[[int, int], None],
 ) -> dict | None:
     """Take in what the ranks tell until all have left, as `conduct` says."""
     runtime = monitor.job.parts.runtime
     timeout_s = runtime.timeout_s
-    seen = Attendance(plan, desk, processes, start)
+    seen = Attendance(plan, desk, processes, {place.rank: place for place in places}, start)
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     told, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
@@ -204,7 +226,11 @@ def attend(
             desk.tell(desk.news._replace(stopping=told))
         if savings.every_s is None:  # else the run is gone on with from its last checkpoint
             seen.lose(monitor, timeout_s)
-            seen.bring_back(0 if told else runtime.respawn)
+            if not told and monitor.final is None:
+                seen.bring_back(runtime.respawn)
+        while desk.asks:
+            number, ask = desk.asks.popleft()
+            desk.answer(number, answer(seen, monitor, ask, savings.every_s is not None))
         if not (seen.errors or seen.gone()):
             failed_at = None  # the run goes on without who was gone
         elif failed_at is None:

@@ -7,11 +7,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 
 from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.run import vectors
+from ashl.run.doors import ASKS, Answer, Ask, answers_to
 from ashl.run.reporter import NOTED, RECORDS, news_of, said_by
 from ashl.run.sealed import Sealed
 from ashl.runtime.news import End, News
@@ -41,6 +43,7 @@ class Desk:
         self.news = self._told = News()
         self._due = 0.0
         self._letters: deque[tuple[str, bytes]] = deque()  # to be pushed
+        self.asks: deque[tuple[int, Ask]] = deque()  # of newcomers, each by its number
         self._came: deque[tuple[Record, Tensor | None]] = deque()
         self._fetched = self._taken = 0  # vectors
         self._from: Counter[str] = Counter()  # how many of them by queue
@@ -98,7 +101,15 @@ class Desk:
         except Exception as error:
             self._error = error
 
+    def answer(self, number: int, answer: Answer) -> None:
+        """To a newcomer."""
+        self._letters.append((answers_to(number), answer.dumps()))
+        self._wake.set()
+
     def _take_in(self) -> None:
+        if item := self._store.pop(ASKS):
+            with suppress(AshlError, ValueError):  # whoever it is has another version, and knows it
+                self.asks.append((item[0], Ask.loads(item[1])))
         while self._fetched - self._taken < AHEAD:
             item = self._store.pop(RECORDS)
             self.answered = time.monotonic()
@@ -123,7 +134,9 @@ class Desk:
 
     def _tell(self) -> None:
         while self._missing and (item := self._store.pop(NOTED)):
-            self._missing.discard(said_by(item[0])[0])
+            rank, life = said_by(item[0])
+            if life == self.lives.get(rank):  # and not that it was dropped
+                self._missing.discard(rank)
         while self._letters:
             queue, text = self._letters.popleft()
             self._store.push(queue, HOME, text)

@@ -24,6 +24,7 @@ from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run.attendance import attend
 from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk
+from ashl.run.doors import opened
 from ashl.run.interface import LOOPBACK, Chosen, named
 from ashl.run.monitor import Monitor
 from ashl.run.rank import Place, play_in_child
@@ -67,7 +68,8 @@ def launch(plan: Plan, run_dir: Path, monitor: Monitor, savings: Savings, saved:
     if saved is not None:
         place = place._replace(saved=str(saved.folder), since_ns=saved.time_ns)
     places = [place._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]
-    return conduct(plan, run_dir, monitor, Sealed(store, secret), places, savings)
+    with opened(run_dir, "127.0.0.1", port, secret):
+        return conduct(plan, run_dir, monitor, Sealed(store, secret), places, savings)
 
 
 def conduct(
@@ -77,10 +79,10 @@ def conduct(
     where somebody was interrupted and would not leave. Raises AshlError naming the rank that failed. However it ends,
     every process of the job is told."""
     desk = Desk(store, plan.num_ranks, plan.num_params)
-    end = End(130)
+    end, processes = End(130), dict[int, BaseProcess]()
     try:
         with children(plan, places) as (processes, start):
-            pace = attend(plan, run_dir, monitor, desk, processes, savings, start)
+            pace = attend(plan, run_dir, monitor, desk, processes, savings, places, start)
         if pace is not None:
             end = End(0)
         return pace
@@ -88,7 +90,7 @@ def conduct(
         end = End(1, plain(str(error)))
         raise
     finally:
-        desk.close(end, [place.rank for place in places])
+        desk.close(end, processes)
         monitor.refused = desk.refused
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from ashl.runtime.ledger import KINDS
 from ashl.runtime.records import Beat, Border, LedgerTotals, Measured, Measures
+
+
+def nothing_yet(rank: int) -> Beat:
+    """How a worker stands of which nothing has been heard."""
+    return Beat(rank, 0, 0, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
 
 
 def away_until(before: Beat, time_ns: int) -> Beat:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -45,7 +45,7 @@ from ashl.runtime.news import End
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import Joined, Left, Placed, RankError, Ready, StopAsked
+from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, StopAsked
 from ashl.stage.program import peers_of, program
 from ashl.stage.stage import Stage
 
@@ -61,7 +61,6 @@ BROKEN = (
 )  # gloo's words
 ORPHANED = 75  # exit code of a rank whose parent has died
 FAILED = 77  # ... of one that fails as its cluster says
-DROPPED = 78  # ... of one without which the run has gone on, as it was silent for too long
 
 
 class Place(NamedTuple):
@@ -115,15 +114,22 @@ def redirect(path: Path) -> None:
     os.close(out)
 
 
-def play(place: Place, plan_json: str) -> End:
+def play(
+    place: Place,
+    plan_json: str,
+    dropped: Callable[[End], NoReturn] = leave,
+    say: Callable[[str], None] = lambda text: None,
+) -> End:
     """Join the job, play this rank's part, leave; returns how it went. What goes wrong is reported to home. A rank that
-    is no child of home's waits to hear how the run has ended, and where it has failed does not come back."""
+    is no child of home's waits to hear how the run has ended, and where it has failed does not come back. `dropped`
+    is what becomes of one without which the run has gone on; `say` tells who watches what it does."""
     plan = Plan.from_json(plan_json)
     timeout_s = plan.runtime["timeout_s"]
     watch = Watch(timeout_s, f"{place.host}:{place.port}", place.home, ALONE if place.log else 1)
     wait = timedelta(seconds=max(1.0, timeout_s))
     store = Sealed(dist.TCPStore(place.host, place.port, is_master=False, timeout=wait), place.secret)
     reporter = Reporter(store.another(), place.rank, place.rounds, watch, place.life)
+    reporter.dropped = dropped
     if place.keeps:
         reporter.keeper = Keeper(Path(place.run_dir), place.rank, reporter.emit)
     try:
@@ -131,12 +137,16 @@ def play(place: Place, plan_json: str) -> End:
             redirect(Path(place.run_dir) / f"rank{place.rank}.log")
             asked: AbstractContextManager = nullcontext()
         else:
-            asked = handled(lambda number, frame: reporter.emit(StopAsked(place.rank, "interrupted")))
+            asked = handled(interrupt if place.life else lambda *_: reporter.emit(StopAsked(place.rank, "interrupted")))
         with asked, own_faults(plan.allow_targets, AshlError):
-            part(place, plan, store, reporter)
+            part(place, plan, store, reporter, say)
         reporter.emit(Left(place.rank))
         reporter.close()
         end = End(0) if place.log else reporter.verdict() or End(1, "the job's store was gone before the run's end")
+    except KeyboardInterrupt:
+        reporter.emit(Lost(place.rank, 0, "was interrupted"))
+        reporter.close()
+        leave(End(130))
     except Exception as error:
         sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
         consequence, blamed = blame(error)
@@ -152,6 +162,10 @@ def play(place: Place, plan_json: str) -> End:
     return end
 
 
+def interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def blame(error: Exception) -> tuple[bool, int | None]:
     """Whether an error is but the consequence of another rank's end, and of whose, if that is known."""
     cause = error.__cause__ or error
@@ -160,8 +174,8 @@ def blame(error: Exception) -> tuple[bool, int | None]:
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
 
 
-def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
-    """Set up, run, leave in two phases: when all are done, all say goodbye."""
+def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Callable[[str], None]) -> None:
+    """Set up, run, leave."""
     parts = parts_of(plan)
     reporter.emit(Placed(place.rank, platform.node(), use_device(place.device)))
     torch.set_num_threads(parts.runtime.threads)
@@ -202,11 +216,12 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
         warm_up(stage.trainer, place.rank)
     if place.life:
         reporter.emit(Ready(place.rank))
-        entry = come_in(store, peers, place.rank, place.life, lambda: reporter.end is not None)
+        entry = come_in(store, peers, place.rank, place.life, lambda: reporter.news)
         if entry is None:
             return
         kernel.enter(entry)
         reporter.emit(Joined(place.rank, kernel.now_ns))
+        say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     roll = Roll(kernel, place.rank, peers, store)
     reporter.heard, reporter.beat = roll.hear, kernel.beat
     for event in parts.cluster.events if parts.cluster.befalls else ():
@@ -216,6 +231,12 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
     anew = saved is not None and not in_lockstep(parts, plan.num_workers)
     kernel.run(partial(program, stages=job.stages, saved=saved, comes=anew or place.life > 0))
     reporter.emit(kernel.pace.report())
+    leave_together(place, plan, store, kernel, roll, answers=place.rank == stage.server)
+
+
+def leave_together(place: Place, plan: Plan, store: Sealed, kernel: TorchKernel, roll: Roll, answers: bool) -> None:
+    """When all who are there are done, all say goodbye; whoever `answers` tells those who come until then that it is
+    too late."""
     for rank in range(plan.num_ranks):
         store.push(f"done/{rank}", place.rank, b"")
     done: set[int] = set()
@@ -225,7 +246,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter) -> None:
             done.add(item[0])
         return len(done | roll.away) == plan.num_ranks
 
-    if place.rank == stage.server:  # it answers who comes too late
+    if answers:
         kernel.linger(over)
     while not over():
         time.sleep(0.01)

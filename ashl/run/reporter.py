@@ -13,12 +13,13 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from torch import Tensor
 
 from ashl.run import vectors
 from ashl.run.sealed import Sealed
-from ashl.run.watch import Watch, leave
+from ashl.run.watch import DROPPED, Watch, leave
 from ashl.runtime.keeping import Keeper, Wanted
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
@@ -39,8 +40,10 @@ class Reporter:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.end: End | None = None  # of the run, once it has one
+        self.news = News()  # the last that came
         self.heard: Callable[[News], None] = lambda news: None  # who else wants to know, in this one's thread
         self.rounds, self._rank, self._life, self._broken = rounds, rank, life, False
+        self.dropped: Callable[[End], NoReturn] = leave  # where the run has gone on without this rank
         self.keeper: Keeper | None = None  # of this rank's part of checkpoints
         self.beat: Callable[[], Record] = lambda: Alive(rank)
         self._store, self._watch = store, watch
@@ -131,13 +134,14 @@ class Reporter:
             self._watch.heard()
             self.stopping = self.stopping or news.stopping
             self.scores, self.end, self._taken = news.scores, news.end, news.taken or {}
+            self.news = news
             self.heard(news)
             if news.end:
                 self._store.push(NOTED, sender(self._rank, self._life), b"")
             if self.keeper is not None and news.wanted is not None:
                 self.keeper.asked = Wanted(*news.wanted)
             if news.end and news.end.code:
-                leave(news.end)
+                (self.dropped if news.end.code == DROPPED else leave)(news.end)
         self._watch.answered()
 
     def _posted(self, record: Record, vector: Tensor) -> Record | None:

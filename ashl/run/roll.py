@@ -40,6 +40,6 @@ class Roll:
 
     def _let_in(self, rank: int, life: int) -> None:
         group = let_in(self._store.another(), self._rank, rank, life, self._kernel.clock_ns)
-        self._kernel.meet(rank, group)
+        self._kernel.meet(rank, life, group)
         if rank in self.away:  # in the meantime
             self._kernel.lose(rank, "the run goes on without it")

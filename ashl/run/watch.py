@@ -23,6 +23,7 @@ TICK_S = 0.1
 ALONE = 76  # exit code of a home's child that has heard nothing of it
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM}
 ALIKE_S = 1.0  # between silences that have one cause
+DROPPED = 78  # exit code of a worker without which the run has gone on, as it was silent for too long
 AWAKE_S = 0.5  # longer between two ticks, and the process was stopped
 
 

@@ -164,6 +164,6 @@ class Cancel(NamedTuple):
 class PeerLostError(Exception):
     """A peer that a receive depends on is gone."""
 
-    def __init__(self, rank: int, why: str = "") -> None:
+    def __init__(self, rank: int, why: str = "", life: int = 0) -> None:
         super().__init__(f"rank {rank} is gone{': ' + why if why else ''}")
-        self.rank, self.why = rank, why
+        self.rank, self.why, self.life = rank, why, life

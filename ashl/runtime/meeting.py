@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ashl.runtime.machine import boot
+from ashl.runtime.news import News
 from ashl.runtime.plane import NEVER
 
 MET, NEWCOMER = 0, 1  # places in a group of two
@@ -69,16 +70,22 @@ def let_in(store: dist.Store, peer: int, worker: int, life: int, clock_ns: Calla
     return of_two(name, store, MET)
 
 
-def come_in(store: dist.Store, peers: Iterable[int], worker: int, life: int, over: Callable[[], bool]) -> Entry | None:
-    """At the worker: None where the run is over before all peers have let it in."""
+def come_in(store: dist.Store, peers: Iterable[int], worker: int, life: int, news: Callable[[], News]) -> Entry | None:
+    """At the worker: None where the run is over before it is let in. Who is lost by then lets nobody in: one comes
+    after the other, so each of two who come finds the other there, or will be found."""
+    while (worker, life) not in news().ready:
+        if news().end is not None:
+            return None
+        time.sleep(POLL_S)
     groups, zero_ns = dict[int, dist.ProcessGroup](), 0
     for peer in peers:
         name = name_of(peer, worker, life)
-        while not store.check([name]):
-            if over():
+        while not (there := store.check([name])) and peer not in dict(news().lost):
+            if news().end is not None:
                 return None
             time.sleep(POLL_S)
-        zero, now, clock = map(int, store.get(name).split())
-        zero_ns = zero if clock == clock_of() else time.monotonic_ns() - now
-        groups[peer] = of_two(name, store, NEWCOMER)
+        if there:
+            zero, now, clock = map(int, store.get(name).split())
+            zero_ns = zero if clock == clock_of() else time.monotonic_ns() - now
+            groups[peer] = of_two(name, store, NEWCOMER)
     return Entry(groups, zero_ns)

@@ -26,7 +26,7 @@ class News(NamedTuple):
     wanted: tuple[int, int] | None = None
     taken: dict[str, int] | None = None  # how many vectors it has taken out of each queue
     lost: tuple[tuple[int, int], ...] = ()  # workers without which the run goes on, and which life of theirs is over
-    ready: tuple[tuple[int, int], ...] = ()  # workers to let in, and in which life
+    ready: tuple[tuple[int, int], ...] = ()  # a worker to let in, and in which life
 
     def dumps(self) -> str:
         return json.dumps(self)

@@ -53,8 +53,8 @@ class Pair:
     """The link to one peer, over a group in which the peer has this place: a sender and a listener thread. Where what
     comes is to be taken for something, and when, `Links` says."""
 
-    def __init__(self, links: Links, peer: int, group: dist.ProcessGroup, place: int) -> None:
-        self.links, self.peer, self._group, self._place = links, peer, group, place
+    def __init__(self, links: Links, peer: int, group: dist.ProcessGroup, place: int, life: int = 0) -> None:
+        self.links, self.peer, self.life, self._group, self._place = links, peer, life, group, place
         self.lost = False  # what is sent there may never come back
         self.out: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._came = 0, 0  # bodies from there, and what the last one took
@@ -72,7 +72,7 @@ class Pair:
         """The peer is gone: from here on nothing comes of this link, whatever still arrives."""
         with self._lock:
             if not self.lost:
-                self.links.inbox.put(PeerLostError(self.peer, why))
+                self.links.inbox.put(PeerLostError(self.peer, why, self.life))
             self.lost = True
 
     def join(self, until: float) -> None:
@@ -174,18 +174,20 @@ class Links:
                     "codec writes more than its payload says"
                 )
             body = to_host(body).contiguous()
-        self._pairs[dst].out.put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
+        if dst in self._pairs:  # else it was lost before this rank came
+            self._pairs[dst].out.put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
 
     def lose(self, peer: int, why: str) -> None:
         """The peer counts as gone, whether or not its connection broke."""
-        self._pairs[peer].lose(why)
+        if peer in self._pairs:
+            self._pairs[peer].lose(why)
 
-    def meet(self, peer: int, group: dist.ProcessGroup, place: int, back: Callable[[], object]) -> None:
+    def meet(self, peer: int, life: int, group: dist.ProcessGroup, place: int, back: Callable[[], object]) -> None:
         """The peer has come anew, and is reached by this group. Its loss is told first, if it was not, then `back` is
         put into the inbox, then what it says."""
-        self._pairs[peer].lose("it has come anew")
+        self.lose(peer, "it has come anew")
         self.inbox.put(back)
-        self._pairs[peer] = Pair(self, peer, group, place)
+        self._pairs[peer] = Pair(self, peer, group, place, life)
 
     def goodbye(self, timeout_s: float) -> None:
         """Send what is still queued, then tell each peer that nothing more will come, and wait to be told the same."""

@@ -31,7 +31,7 @@ from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
-from ashl.runtime.records import Beat
+from ashl.runtime.records import Beat, Missed
 
 KEPT_UP_NS = 2_000_000
 LINGER_S = 0.01  # between two looks at whether it is over
@@ -128,10 +128,10 @@ class TorchKernel:
         self._entry, self._zero = entry, entry.zero_ns
         self.node.ledger.begin(self.now_ns)
 
-    def meet(self, peer: int, group: dist.ProcessGroup) -> None:
-        """A worker has come (back), and is reached by this group of two. May be called from another thread."""
+    def meet(self, peer: int, life: int, group: dist.ProcessGroup) -> None:
+        """A worker has come (back) in this life, by this group of two. May be called from another thread."""
         assert self._links is not None
-        self._links.meet(peer, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None))
+        self._links.meet(peer, life, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None))
 
     def lose(self, peer: int, why: str) -> None:
         """A peer counts as gone. May be called from another thread."""
@@ -148,6 +148,8 @@ class TorchKernel:
             pairs = {peer: (world(), peer) for peer in self._peers}
         else:
             pairs = {peer: (group, MET) for peer, group in self._entry.groups.items()}
+            for peer in set(self._peers) - pairs.keys():
+                self._inbox.put(fx.PeerLostError(peer, "it was lost before"))
         self._links = Links(pairs, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes, self._device)
         self._main = self.spawn(self.node, main(self.node), main=True)
         try:
@@ -210,6 +212,7 @@ class TorchKernel:
             self._push_end = max(self._push_end, item.end_ns)
             self.node.ledger.pushed(*item)
         elif isinstance(item, fx.PeerLostError):
+            self.observer.emit(Missed(self.node.rank, item.rank, item.life))
             self._unit.lose(item)
             self._ready.extend(self._mail.lose(item, self.now_ns))
         else:

@@ -105,6 +105,14 @@ class Lost(NamedTuple):
     why: Text
 
 
+class Missed(NamedTuple):
+    """The link from here to a peer, in this life of the peer, is broken."""
+
+    rank: int
+    peer: int
+    life: int
+
+
 class Joined(NamedTuple):
     """A worker that was gone is back."""
 
@@ -297,6 +305,7 @@ Record = (
     | StageEnd
     | Border
     | Lost
+    | Missed
     | Joined
     | LedgerTotals
     | Beat
@@ -321,6 +330,7 @@ KINDS: dict[str, type[Record]] = {
     "stage": StageEnd,
     "border": Border,
     "lost": Lost,
+    "missed": Missed,
     "joined": Joined,
     "ledger": LedgerTotals,
     "beat": Beat,

@@ -19,6 +19,7 @@ def train(workplace, capsys):
     def during(act: Callable[[Path], None], *overrides: str) -> tuple[int, str]:
         run = workplace / "run"
         failed: list[BaseException] = []
+        ended = threading.Event()
 
         def disturb() -> None:
             try:
@@ -26,12 +27,14 @@ def train(workplace, capsys):
                 act(run)
             except BaseException as error:
                 failed.append(error)
-                os.kill(os.getpid(), signal.SIGINT)
+                if not ended.is_set():
+                    os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=disturb, daemon=True)
         thread.start()
         mode = [] if any(override.startswith(("sync=", "schedule=")) for override in overrides) else ["sync=ssp"]
         code = main(["train", *LONG, *mode, *overrides])
+        ended.set()
         thread.join()
         assert not failed
         assert not ranks_of(run), "no process is left"

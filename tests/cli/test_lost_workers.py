@@ -1,15 +1,23 @@
 """Workers of a real run that are killed or stand still: the others go on, and who comes back takes part again."""
 
+import json
 import os
 import signal
+import stat
+import subprocess
+import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from ashl.cli.app import main
+from ashl.run.doors import Door, versions
+from ashl.runtime.machine import machine
 from ashl.tracking import jsonl
-from tests.disturbed import LONG, check_records, ranks_of, wait_for
+from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, wait_for
 
 FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 
@@ -50,9 +58,9 @@ def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
     assert capsys.readouterr().err == said, "a stage that profiles cannot do without it"
 
 
-def check_return(run: Path, rank: int, why: str) -> dict:
+def check_return(run: Path, rank: int, why: str, status: str = "finished") -> dict:
     """A worker was lost and is back: what it did in both lives counts, and in between it was down."""
-    summary = check_records(run, "finished")
+    summary = check_records(run, status)
     (lost,) = summary["lost_workers"]
     assert (lost["worker"], lost["why"]) == (rank, why)
     assert 0 < lost["time_s"] < lost["back_s"] < summary["time_s"]
@@ -85,6 +93,131 @@ def test_a_worker_that_stood_still_for_too_long_is_dropped_and_comes_anew(train,
     check_return(workplace / "run", 1, "was not heard of for 4 s")
     said = (workplace / "run/rank1.log").read_text()
     assert said == "ashl: worker 1 was not heard of for 4 s (runtime.timeout_s), and the run went on\n"
+
+
+JOIN = [sys.executable, "-m", "ashl.cli", "join"]
+
+
+def lose(run: Path) -> None:
+    """Worker 1, as the run knows by then."""
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
+    wait_for(lambda: '"lost"' in (run / "events.jsonl").read_text())
+
+
+@contextmanager
+def joined(run: Path) -> Generator[subprocess.Popen[str]]:
+    """Somebody on another terminal who has come to take part."""
+    with subprocess.Popen([*JOIN, run], cwd=run.parent, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"joins {run} as worker 1, which was killed by SIGKILL\n"
+            assert process.stdout.readline().startswith("takes part from ")
+            size = (run / "events.jsonl").stat().st_size
+            wait_for(lambda: '"rank": 1' in (run / "events.jsonl").read_text()[size:])
+            yield process
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+
+
+def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(train, workplace, capsys) -> None:
+    """Each reason for which there is no place is one sentence. The file with the secret is there for as long as the run
+    is."""
+
+    def join(run: Path) -> None:
+        assert stat.S_IMODE((run / "job.json").stat().st_mode) == 0o600
+        for own, why in ((["--worker", "7"], "there is no worker 7"), ([], "no worker of this run is lost")):
+            assert main(["join", str(run), *own]) == 2
+            assert why in capsys.readouterr().err
+        lose(run)
+        with joined(run) as process:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert process.stdout is not None
+            assert process.stdout.read() == "the run is over\n"
+        assert process.returncode == 0
+
+    assert train(join, "sync=bsp") == (130, "")
+    check_return(workplace / "run", 1, "was killed by SIGKILL", "interrupted")
+    assert not (workplace / "run/job.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code", "why"), [("SIGINT", 130, "was interrupted"), ("SIGKILL", -9, "vanished")])
+def test_who_has_joined_is_gone_again(number: str, code: int, why: str, train, workplace) -> None:
+    def join(run: Path) -> None:
+        lose(run)
+        with joined(run) as process:
+            process.send_signal(signal.Signals[number])
+        assert process.returncode == code
+        wait_for(lambda: (run / "events.jsonl").read_text().count('"lost"') == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(join, "sync=bsp") == (130, "")
+    lost = check_records(workplace / "run", "interrupted")["lost_workers"]
+    assert [(of["worker"], of["why"]) for of in lost] == [(1, "was killed by SIGKILL"), (1, why)]
+    assert lost[0]["back_s"] < lost[1]["time_s"]
+    assert lost[1]["back_s"] is None
+
+
+@pytest.mark.slow
+def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
+    def join(run: Path) -> None:
+        lose(run)
+        with joined(run) as process:
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: (run / "events.jsonl").read_text().count('"lost"') == 2)
+            process.send_signal(signal.SIGCONT)
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"joins {run} as worker 1, which was not heard of for 4 s\n"
+            assert process.stdout.readline().startswith("takes part from ")
+            wait_for(lambda: (run / "events.jsonl").read_text().count('"joined"') == 2)
+            os.kill(os.getpid(), signal.SIGINT)
+        assert process.returncode == 0
+
+    assert train(join, "sync=bsp", "runtime.timeout_s=4") == (130, "")
+    lost = check_records(workplace / "run", "interrupted")["lost_workers"]
+    assert [of["why"] for of in lost] == ["was killed by SIGKILL", "was not heard of for 4 s"]
+    assert all(of["back_s"] for of in lost)
+
+
+@pytest.mark.slow
+def test_nobody_joins_a_run_that_cannot_go_on_without_a_worker(train, capsys) -> None:
+    told = []
+
+    def join(run: Path) -> None:
+        assert main(["join", str(run)]) == 2
+        told.append(capsys.readouterr().err)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(join, "sync=bsp", "run.checkpoint_s=100")[0] == 130
+    assert told[0].endswith("run: a run that leaves checkpoints (run.checkpoint_s) takes nobody.\n")
+
+
+def door(**other: object) -> str:
+    known = Door("127.0.0.1", 1, "00", machine(), "here", *versions())
+    return json.dumps(known._replace(**other)._asdict())
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({}, "there is no run"),
+        ({"config.yaml": "", "summary.json": "{}"}, "the run is over"),
+        ({"config.yaml": ""}, "this run cannot be joined"),
+        ({"job.json": "{"}, "says nothing that a run would (Expecting"),
+        ({"job.json": "{}"}, "says nothing that a run would (something came that is broken: host: Field required)"),
+        ({"job.json": door()}, "the run does not go on any longer"),
+        ({"job.json": door(machine="another", name="there")}, "the run is on there, on its loopback; join it there"),
+        ({"job.json": door(torch="0.1")}, "the run has torch 0.1, and here is"),
+        ({"job.json": door(secret="?")}, "a secret that is none"),
+    ],
+)
+def test_a_folder_that_nobody_can_join(files: dict[str, str], why: str, workplace, capsys) -> None:
+    Path("runs/other").mkdir(parents=True)
+    for name, text in files.items():
+        Path("runs/other", name).write_text(text)
+    assert main(["join", *([] if "job.json" in files else ["runs/other"])]) == 2, "without a folder it is the newest"
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.slow

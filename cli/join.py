@@ -1,0 +1,29 @@
+"""`ashl join`: take the place of a worker that a run has lost."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .train import Debug, starting
+
+
+def join(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Its folder; default: the newest that goes on.")
+    ] = None,
+    worker: Annotated[int | None, typer.Option(min=0, help="Default: the lowest one that is lost.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Take the place of a worker that a run on this machine has lost (runtime=local).
+
+    It ends when the run does. Ctrl-C leaves the run, which goes on.
+    """
+    with starting():
+        from ashl.run.join import join as take_part
+        from ashl.run.train import RUNS
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    return take_part(run, worker, RUNS, say)
