@@ -22,7 +22,7 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
-from ashl.stage.program import peers_of, program
+from ashl.stage.program import hearing, program
 from ashl.stage.stage import Stage
 
 
@@ -115,7 +115,7 @@ def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Ca
     """What all ranks play, with what befalls the cluster."""
     play = partial(program, stages=stages)
     if cluster.befalls:
-        Churn(sim, cluster, seed, stages[0].min_workers, partial(peers_of, stages), play)
+        Churn(sim, cluster, seed, stages[0].min_workers, partial(hearing, stages), play)
     return play
 
 

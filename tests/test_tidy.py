@@ -72,7 +72,7 @@ HOMES = {
     "ashl.runtime.sim": ("ashl/runtime/", "ashl/run/virtual.py", "ashl/planning/predict.py"),
     "ashl.runtime.process": ("ashl/runtime/", "ashl/run/"),
 }
-SEEN_BY_ALGORITHMS = ("ashl.runtime.node", "ashl.runtime.effects", "ashl.runtime.records", "ashl.runtime.sums")
+SEEN_BY_ALGORITHMS = tuple(f"ashl.runtime.{name}" for name in ("node", "effects", "records", "sums", "packed"))
 
 
 def files(*folders: str) -> list[Path]:

@@ -119,6 +119,11 @@ class Cluster:
         return [name for name in (*BEFALLS, "churn") if name in named]
 
     @property
+    def loses(self) -> bool:
+        """Whether workers may be lost."""
+        return bool({FAIL, "churn"} & set(self.befalls))
+
+    @property
     def joins(self) -> bool:
         """Whether workers come while others run."""
         return bool({COME, "churn"} & set(self.befalls))
@@ -147,7 +152,7 @@ class Cluster:
     def missing(self) -> list[str]:
         """The costs that exact virtual time needs and nobody declared. A missing cost is an error, never zero."""
         names = [name for name in ("step_s", "compress_s", "server_step_s") if getattr(self, name) is None]
-        if self.detect_s is None and {FAIL, "churn"} & set(self.befalls):
+        if self.detect_s is None and self.loses:
             names.append("detect_s")
         if self.exchange_s is None:
             names += [name for name in ("bandwidth_mbit_s", "latency_s") if getattr(self, name) is None]
@@ -277,6 +282,7 @@ class RealCluster:
     paced: ClassVar[bool] = False
     node: ClassVar[tuple[int, ...] | None] = None  # nothing is known of machines
     befalls: ClassVar[tuple[str, ...]] = ()
+    loses: ClassVar[bool] = False
     joins: ClassVar[bool] = False
     num_workers: Count | None
     hosts: tuple[Annotated[str, Field(min_length=1)], ...] | None

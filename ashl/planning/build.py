@@ -231,6 +231,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 nodes=parts.cluster.node,
                 min_workers=parts.runtime.min_workers,
                 joins=parts.cluster.joins or parts.runtime.name != "sim",
+                elastic=parts.cluster.loses,
                 payload=payload_of(own.compression, layout),
                 replan=partial(replanned, plan, index + 1, parts, own.compression, deal),
             )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL
+from ashl.compression.contract import Collective
 from ashl.errors import UsageError
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
+from ashl.topology.all_reduce import AllReduce
 
 MEMBERS = {FAIL, "join", "churn"}  # what changes who takes part
 
@@ -21,8 +23,11 @@ def beside(own: StageParts) -> bool:
 
 
 def goes_on(parts: Parts) -> bool:
-    """Whether a run goes on without a worker that is lost, in every stage that does not only measure."""
-    return all(CHURN in carried_by(own.topology, own.sync) and not beside(own) for own in parts.stages)
+    """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
+    return all(
+        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or isinstance(own.topology, AllReduce))
+        for own in parts.stages
+    )
 
 
 def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
@@ -56,6 +61,16 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, which "
                 "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
                 "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
+            )
+        if befalls & MEMBERS and parts.runtime.name != "sim" and isinstance(own.topology, AllReduce):
+            raise UsageError(
+                f"cluster.events ({named}): stage {stage.name} has topology={chosen(own.topology)}, which goes on "
+                "without a worker in virtual time only; take runtime=sim, or topology=parameter_server"
+            )
+        if befalls & MEMBERS and isinstance(own.compression, Collective) and own.compression.peers(0, n):
+            raise UsageError(
+                f"cluster.events ({named}) with compression={chosen(own.compression)}: its workers wait for messages "
+                "of each other, and not for a sum; take compression=topk"
             )
         if beside(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
             raise UsageError(

@@ -16,7 +16,7 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
-from ashl.stage.program import peers_of, program
+from ashl.stage.program import hearing, program
 
 
 class Saving(NamedTuple):
@@ -53,7 +53,7 @@ def simulate(
         sim.save_at(due, keep)
     play = partial(program, stages=job.stages)
     if cluster.befalls:
-        Churn(sim, cluster, plan.seed, stage.min_workers, partial(peers_of, job.stages), play)
+        Churn(sim, cluster, plan.seed, stage.min_workers, partial(hearing, job.stages), play)
     try:
         sim.run(play, monitor.tick, saved=saved)
     except PeerLostError as loss:

@@ -113,7 +113,7 @@ class Channel:
         posted = self.pending.get(number)
         if posted is None:
             posted = self.pending[number] = Posted(number, effect)
-        elif effect[-2:] != posted.effect[-2:] or effect.__class__ is not posted.effect.__class__:
+        elif effect[-3:] != posted.effect[-3:] or effect.__class__ is not posted.effect.__class__:
             raise AshlError(
                 f"the members of a team must post its collectives in the same order: rank {rank} posts "
                 f"{Posted(0, effect).describe()} where rank {next(iter(posted.arrived))} posted {posted.describe()}"
@@ -142,6 +142,14 @@ class Channel:
         self.ready -= 1
         self.under_way = max(1, posted.effect.tensor.nbytes)
         return posted
+
+    def broken(self) -> list[Task]:
+        """A member is gone: forget all that has not begun; returns who waits for it."""
+        waiting = [task for posted in self.pending.values() for task, _ in posted.arrived.values()]
+        self.pending.clear()
+        self.committed.clear()
+        self.ready = 0
+        return waiting
 
     def idle(self, now_ns: int) -> bool:
         """Whether nothing is lost when the channel is forgotten."""
@@ -180,6 +188,14 @@ class Channels:
             channel = self._of[team] = Channel(team)
         self._last = channel
         return channel
+
+    def lose(self, rank: int) -> list[Task]:
+        """Forget the channels of teams that have lost this member; returns who waits there."""
+        lost = [channel for channel in self._of.values() if rank in channel.team]
+        for channel in lost:
+            del self._of[channel.team]
+        self._last = Channel(())
+        return [task for channel in lost for task in channel.broken()]
 
     def all(self) -> list[Channel]:
         return list(self._of.values())

@@ -23,10 +23,12 @@ from ashl.cluster.network import Ports
 from ashl.cluster.spec import Cluster, Event
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError
+from ashl.runtime.channel import Collective
 from ashl.runtime.effects import Compute, Message, PeerLostError
 from ashl.runtime.kernel import Mailbox, Task
 from ashl.runtime.ledger import Span
 from ashl.runtime.records import Joined, Lost
+from ashl.runtime.teams import Teams
 
 if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
@@ -62,8 +64,10 @@ class Churn:
         start: Callable[..., Coroutine],
     ) -> None:
         self.sim, self.cluster, self.min_workers, self.links, self.start = sim, cluster, min_workers, links, start
+        self.served = len(sim.nodes) > len(cluster.compute)  # so that somebody goes on whatever becomes of the workers
         self._places = count(FIRST)
         self._still: dict[int, tuple[int, Mailbox]] = {}  # who stands still, until when, and its own mailbox
+        self.teams = Teams(sim, len(cluster.compute), self._still)
         self._untold: set[tuple[int, int, int, str]] = set()  # who has not heard yet that who is lost, since when, why
         for event in cluster.events:
             if event.server_fail:
@@ -112,7 +116,8 @@ class Churn:
         churn = self.cluster.churn
         if self.over or churn is None:
             return
-        if rank in self.sim.gone or len(self.cluster.compute) - len(self.sim.gone) > self.min_workers:
+        left = len(self.cluster.compute) - len(self.sim.gone) if self.served else len(self.teams.knowing - {rank}) + 1
+        if rank in self.sim.gone or left > self.min_workers:
             self.fail(rank, "drawn")
             self._draw(rank, rng, churn.mttr_s, self._comes_at_random)
         else:
@@ -139,9 +144,17 @@ class Churn:
         self._halted(rank)
         self._forget(rank)
         sim._unit_free[rank] = sim._push_end[rank] = now
+        sim.nodes[rank].counter = None
         sim.observer.emit(Lost(rank, now, why))
         assert self.cluster.detect_s is not None
-        for peer in self.links(rank):
+        told = self.links(rank)
+        self.teams.lose(rank, told)
+        if not self.served and not self.teams.knowing:
+            raise AshlError(
+                f"worker {rank} is lost at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)} workers are left "
+                "that have the model: the run ends here"
+            )
+        for peer in told:
             self._untold.add(item := (peer, rank, now, why))
             self._at_ns(now + round(self.cluster.detect_s * 1e9), self._told, item)
 
@@ -159,6 +172,7 @@ class Churn:
             if task.main:
                 task.node.ledger.idle(sim.now_ns)
             sim._resume(task, value)
+        self.teams.told(peer, rank)
 
     def come(self, rank: int) -> None:
         """A worker that is gone is back, and knows nothing."""
@@ -167,6 +181,7 @@ class Churn:
             return
         for item in sorted(item for item in self._untold if item[1] == rank):
             self._told(item)
+        self.teams.without(rank)
         self._forget(rank)
         sim.gone.remove(rank)
         sim._mail[rank] = Mailbox()
@@ -176,6 +191,7 @@ class Churn:
             else:
                 aside.lost.pop(rank, None)
         node = sim.nodes[rank]
+        node.ledger.limit_ns = min(other.ledger.limit_ns for other in sim.nodes)
         node.ledger.go_on(sim.now_ns, [])
         sim.observer.emit(Joined(rank, sim.now_ns))
         sim._mains[rank] = sim.spawn(node, self.start(node, comes=True), main=True)
@@ -235,7 +251,10 @@ class Churn:
         heapify(heap)
         if sim._unit_free[rank] > now:
             sim._unit_free[rank] += lasts_ns
-        sim.nodes[rank].ledger.go_on(end, self._halted(rank))
+        late = self._halted(rank)
+        if isinstance(sim._mains[rank].waiting, Collective):  # which does not stand still
+            late = [(kind, max(start, end), until) for kind, start, until in late if until > end]
+        sim.nodes[rank].ledger.go_on(end, late)
         self._at_ns(end, self._goes_on, (rank, end))
 
     def _stays(self, item: tuple[int, int]) -> None:

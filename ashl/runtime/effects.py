@@ -106,6 +106,9 @@ class AllReduce(NamedTuple):
     order, kind, `key` and `credit` alike; of those that all have posted the lowest key goes first, up to `credit` bytes
     ahead (`ashl.runtime.channel`). Key 0 is the next one. What has been posted is carried out, also when its task is
     cancelled.
+
+    `epoch`: how many losses had been taken into account when the group was formed. Where a member is lost after that,
+    the others have `Broken` instead of the result, also where their sum is under way.
     """
 
     tensor: Any
@@ -114,6 +117,7 @@ class AllReduce(NamedTuple):
     riders: int = 0
     key: int = 0
     credit: int = 0
+    epoch: int = 0
 
     def __await__(self) -> Generator[AllReduce, Any, Any]:
         return (yield self)
@@ -121,16 +125,45 @@ class AllReduce(NamedTuple):
 
 class AllGather(NamedTuple):
     """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last `riders` bytes ride along
-    and count for neither bytes nor time. Order and `key` as of `AllReduce`."""
+    and count for neither bytes nor time. Order, `key` and `epoch` as of `AllReduce`."""
 
     tensor: Any
     group: tuple[int, ...]
     riders: int = 0
     key: int = 0
     credit: int = 0
+    epoch: int = 0
 
-    def __await__(self) -> Generator[AllGather, Any, list]:
+    def __await__(self) -> Generator[AllGather, Any, Any]:
         return (yield self)
+
+
+class Broken(NamedTuple):
+    """What comes of a collective instead of its result: this member of its group is gone."""
+
+    rank: int
+
+
+class Regroup(NamedTuple):
+    """Agree with all who are left of a team how to go on; returns `Formed` once all of them ask. A worker that has come
+    asks, too, with a version below 0, and is let in where the others go on."""
+
+    version: int  # of the model that this rank would go on from
+    word: int = 0  # 1 or 2: it ends the stage or the run there
+
+    def __await__(self) -> Generator[Regroup, Any, Formed]:
+        return (yield self)
+
+
+class Formed(NamedTuple):
+    """A new team. Who is ahead of its version goes back to it."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+    version: int  # the lowest
+    word: int  # why all asked; 0 where some had come further than others
+    lost: tuple[int, ...]  # who is gone of the team before
+    came: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
 
 
 class Sleep(NamedTuple):

@@ -17,6 +17,7 @@ from ashl.runtime.effects import (
     Encoding,
     Join,
     Recv,
+    Regroup,
     Send,
     Sleep,
     Tag,
@@ -95,7 +96,7 @@ class Kernel(Protocol):
 class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
 
-    __slots__ = ("counter", "kernel", "ledger", "loss", "measures", "rank", "staleness", "steps")
+    __slots__ = ("counter", "kernel", "knocks", "ledger", "loss", "measures", "rank", "staleness", "steps")
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
@@ -106,6 +107,7 @@ class Node:
         self.staleness: int | None = None  # of its last round, like `loss`
         self.loss: float | None = None
         self.measures: dict[str, Measured] = {}
+        self.knocks = False  # whether a worker has come and asks to be let in
 
     def compute(
         self,
@@ -128,14 +130,26 @@ class Node:
         return Drop(tags)
 
     def all_reduce(
-        self, tensor: Any, group: tuple[int, ...], op: str = "sum", riders: int = 0, key: int = 0, credit: int = 0
+        self,
+        tensor: Any,
+        group: tuple[int, ...],
+        op: str = "sum",
+        riders: int = 0,
+        key: int = 0,
+        credit: int = 0,
+        epoch: int = 0,
     ) -> AllReduce:
         assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, riders, key, credit)
+        return AllReduce(tensor, group, op, riders, key, credit, epoch)
 
-    def all_gather(self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0) -> AllGather:
+    def all_gather(
+        self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0, epoch: int = 0
+    ) -> AllGather:
         assert key >= 0, "keys of collectives count from 0"
-        return AllGather(tensor, group, riders, key)
+        return AllGather(tensor, group, riders, key, 0, epoch)
+
+    def regroup(self, version: int, word: int = 0) -> Regroup:
+        return Regroup(version, word)
 
     def sleep(self, seconds: float) -> Sleep:
         return Sleep(seconds)

@@ -4,8 +4,10 @@ numbers, text, containers, and dataclasses and named tuples of this package, who
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 PLAIN = (type(None), bool, int, float, str)
-KIND, NAME, ITEMS = "kind", "name", "items"
+KIND, NAME, ITEMS, TENSOR = "kind", "name", "items", "tensor"
 
 
 def save(path: Path, document: Any) -> None:
@@ -68,6 +70,35 @@ def unpacked(value: Any, packages: tuple[str, ...] = ("ashl",)) -> Any:
     if kind == "named":
         return class_of(value[NAME], packages)(*parts)
     return {"list": list, "tuple": tuple, "set": set, "deque": deque}[kind](parts)
+
+
+def parcelled(value: Any) -> list[Tensor]:
+    """A value to send, as `packed` takes it: the tensors in it, after a first one that says in JSON what they are."""
+    tensors = list[Tensor]()
+
+    def apart(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            tensors.append(item)
+            return {KIND: TENSOR, ITEMS: len(tensors)}
+        if isinstance(item, dict):
+            return {key: apart(part) for key, part in item.items()}
+        return [apart(part) for part in item] if isinstance(item, list | tuple) else item
+
+    text = json.dumps(apart(packed(value)))
+    return [torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8), *tensors]
+
+
+def opened(parcel: Sequence[Tensor], packages: tuple[str, ...]) -> Any:
+    """What `parcelled` was given; see `unpacked`."""
+
+    def whole(item: Any) -> Any:
+        if isinstance(item, dict) and item.get(KIND) == TENSOR:
+            return parcel[item[ITEMS]]
+        if isinstance(item, dict):
+            return {key: whole(part) for key, part in item.items()}
+        return [whole(part) for part in item] if isinstance(item, list) else item
+
+    return unpacked(whole(json.loads(parcel[0].numpy().tobytes())), packages)
 
 
 def name_of(value: Any) -> str:

@@ -313,7 +313,7 @@ class Sim:
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
         """Effects off the hot path: (blocked, value)."""
-        if isinstance(effect, fx.AllReduce | fx.AllGather):
+        if isinstance(effect, fx.AllReduce | fx.AllGather | fx.Regroup):
             self._post(task, effect)
             return True, None
         if isinstance(effect, fx.Sleep):
@@ -342,7 +342,7 @@ class Sim:
         task.done, task.waiting = True, None
         self._end(task)
 
-    def _post(self, task: Task, effect: Collective) -> None:
+    def _post(self, task: Task, effect: Any) -> None:
         """A collective begins when its last member has come and its team's channel is free."""
         channel = self.channels.of(effect.group, self.now_ns)
         channel.post(task, effect)

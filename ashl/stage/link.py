@@ -18,7 +18,7 @@ because workers pull at different times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -47,6 +47,10 @@ class Ends:
     memory: State = None  # where bodies are reduced together
     gradients: bool = False  # whether they are of gradients, and not of differences between models
     held: dict[int, Vector] = field(default_factory=dict)  # by a server: the model that each worker has
+
+    def copy(self) -> Ends:
+        """The same, to go on with; what codecs keep is never changed."""
+        return replace(self, receivers=dict(self.receivers), held=dict(self.held))
 
     def forget(self, worker: int) -> None:
         """This worker is gone; should it come back, both ends begin anew."""
@@ -158,12 +162,12 @@ class Link:
         ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
         return self.made(x)
 
-    def merge(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
-        """Σ c·C(x) of the bodies of workers 0, 1, …, or what else they are together. Raises BodyError."""
+    def merge(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float], workers: Sequence[int]) -> Vector:
+        """Σ c·C(x) of the bodies of these workers, or what else they are together. Raises BodyError."""
         if self.flags.reduces:
             return self.reduce(ends, bodies, weights)
-        pairs = enumerate(zip(bodies, weights, strict=True))
-        return sum_in_rank_order([self.decode(ends, worker, body) * weight for worker, (body, weight) in pairs])
+        each = zip(workers, bodies, weights, strict=True)
+        return sum_in_rank_order([self.decode(ends, worker, body) * weight for worker, body, weight in each])
 
     # --- up, summed on the way
 

@@ -33,7 +33,7 @@ async def program(
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = reassigned(stages, *state.assigned)
-    if node.rank == first.home:
+    if node.counter is not None:  # this is the home rank, or stands in for it
         tally, without = state.tally, state.tally.gone if first.replicas else ()
         node.snapshot(state.params, final=True, counts=tally.report(), time_ns=tally.end_ns, without=without)
     elif first.replicas:
@@ -43,6 +43,11 @@ async def program(
 def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
     """All ranks that this one ever exchanges messages with."""
     return tuple(sorted({peer for stage in stages for peer in stage.topology.links(stage, rank)}))
+
+
+def hearing(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
+    """All ranks that have to know when this one is gone."""
+    return tuple(sorted({peer for stage in stages for peer in stage.topology.hears(stage, rank)}))
 
 
 def role(stage: Stage, rank: int) -> Loop:

@@ -90,6 +90,10 @@ class Topology(Contract, group="topology"):
         """The ranks that this one exchanges messages with."""
         raise NotImplementedError
 
+    def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """The ranks that have to know when this one is gone."""
+        return self.links(stage, rank)
+
     def groups(self, stage: Stage) -> Sequence[Members]:
         """Groups that are known before the run, so that processes can set them up."""
         return (stage.workers,) if stage.sync.by_part and stage.num_workers > 1 else ()

@@ -64,6 +64,8 @@ class Stage:
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
     min_workers: int = 1  # of fewer, no run goes on
     joins: bool = False  # whether workers may come while it goes on
+    elastic: bool = False  # whether it goes on without a worker that is lost
+    gone: frozenset[int] = frozenset()  # who takes no part, where all-reduce has formed a team of the others
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
     # from what was measured: of the workers, the server's seconds of a step and bytes per second, sums, and all else
     replan: Replan | None = None
@@ -97,7 +99,7 @@ class Stage:
     @property
     def home(self) -> int:
         """The rank that judges, counts and hands out snapshots."""
-        return self.server if extra_ranks(self.topology, self.sync) else 0
+        return self.server if extra_ranks(self.topology, self.sync) else self.workers[0]
 
     @property
     def replicas(self) -> bool:
@@ -132,7 +134,7 @@ class Stage:
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
-        return tuple(range(self.num_workers))
+        return tuple(rank for rank in range(self.num_workers) if rank not in self.gone)
 
     @property
     def resets(self) -> bool:
@@ -175,7 +177,8 @@ class Stage:
     @cached_property
     def round_totals(self) -> tuple[int, int]:
         """Steps and samples of all workers together."""
-        return sum(self.round_steps), sum(self.round_samples)
+        here = self.workers
+        return sum(self.round_steps[rank] for rank in here), sum(self.round_samples[rank] for rank in here)
 
     def counted(self, tally: Tally, mean_loss: float, staleness: int = 0) -> Tally:
         """The counts with one more merge of everybody's work; where it diverged, with that alone."""
@@ -192,7 +195,7 @@ class Stage:
         any."""
         if not self.sync.in_rounds:
             return None
-        (steps_of_all, samples_of_all), n = self.round_totals, self.num_workers - len(gone)
+        (steps_of_all, samples_of_all), n = self.round_totals, len(self.workers) - len(gone)
         for rank in gone:
             steps_of_all -= self.round_steps[rank]
             samples_of_all -= self.round_samples[rank]
@@ -219,6 +222,17 @@ class Stage:
             self._once[rest] = self.doing(tuple(workers))
         return self._once[rest]
 
+    def among(self, gone: Collection[int]) -> Stage:
+        """The stage without these workers, Σ w_i = 1 over the others."""
+        gone = frozenset(gone)
+        if gone == self.gone:
+            return self
+        whole: Stage = self._once.setdefault("whole", self)
+        if gone not in whole._once:
+            whole._once[gone] = replace(whole, gone=gone)
+            whole._once[gone]._once["whole"] = whole
+        return whole._once[gone]
+
     def doing(self, workers: tuple[WorkerPlan, ...]) -> Stage:
         """The stage with its workers doing something else from now on; their shards stay as they are."""
         return self if workers is self.plan.workers else replace(self, plan=replace(self.plan, workers=workers))
@@ -234,8 +248,8 @@ class Stage:
 
     @cached_property
     def team_weights(self) -> list[float]:
-        """scale · w_i of all workers."""
-        return self._weighed(self._sized)
+        """scale · w_i of all workers that take part."""
+        return self._weighed([self._sized[rank] for rank in self.workers])
 
     @property
     def estimator(self) -> str:

@@ -172,12 +172,25 @@ class Tally(Progress):
     def commit_all(self, steps: Sequence[int], samples: int) -> None:
         """A push of every worker is now part of the model, with these steps of each, and samples of all."""
         assert not self.waiting
+        if self.gone:
+            return self._commit_present(steps, samples)
         self.clocks = [clock + 1 for clock in self.clocks]
         self.commits = [count + 1 for count in self.commits]
         self.steps_by = [so_far + more for so_far, more in zip(self.steps_by, steps, strict=True)]
         self._at_clock = {clock + 1: workers for clock, workers in self._at_clock.items()}
         self.slowest, self.fastest = self.slowest + 1, self.fastest + 1
         self.advance(sum(steps), samples, self.num_workers)
+
+    def _commit_present(self, steps: Sequence[int], samples: int) -> None:
+        """The same without those who are gone."""
+        for worker in [worker for worker in range(self.num_workers) if worker not in self.gone]:
+            self.clocks[worker] += 1
+            self.commits[worker] += 1
+            self.steps_by[worker] += steps[worker]
+            self.steps += steps[worker]
+        self._at_clock = {clock + 1: workers for clock, workers in self._at_clock.items()}
+        self.slowest, self.fastest = self.slowest + 1, self.fastest + 1
+        self.advance(0, samples, self.present)
 
     def merge(self) -> None:
         """The model is a new version."""

@@ -1,5 +1,8 @@
 """A team: the ranks that merge, as a codec's protocol (`ashl.compression.contract.Team`) and an all-reduce see them.
 
+Where a member is lost, what is under way ends at once, wherever in a protocol: `TeamBrokenError`, for who merges to
+catch.
+
 With every merge two scalars ride along: a share of the mean loss, and what rank 0 alone has to say. They go with the
 first message of each, count for neither bytes nor time, and come back as sums; who merges needs not know of them.
 """
@@ -15,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ashl.learn.device import to_host
-from ashl.runtime.effects import Compute
+from ashl.runtime.effects import Broken, Compute
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -23,6 +26,17 @@ from ashl.stage.stage import Stage
 
 T = TypeVar("T")
 NUMBERS = 2  # that ride along
+
+
+class TeamBrokenError(Exception):
+    """A member is gone, and with it what was awaited of all."""
+
+
+def whole(result: Any) -> Any:
+    """What came of a collective. Raises TeamBrokenError where a member is lost."""
+    if result.__class__ is Broken:
+        raise TeamBrokenError
+    return result
 
 
 @dataclass
@@ -36,11 +50,12 @@ class Team:
     loss: float = 0.0
     word: float = 0
     carried: bool = False  # whether they have gone with a message of this merge
+    epoch: int = 0  # how many losses had been taken into account when it was formed
 
     @classmethod
-    def of(cls, node: Node, stage: Stage) -> Team:
+    def of(cls, node: Node, stage: Stage, epoch: int = 0) -> Team:
         """All workers of a stage."""
-        return cls(node, stage, stage.workers, stage.team_weights)
+        return cls(node, stage, stage.workers, stage.team_weights, epoch=epoch)
 
     def begin(self, loss: float, word: float) -> None:
         """A merge begins."""
@@ -64,16 +79,17 @@ class Team:
 
     async def all_reduce(self, x: Any, weight: float = 1.0, key: int = 0, credit: int = 0) -> Any:
         if self.carried:
-            return await self.node.all_reduce(x if weight == 1 else x * weight, self.ranks, key=key, credit=credit)
+            x = x if weight == 1 else x * weight
+            return whole(await self.node.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch))
         if isinstance(x, SizeOnly):
             word = SizeOnly(x.nbytes, int(self.word))
-            total = await self.node.all_reduce(word, self.ranks, riders=NUMBERS, key=key, credit=credit)
+            total = whole(await self.node.all_reduce(word, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
             self._carry(0.0, total.word)
             return SizeOnly(total.nbytes)
         packed = x.new_empty(x.numel() + NUMBERS)
         torch.mul(x, weight, out=packed[:-NUMBERS])
         packed[-2], packed[-1] = self.loss, self.word
-        total = await self.node.all_reduce(packed, self.ranks, riders=NUMBERS, key=key, credit=credit)
+        total = whole(await self.node.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
         self._carry(*to_host(total[-NUMBERS:]).tolist())
         return total[:-NUMBERS]
 
@@ -93,13 +109,14 @@ class Team:
 
     async def all_gather(self, x: Any) -> list[Any]:
         if self.carried:
-            return await self.node.all_gather(x, self.ranks)
+            return whole(await self.node.all_gather(x, self.ranks, epoch=self.epoch))
         if isinstance(x, SizeOnly):
-            parts = await self.node.all_gather(SizeOnly(x.nbytes, int(self.word)), self.ranks)
+            parts = whole(await self.node.all_gather(SizeOnly(x.nbytes, int(self.word)), self.ranks, epoch=self.epoch))
             self._carry(0.0, sum(part.word for part in parts))
             return parts
         tail = torch.tensor([self.loss, self.word], dtype=torch.float64).view(torch.uint8)
-        parts = await self.node.all_gather(torch.cat([x, tail]), self.ranks, riders=tail.numel())
+        sent = torch.cat([x, tail])
+        parts = whole(await self.node.all_gather(sent, self.ranks, riders=tail.numel(), epoch=self.epoch))
         sums = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts])
         self._carry(*sums.tolist())
         return [part[: -tail.numel()] for part in parts]

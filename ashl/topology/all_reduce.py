@@ -1,14 +1,15 @@
 """All-reduce: every worker holds the model, and each merge is one sum over all of them.
 
 Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker. A ring moves
-2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest.
+2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest. Where workers are lost or come it
+goes on as `ashl.topology.regrouping` says.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -17,16 +18,17 @@ import torch
 
 from ashl.option import option
 from ashl.runtime.node import Node
-from ashl.stage.rule import CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
-from ashl.stage.team import Team
+from ashl.stage.team import Team, TeamBrokenError
 from ashl.topology import pipelined
 from ashl.topology.delayed import at_border, worked
-from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
+from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.exchange import exchanged
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.overlapped import overlapped
+from ashl.topology.regrouping import come, keep, regrouped, repaired
 
 
 class StepRule(Rule, contract=True):
@@ -45,11 +47,15 @@ class AllReduce(Topology):
     `topology.exchange`), and everybody keeps the sum."""
 
     asks: ClassVar[type[Rule]] = StepRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, CHURN})
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""
         return stage.link.peers(rank, stage.num_workers)
+
+    def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """All others: the sum lacks what this one would add to it."""
+        return tuple(peer for peer in range(stage.num_workers) if peer != rank)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a merge takes: a sum on its way, or bodies that go round once, all as long as the longest."""
@@ -61,6 +67,11 @@ class AllReduce(Topology):
     def begin(self, node: Node, stage: Stage) -> PeerState:
         n = stage.num_workers
         return PeerState(*stage.trainer.init(), tally=node.alike(stage.workers, "tally", lambda: Tally(n)))
+
+    async def come(
+        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+    ) -> tuple[int, PeerState] | None:
+        return await come(node, stages, PeerState(*stages[0].trainer.init()))
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if stage.delayed is not None:
@@ -84,15 +95,21 @@ class PeerState(WorkerState):
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
     pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when the work that is pending was begun
+    epoch: int = 0  # of the team
+    kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges
+    redo: Work | None = None  # what is to be exchanged once more
 
-    def begin(self, node: Node, stage: Stage) -> None:
-        """A stage begins, unless it goes on from a checkpoint."""
+    def begin(self, node: Node, stage: Stage) -> Stage:
+        """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who are there."""
+        stage = stage.among(self.tally.gone)
         if self.entered != stage.index:
             opened = partial(begun, self.tally, node.now)
             self.tally = node.alike(stage.workers, ("begin", stage.index), opened)
             if stage.resets_outer:
                 self.outer_state = None
+            self.kept = ()
         self.enter(stage, node.rank)
+        return stage
 
     def adopt(self, result: Merged) -> None:
         self.params, self.outer_state, self.tally = result.params, result.outer_state, result.tally
@@ -127,36 +144,53 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
 
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
-    state.begin(node, stage)
-    team, do = Team.of(node, stage), rule_of(stage).work()
+    stage = state.begin(node, stage)
+    team, home, do = Team.of(node, stage, state.epoch), stage.home, rule_of(stage).work()
     while True:
         own = stage.cut(state.rest)
         node.mark(stage.index, state if own is stage else None)
-        team = team if own is team.stage else Team.of(node, own)
-        word = REASONS.index(state.word) if node.rank == 0 else 0
+        team = team if own is team.stage else Team.of(node, own, state.epoch)
+        word = REASONS.index(state.word) if node.rank == home else 0
         if stage.messages:
             work = await overlapped(team, stage, state, state.tally.version, word)
             update = work.body
         else:
-            work = await do(node, stage, state)
+            work = await do(node, stage, state) if state.redo is None else state.redo
+            if stage.elastic:
+                keep(state, work)
             team.begin(work.loss / team.size, word)
-            update = await exchanged(team, stage, state, state.tally.version, stage.aggregate.clip(work.body))
+            try:
+                update = await exchanged(team, stage, state, state.tally.version, stage.aggregate.clip(work.body))
+            except TeamBrokenError:
+                stage, reason = await repaired(node, stage, state)
+                team, home = Team.of(node, stage, state.epoch), stage.home
+                if reason:
+                    return end(node, stage, state, reason)
+                continue
         late = keep_in_time(node, stage, state, state.params)
         moment = ("merge", stage.index, state.tally.version)
         state.adopt(node.alike(team.ranks, moment, partial(merged, own, state, update, team.loss)))
         state.plan_round(stage, node.rank)
         tally = state.tally
-        reason = stage.judge.over(tally) or REASONS[int(team.word)]
+        reason, judge = stage.judge.over(tally) or REASONS[int(team.word)], home
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
+        if stage.elastic:
+            state.redo = None
+            if reason:
+                stage = await regrouped(node, stage, state, reason)
+                team, home, tally = Team.of(node, stage, state.epoch), stage.home, state.tally
+                if state.redo is not None:  # others have not come so far
+                    continue
+                judge = judge if judge in stage.workers else home
         node.round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
         state.round += 1
-        if node.rank == 0 and not late and stage.judge.take(state, node.now):
+        if node.rank == judge and not late and stage.judge.take(state, node.now):
             node.snapshot(state.params, counts=tally.report())
-        if reason:
+        if reason and reason != JOIN:
             return end(node, stage, state, reason)
-        if node.rank == 0:
-            state.word = foreseen(node, stage, tally)
+        if node.rank == home:
+            state.word = foreseen(node, stage, tally) or (JOIN if node.knocks else None)
 
 
 async def delayed(node: Node, stage: Stage, state: PeerState) -> int:

@@ -114,7 +114,7 @@ class Coding:
             if link.flags.linear:
                 sums[k] = link.summed(ends, self.bodies[k], came[k])
             else:
-                sums[k] = link.merge(ends, came[k], self.team.weights)
+                sums[k] = link.merge(ends, came[k], self.team.weights, self.team.ranks)
         return in_order(sums)
 
 

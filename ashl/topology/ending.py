@@ -24,8 +24,10 @@ from ashl.runtime.records import Border, StageEnd
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Progress, Tally
 
-# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does
-REASONS = (None, "seconds", *TARGETS, "interrupted", "next")
+JOIN = "join"
+# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does,
+# or that a worker has come
+REASONS = (None, "seconds", *TARGETS, "interrupted", "next", JOIN)
 
 
 class InTime(NamedTuple):

@@ -37,7 +37,7 @@ async def exchanged(team: Team, stage: Stage, state: WorkerState, tick: int, x: 
     if looks:
         node.show_update(x, of=node.rank, tick=tick, weight=team.weight)
     update = await compressed(team, stage, state, tick, x)
-    if looks and node.rank == 0:
+    if looks and node.rank == stage.home:
         node.show_update(update, of=None, tick=tick)
     return update
 
@@ -74,7 +74,7 @@ async def gathered(team: Team, stage: Stage, state: WorkerState, x: Vector, body
         return x
     if team.lost:
         return torch.zeros_like(x)
-    return await team.compute(partial(stage.link.merge, state.ends, bodies, team.weights))
+    return await team.compute(partial(stage.link.merge, state.ends, bodies, team.weights, team.ranks))
 
 
 def least_ratio(stage: Stage) -> float:

@@ -1,0 +1,154 @@
+"""Teams whose members are lost, and grow by those who come, in virtual time.
+
+A collective that lacks a member which was lost after its team was formed comes to nothing: who has come to it, or comes
+later, has `Broken` once the loss has been noticed there, also where the sum was under way. So all members have the
+result of a sum, or none has. All who are left then ask to regroup; once they have, those who are new are let in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import heapify
+from typing import TYPE_CHECKING, Any
+
+from ashl.runtime.channel import Channel, Collective
+from ashl.runtime.effects import Broken, Formed, Regroup
+from ashl.runtime.kernel import Task
+
+if TYPE_CHECKING:
+    from ashl.runtime.sim import Sim
+
+
+class Teams:
+    """Stands between a simulation and its channels. `losses` are those so far, in order: how many of them a team has
+    taken into account is its epoch."""
+
+    def __init__(self, sim: Sim, workers: int, still: Mapping[int, tuple[int, Any]]) -> None:
+        """Who stands still goes on at the moment in `still`."""
+        self.sim, self.still = sim, still
+        self.losses: list[int] = []
+        self._team = 0, tuple(range(workers))  # (epoch, ranks)
+        self.members = set(range(workers))  # of the team that regroups: those who are not known to be gone
+        self.knowing = set(range(workers))  # who has the model
+        self._last: Formed | None = None  # with which the run ends
+        self._asked: dict[int, tuple[Task, Regroup]] = {}
+        self._stuck: dict[int, list[tuple[Task, Collective]]] = {}  # by rank: in what can come to nothing any more
+        self._under_way: list[tuple[int, tuple[int, ...]]] = []  # sums: until when, and of whom
+        self._unnoticed: set[int] = set()  # who is lost, and nobody has noticed
+        self._unheard: set[tuple[int, int]] = set()  # (rank, who is lost, and it has not noticed)
+        sim._post, sim._begin = self.post, self.begin  # type: ignore[method-assign]
+
+    def post(self, task: Task, effect: Collective | Regroup) -> None:
+        rank = task.node.rank
+        if isinstance(effect, Regroup):
+            if self._last is not None:
+                return self._at(task, self._last)
+            self._asked[rank] = task, effect
+            if effect.version < 0 and rank not in self.members:
+                for node in self.sim.nodes:
+                    node.knocks = True
+            return self._form()
+        self.knowing.add(rank)
+        if len(self.losses) == effect.epoch:
+            return type(self.sim)._post(self.sim, task, effect)
+        lost = [other for other in self.losses[effect.epoch :] if other in effect.group]
+        if not lost:
+            return type(self.sim)._post(self.sim, task, effect)
+        heard = [other for other in lost if (rank, other) not in self._unheard]
+        if heard:
+            self._at(task, Broken(heard[0]))
+        else:
+            self._stuck.setdefault(rank, []).append((task, effect))
+
+    def begin(self, channel: Channel) -> None:
+        if not channel.ready:
+            return  # the team has lost a member
+        type(self.sim)._begin(self.sim, channel)
+        if any(rank in self.still for rank in channel.team):
+            self._await_those_who_stand_still()
+        self._under_way = [one for one in self._under_way if one[0] > self.sim.now_ns]
+        self._under_way.append((channel.free_ns, channel.team))
+
+    def _await_those_who_stand_still(self) -> None:
+        heap = self.sim._heap
+        for i, (time_ns, place, target, value) in enumerate(heap):
+            if isinstance(target, Task) and (until := self.still.get(target.node.rank)):
+                heap[i] = (max(time_ns, until[0]), place, target, value)
+        heapify(heap)
+
+    def _at(self, task: Task, value: Any) -> None:
+        """The task goes on at once, unless it stands still."""
+        now = self.sim.now_ns
+        self.sim._at(self.still.get(task.node.rank, (now, None))[0], task, value)
+
+    def lose(self, rank: int, told: Sequence[int]) -> None:
+        """A worker is gone, and these will notice."""
+        sim, now = self.sim, self.sim.now_ns
+        self.losses.append(rank)
+        self._unnoticed.add(rank)
+        self._unheard |= {(peer, rank) for peer in told}
+        self._unheard = {pair for pair in self._unheard if pair[0] != rank}
+        self.knowing.discard(rank)
+        self._asked.pop(rank, None)
+        self._stuck.pop(rank, None)
+        for task in sim.channels.lose(rank):
+            if task.node.rank != rank:
+                self._stuck.setdefault(task.node.rank, []).append((task, task.waiting))
+        for _, team in [one for one in self._under_way if rank in one[1] and one[0] > now]:
+            self._take_back([peer for peer in team if peer != rank], team)
+        self._under_way = [one for one in self._under_way if rank not in one[1]]
+
+    def _take_back(self, ranks: list[int], team: tuple[int, ...]) -> None:
+        """These will not have the result that they wait for."""
+        sim = self.sim
+        tasks = [sim._mains[rank] for rank in ranks]
+        waiting = {task for task in tasks if isinstance(task.waiting, Collective) and task.waiting.group == team}
+        for task in sorted(waiting, key=lambda task: task.node.rank):
+            until, _ = self.still.get(task.node.rank, (sim.now_ns, None))
+            task.node.ledger.halt(until, until, until)
+            self._stuck.setdefault(task.node.rank, []).append((task, task.waiting))
+        sim._heap[:] = [event for event in sim._heap if event[2] not in waiting]
+        heapify(sim._heap)
+
+    def told(self, peer: int, rank: int) -> None:
+        """This peer has noticed that this worker is gone."""
+        sim = self.sim
+        self._unheard.discard((peer, rank))
+        stuck = self._stuck.pop(peer, [])
+        for task, effect in stuck:
+            if rank in effect.group:
+                if task.main:
+                    task.node.ledger.idle(sim.now_ns)
+                sim._resume(task, Broken(rank))
+            else:
+                self._stuck.setdefault(peer, []).append((task, effect))
+        self.without(rank)
+
+    def without(self, rank: int) -> None:
+        """That this worker is gone is known now, at least to somebody."""
+        if rank in self._unnoticed:
+            self._unnoticed.discard(rank)
+            self.members.discard(rank)
+            self._form()
+
+    def _form(self) -> None:
+        """The next team, once all who are left have asked."""
+        known = {rank: self._asked[rank][1] for rank in self.members & self._asked.keys()}
+        versions = [effect.version for effect in known.values() if effect.version >= 0]
+        if not versions or len(known) < len(self.members):
+            return
+        last = min(versions)
+        word = 0 if max(versions) > last else max(effect.word for effect in known.values())
+        came = [] if word else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
+        ranks = tuple(sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)}))
+        lost = tuple(rank for rank in self._team[1] if rank in self.losses[self._team[0] :])
+        formed = Formed(len(self.losses), ranks, last, word, lost, tuple(sorted(came)))
+        self._team = len(self.losses), ranks
+        if word > 1:
+            self._last = formed
+        self.members = set(ranks)
+        for rank in sorted(self._asked):
+            if rank in ranks or word > 1:
+                self._at(self._asked.pop(rank)[0], formed)
+        for node in self.sim.nodes:
+            node.knocks = bool(self._asked)

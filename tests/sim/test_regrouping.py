@@ -1,0 +1,211 @@
+"""Workers that fail and come back under all-reduce, in virtual time: held against rounds of the others by the formula
+alone, and to the nanosecond."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.errors import AshlError, UsageError
+from ashl.planning.build import assemble, parts_of
+from ashl.planning.legal_churn import check_churn
+from ashl.runtime.node import Node
+from ashl.runtime.sim import Sim
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage.stage import Stage
+from ashl.topology.local_work import WorkerState, turn_of
+from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
+from tests.support import Ran, planned, run
+
+RING = (*RUN, "topology=all_reduce", "aggregate=uniform")
+SIZES = (*RING, "runtime.gradients=false")
+
+
+class Alone:
+    """Rounds of some workers by the formula alone: no effects, no clock. Who is new in a round is named."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.params, self.moments = stage.trainer.init()
+        self.version = self.samples = 0
+        self.outer = None
+        self.workers = [self.worker(rank, 0) for rank in range(stage.num_workers)]
+
+    def worker(self, rank: int, step: int) -> WorkerState:
+        state = WorkerState(self.params, self.stage.trainer.moments())
+        state.enter(self.stage, rank)
+        state.step, state.drawn, state.round = step, step * state.batch, step
+        return state
+
+    def update(self, rank: int) -> Tensor:
+        stage, state, trainer = self.stage, self.workers[rank], self.stage.trainer
+        state.params, state.samples, local = self.params, self.samples, self.params
+        for _ in range(stage.round_steps[rank]):
+            step, first = state.step, state.drawn
+            state.step, state.drawn = step + 1, first + state.batch
+            span = range(first, state.drawn)
+            if stage.sync.exchange == "gradient":
+                return trainer.gradient(self.params, rank, step, span)[1]
+            rate = trainer.rate(self.samples)
+            _, state.moments, local = trainer.local_step(local, state.moments, rank, step, rate, span)
+        return local - self.params
+
+    def round(self, members: Sequence[int]) -> Tensor:
+        """The model after a round of these."""
+        stage, link, weight = self.stage, self.stage.link, 1 / len(members)
+        updates = [self.update(rank) for rank in members]
+        if link.flags.lossless:
+            total = sum_in_rank_order([x * weight for x in updates])
+        else:
+            turns = [turn_of(stage, rank, self.workers[rank], self.version) for rank in members]
+            ends = [self.workers[rank].ends for rank in members]
+            bodies = [link.encode(*both) for both in zip(ends, updates, turns, strict=True)]
+            total = link.merge(ends[0], bodies, [weight] * len(members), members)
+        for rank in members:
+            self.workers[rank].round += 1
+        rate = stage.trainer.rate(self.samples)
+        if stage.sync.exchange == "gradient":
+            self.moments, self.params = stage.trainer.apply(self.params, self.moments, total, rate)
+        else:
+            self.outer, self.params = stage.outer.step(self.outer, self.params, total, rate)
+        self.version += 1
+        self.samples += sum(stage.round_samples[rank] for rank in members)
+        return self.params
+
+
+def models(ran: Ran) -> dict[int, Tensor]:
+    return {record["merges"]: params for record, params in ran.snapshots}
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("sync=bsp", "optimizer.momentum=0.9"),
+        ("sync=bsp", "compression=topk", "compression.ratio=0.1"),
+        ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
+    ],
+    ids=["momentum", "topk", "outer"],
+)
+def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], rank: int) -> None:
+    """Also where rank 0 is lost, which judges and hands out the models: another one does."""
+    plan = with_events(planned(*RING, *mode, "stop.steps=42"), lost(rank, 0.51))
+    ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
+    others, with_it = [r for r in range(3) if r != rank], ran.end["commits"][rank]
+    found, merges = models(ran), ran.end["merges"]
+    assert 1 < with_it < merges - 2
+    for number in range(1, merges + 1):
+        params = alone.round([0, 1, 2] if number <= with_it else others)
+        assert torch.equal(found[number], params), number
+    h = alone.stage.round_steps[0]
+    assert [ran.end["commits"][r] for r in others] == [merges] * 2, "no round is counted twice"
+    assert ran.end["dropped_by"][rank] == h
+    assert ran.end["steps"] == h * (2 * merges + with_it)
+    assert [r["merges"] for r, _ in ran.snapshots[:-1]] == list(range(1, merges + 1))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("sync=bsp", "optimizer.momentum=0.9"),
+        ("sync=local_sgd", "sync.local_steps=3", "optimizer=adam", "outer=delayed_nesterov"),
+    ],
+    ids=["momentum", "outer"],
+)
+def test_who_comes_takes_part_from_the_next_round_on(mode: tuple[str, ...]) -> None:
+    plan = with_events(planned(*RING, *mode, "stop.steps=75"), lost(0, 0.31), back(0, 0.62))
+    ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
+    found, merges, h = models(ran), ran.end["merges"], alone.stage.round_steps[0]
+    with_it = sum(r["rank"] == 0 and r["end_ns"] < 310_000_000 for r in ran.of("round"))
+    again = with_it + merges - ran.end["commits"][0]
+    assert with_it < again < merges - 1
+    for number in range(1, merges):  # the last round may be cut short
+        if number == again + 1:
+            alone.workers[0] = alone.worker(0, (with_it + 1) * h)
+        assert torch.equal(found[number], alone.round([0, 1, 2] if not with_it < number <= again else [1, 2])), number
+
+
+@pytest.mark.parametrize("codec", ["topk", "power_sgd", "diana", "fetch_sgd"])
+def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each merges for itself here, as processes do: compressors that share something begin anew with who comes."""
+    merges = dict[Any, list[Tensor]]()
+
+    def alike(sim: Sim, node: Node, team: tuple[int, ...], key: Any, fn: Callable[[], Any]) -> Any:
+        value = fn()
+        if key[0] == "merge":
+            merges.setdefault((team, *key), []).append(value.params)
+        return value
+
+    plan = planned(*RING, "sync=bsp", f"compression={codec}", "optimizer.momentum=0", "stop.steps=60")
+    monkeypatch.setattr(Sim, "alike", alike)
+    ran = run(with_events(plan, lost(1, 0.31), back(1, 0.62), lost(0, 0.9), back(0, 1.2)))
+    assert ran.end["reason"] == "steps"
+    assert {len(key[0]) for key in merges} == {2, 3}
+    for (team, *_), found in merges.items():
+        assert len(found) == len(team)
+        assert all(torch.equal(found[0], params) for params in found)
+
+
+def test_a_sum_under_way_comes_to_nothing() -> None:
+    """All have come at 0.08 s. Worker 1 fails at 0.085 s, during the sum; the others notice 0.02 s later and sum once
+    more, which takes three quarters as long for two of them."""
+    ran = run(with_events(planned(*SIZES, "sync=bsp", "stop.steps=20"), lost(1, 0.085)))
+    whole = run(planned(*SIZES, "sync=bsp", "stop.steps=20")).snapshots[0][0]["time_ns"] - 80_000_000
+    first = ran.snapshots[0][0]
+    assert first["commits"] == [1, 0, 1]
+    assert first["time_ns"] == pytest.approx(85_000_000 + DETECT_S * 1e9 + whole * 3 / 4, abs=2)
+    assert first["dropped_by"] == [0, 1, 0]
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_a_loss_while_all_wait_for_it_is_noticed_in_time() -> None:
+    ran = run(with_events(planned(*SIZES, "sync=bsp", "stop.steps=20"), lost(2, 0.05)))
+    first = ran.snapshots[0][0]
+    assert first["commits"] == [1, 1, 0]
+    assert 70_000_000 < first["time_ns"] < 80_000_000
+
+
+def test_losses_one_after_the_other_and_a_return_before_anybody_has_noticed() -> None:
+    events = (lost(0, 0.2), lost(1, 0.21), back(1, 0.215), back(0, 0.7), lost(2, 0.9))
+    ran = run(with_events(planned(*SIZES, "sync=bsp", "stop.steps=60"), *events))
+    assert ran.end["reason"] == "steps"
+    assert ran.end["steps"] == sum(ran.end["steps_by"]) >= 60
+    assert ran.end["dropped_by"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("events", "least", "said"),
+    [
+        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 is lost at 0\.3 s and 0 of 3 workers are left that"),
+        ((lost(0, 0.1),), 3, r"2 of 3 workers are left, fewer than runtime\.min_workers=3"),
+    ],
+)
+def test_the_run_ends_where_too_few_are_left(events: tuple[dict, ...], least: int, said: str) -> None:
+    plan = planned(*SIZES, "sync=bsp", "stop.seconds=1", f"runtime.min_workers={least}")
+    with pytest.raises(AshlError, match=said):
+        run(with_events(plan, *events))
+
+
+def test_who_comes_when_the_run_is_over_is_told_so() -> None:
+    plan = planned(*SIZES, "sync=bsp", "stop.steps=30")
+    end_s = run(with_events(plan, lost(1, 0.1))).time_ns / 1e9
+    ran = run(with_events(plan, lost(1, 0.1), back(1, end_s - 1e-3)))
+    assert ran.of("joined")
+    assert ran.end["commits"][1] == 1
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_failures_at_random_never_end_a_run() -> None:
+    plan = planned(*SIZES, "sync=local_sgd", "stop.seconds=5")
+    ran = run(with_events(plan, churn={"mtbf_s": 0.3, "mttr_s": 0.5}))
+    assert ran.end["reason"] == "seconds"
+    assert len(ran.of("lost")) > 10
+    assert run(with_events(plan, churn={"mtbf_s": 0.3, "mttr_s": 0.5})).records == ran.records
+
+
+def test_messages_of_a_protocol_of_its_own_are_refused() -> None:
+    plan = with_events(planned(*SIZES, "sync=bsp", "compression=gtopk"), lost(1, 0.1))
+    with pytest.raises(UsageError, match="compression=gtopk: its workers wait for messages of each other"):
+        check_churn(parts_of(plan), plan.stages, None)

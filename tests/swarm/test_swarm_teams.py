@@ -1,0 +1,96 @@
+"""The swarm with workers that fail, come back and stand still, where they meet without a server: the run ends, books
+balance, and every step is in the model once, or dropped, or was under way at the end."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ashl.cluster.spec import Churn, Cluster
+from ashl.compression.around.wrapped import wrapped
+from ashl.errors import AshlError
+from ashl.planning.predict import WITHOUT
+from ashl.stage.stage import Stage
+from ashl.topology.all_reduce import AllReduce
+from tests.conf_option import conf_option
+from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
+from tests.swarm.test_swarm_churn import drawn_events
+
+SEEDS, MANY = 60, 2_000
+FIRST = 40_000  # other clusters than those of the other swarms
+ENDS = ("fewer than runtime.min_workers", "workers are left that have the model")
+
+
+def befallen_cluster(rng: random.Random) -> Cluster:
+    cluster = drawn_cluster(rng)
+    until_s = rng.choice([0.05, 0.5, 3.0])
+    churn = Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
+    events = sorted((*cluster.events, *drawn_events(rng, cluster.num_workers, until_s)), key=lambda event: event.time_s)
+    detect_s, step_s = rng.choice([0.0, 0.02, 0.3]), max(0.001, cluster.step_s or 0.0)
+    return replace(cluster, step_s=step_s, events=tuple(events), churn=churn, detect_s=detect_s)
+
+
+def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
+    """One to three stages of all-reduce."""
+    rng = random.Random(seed)
+    cluster = befallen_cluster(rng)
+    n, topology = cluster.num_workers, AllReduce()
+    seconds = rng.choice([0.5, 5.0, 5.0 if cluster.churn else None])  # who fails sooner than a round ends gets nowhere
+    limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
+    stages, codec = list[Stage](), conf_option("compression", rng.choice(["topk", "power_sgd"]))
+    for index in range(rng.choice([1, 1, 2, 3])):
+        sync = conf_option("sync", "bsp") if rng.random() < 0.5 else conf_option("sync", "local_sgd", local_steps=3)
+        stage = bound(rng, sync, topology, n, limits)
+        stages.append(
+            replace(
+                stage,
+                index=index,
+                plan=replace(stage.plan, until={rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)}),
+                codec=wrapped(codec, ()) if rng.random() < 0.3 and not codec.layers else stage.codec,
+                trainer=stages[0].trainer if stages else stage.trainer,
+                min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
+                joins=cluster.joins,
+                elastic=cluster.loses,
+            )
+        )
+    stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
+    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
+
+
+def check_ring(seed: int) -> None:
+    cluster, stages = drawn_rings(seed)
+    n = cluster.num_workers
+    try:
+        sim, seen = run(cluster, stages, seed)
+    except AshlError as error:
+        if not any(words in str(error) for words in ENDS):
+            raise
+        return
+    end = seen.of("stage")[-1]
+    check_books(seen, n, end["end_ns"])
+    assert end["steps"] == sum(end["steps_by"])
+    merged, lives = Counter(), Counter(record["rank"] for record in seen.of("lost"))
+    for record in seen.of("round"):
+        merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
+    most = max(worker.local_steps for stage in stages for worker in stage.plan.workers)
+    for rank in range(n):
+        if end["reason"] == "steps":
+            counted = end["steps_by"][rank]
+            assert merged[rank] <= counted <= merged[rank] + most * lives[rank], "or lost before it could say so"
+            assert end["dropped_by"][rank] <= most * (lives[rank] + len(stages) - 1)
+    assert not sim.channels.waiting()
+    for mail in sim._mail:
+        assert not mail.waiters
+        assert {tag[0] for tag in mail.messages} <= {"lost", "welcome"}, "but what was for an earlier life"
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
+def test_a_swarm(first: int) -> None:
+    each(range(first, first + 30), check_ring, drawn_rings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 250))
+def test_a_large_swarm(first: int) -> None:
+    each(range(first, first + 250), check_ring, drawn_rings)
