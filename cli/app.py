@@ -21,6 +21,7 @@ from .join import join
 from .launch import launch
 from .list import show_options
 from .profile import profile
+from .replay import replay
 from .sweep import sweep
 from .train import train
 from .ui import ui
@@ -54,6 +55,7 @@ COMMANDS = {
     "calibrate": calibrate,
     "join": join,
     "advise": advise,
+    "replay": replay,
     "compare": compare,
     "export": export,
     "list": show_options,
