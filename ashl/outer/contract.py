@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -9,12 +10,17 @@ from torch import Tensor
 
 from ashl.option import Contract, Positive
 
+Layers = Sequence[tuple[str, tuple[int, ...]]]  # name and shape
 Moments = tuple[Any, ...]  # tensors and numbers, as a checkpoint can hold them
 Rate = Annotated[Positive, Field(le=1e38)]  # of what float32 can hold
 
 
 class Outer(Contract, group="outer", strict=True):
     """Steps on what the workers' optimizers made, once it is merged."""
+
+    def for_layers(self, layers: Layers) -> Outer:
+        """The outer optimizer of this model, where it has to know its layers."""
+        return self
 
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float

@@ -210,7 +210,9 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 topology=own.topology,
                 sync=own.sync,
                 aggregate=own.aggregate,
-                outer=Average() if isinstance(trainer, SizeOnlyTrainer) else own.outer,  # sizes have no moments
+                outer=Average()
+                if isinstance(trainer, SizeOnlyTrainer)
+                else own.outer.for_layers(plan.layers),  # sizes have no moments
                 codec=wrapped(own.compression, layout),
                 layout=layout,
                 overlap=own.overlap,

@@ -317,6 +317,8 @@ def learning() -> dict[str, Row]:
         "outer-heavy-ball": Row("sync=bsp sync.exchange=difference outer=heavy_ball compression=topk"),
         "outer-slowmo": Row(f"{RING} sync=local_sgd outer=slowmo optimizer.schedule=linear optimizer.horizon_epochs=1"),
         "outer-co2": Row("sync=ssp overlap=late outer=co2 outer.penalty=2 outer.clip=0.05 compression=topk"),
+        "outer-mla": Row(f"{late} aggregate=uniform outer=mla optimizer.momentum=0"),
+        "outer-heloco": Row(f"{late} aggregate=uniform outer=heloco optimizer.momentum=0 seed=3"),
         "outer-adam": Row("sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=adam"),
         "outer-border": Row(
             "schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset outer=nesterov stop.steps=120",

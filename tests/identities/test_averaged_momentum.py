@@ -1,6 +1,6 @@
 """PR-SGD with momentum: its limits, what it averages, and what that costs."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from ashl.planning.build import assemble
 from tests.support import simulated
 
 BASE = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "optimizer.lr=0.02", "stop.steps=24")
-run = partial(simulated, *BASE, "model.hidden=[16]")
+run = cache(partial(simulated, *BASE, "model.hidden=[16]"))
 MODE = ("sync=pr_sgd_momentum", "sync.local_steps=3")
 RING = "topology=all_reduce"
 

@@ -1,6 +1,6 @@
 """Growing batches, FedPAQ, Ringleader and Rescaled ASGD, EASGD and Gossip-PGA at their limits, and what each is for."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from ashl.sync.ringleader import Table
 from tests.support import simulated
 
 BASE = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "optimizer.lr=0.02", "stop.steps=24")
-run = partial(simulated, *BASE, "model.hidden=[16]")
+run = cache(partial(simulated, *BASE, "model.hidden=[16]"))
 ONE = ("cluster.compute=[1]", "cluster.link=null")
 GOSSIP = "topology=gossip"
 

@@ -25,6 +25,8 @@ LIMITS = {  # of the method, with which it is `average`
     "slowmo": ("outer.alpha=1", "outer.beta=0"),
     "co2": ("outer.lr=1", "outer.momentum=0"),
     "delayed_nesterov": ("outer.beta=0",),
+    "mla": ("outer.lr=1", "outer.momentum=0"),
+    "heloco": ("outer.lr=1", "outer.momentum=0", "outer.keep=-1"),
 }
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -163,6 +165,37 @@ def test_adam_without_memory_is_a_sign_or_average():
     torch.testing.assert_close(sign, 0.5 * update.sign())
     plain = walk(conf_option("outer", "adam", lr=1e4, beta1=0.0, beta2=0.0, tau=1e4), [update])
     torch.testing.assert_close(plain, update, rtol=1e-4, atol=1e-7)
+
+
+def test_mla_is_the_published_recursion():
+    """θ ← θ + d − lr·g with g made at θ + d, d = −lr·γ·m, m ← γ·m + (1 − γ)·g; what is handed out is θ + d."""
+    lr, gamma, steps = 0.7, 0.9, updates(7)
+    theta = m = torch.zeros(D)
+    for update in steps:
+        theta = theta - lr * gamma * m + lr * update
+        m = gamma * m - (1 - gamma) * update
+    found = walk(conf_option("outer", "mla", lr=lr, momentum=gamma), steps)
+    torch.testing.assert_close(found, theta - lr * gamma * m)
+
+
+def test_heloco_that_keeps_everything_is_mla():
+    steps = updates(6)
+    keeps = conf_option("outer", "heloco", keep=-1.0).for_layers((("a", (10, 60)), ("b", (400,))))
+    assert torch.equal(walk(keeps, steps), walk(conf_option("outer", "mla"), steps))
+
+
+def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
+    """By layer, against a momentum of (1, 0): (−1, 1) loses of its first element, (0, 2) turns and is as long."""
+    heloco = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, turn=0.5, shrink=1.0)
+    momentum = (torch.tensor([1.0, 0.0] * 3),)
+    update = torch.tensor([-1.0, 1.0, 0.0, 2.0, 3.0, 1.0])
+    _, moved = heloco.for_layers([(name, (2,)) for name in "abc"]).step(momentum, torch.zeros(6), update, LR)
+    back, turned, kept = moved.split(2)
+    torch.testing.assert_close(back, torch.tensor([-1 + math.sqrt(0.5), 1.0]))
+    torch.testing.assert_close(turned, torch.tensor([math.sqrt(2.0)] * 2))
+    assert kept.tolist() == [3.0, 1.0]
+    still = heloco.step((torch.zeros(6),), torch.zeros(6), update, LR)[1]
+    assert torch.equal(still, update)
 
 
 # --- plans and stages -------------------------------------------------------------------------------------------------

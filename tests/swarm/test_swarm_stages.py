@@ -18,16 +18,22 @@ from ashl.sync.asp import ASP
 from ashl.sync.async_local_sgd import AsyncLocalSGD
 from ashl.sync.backup import Backup
 from ashl.sync.bsp import BSP
+from ashl.sync.cr_psgd import CRPSGD
+from ashl.sync.cr_psgd_catalyst import CRPSGDCatalyst
 from ashl.sync.dssp import DSSP
+from ashl.sync.easgd import EASGD
 from ashl.sync.fedbuff import FedBuff
 from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.local_sgd import LocalSGD
+from ashl.sync.pr_sgd_momentum import PRSGDMomentum
 from ashl.sync.qsr import QSR
 from ashl.sync.rennala import Rennala
+from ashl.sync.rescaled_asgd import RescaledASGD
+from ashl.sync.ringleader import Ringleader
 from ashl.sync.ringmaster import Ringmaster
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.parameter_server import ParameterServer
+from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule
 from tests.conf_option import conf_option
 from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, each, run
 
@@ -67,6 +73,26 @@ def drawn_sync(rng: random.Random, topology: object, n: int) -> object:
     return rng.choice(modes)
 
 
+def newer_sync(rng: random.Random, topology: object) -> object:
+    """One with batches or messages of its own."""
+    h, growth = rng.randint(1, 5), {"growth": rng.uniform(1, 2), "max_batch": 40}
+    modes: list[object] = [PRSGDMomentum(local_steps=h)]
+    if isinstance(topology, ParameterServer):
+        modes += [
+            CRPSGD(**growth),
+            CRPSGDCatalyst(**growth, theta=0.1, budget=rng.randint(1, 500)),
+            RescaledASGD(local_steps=h),
+            Ringleader(),
+            EASGD(local_steps=h, alpha=0.3),
+        ]
+    return rng.choice(modes)
+
+
+def plain(sync: object) -> bool:
+    """Whether it sends updates and nothing else, which may be exchanged late, and encoded."""
+    return not (isinstance(sync, PRSGDMomentum) or (isinstance(sync, ServerRule) and sync.messages() is not UPDATES))
+
+
 def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     """Two or three stages; each but the last gives way to the next by one of the rules that need no loss."""
     rng = random.Random(seed)
@@ -79,11 +105,13 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     codec = conf_option("compression", "topk", ratio=0.1)
     stages = []
     for index in range(rng.randint(2, 3)):
-        stage = bound(rng, drawn_sync(rng, topology, n), topology, n, limits)
+        sync, other = drawn_sync(rng, topology, n), random.Random(f"{seed} {index} newer")
+        sync = newer_sync(other, topology) if other.random() < 0.3 else sync
+        stage = bound(rng, sync, topology, n, limits)
         rule = rng.choice(["commits", "seconds", "epochs", "plateau"])
         until = {rule: rng.uniform(0, 3)}
         handover = {"momentum": rng.choice(["keep", "reset"]), "residual": rng.choice(["keep", "drop"])}
-        compressed = isinstance(topology, ParameterServer) and rng.random() < 0.3
+        compressed = isinstance(topology, ParameterServer) and rng.random() < 0.3 and plain(stage.sync)
         stages.append(
             replace(
                 stage,
@@ -91,7 +119,9 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
                 codec=wrapped(codec, ()) if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
-                overlap=random.Random(f"{seed} {index}").choice([SERIAL, SERIAL, Late(own=1)]),
+                overlap=random.Random(f"{seed} {index}").choice([SERIAL, SERIAL, Late(own=1)])
+                if plain(stage.sync)
+                else SERIAL,
             )
         )
     return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
