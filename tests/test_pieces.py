@@ -76,7 +76,7 @@ def in_pieces(learner, params, slices, step=0):
         return params[slice(*slices[k])]
 
     stale = torch.full_like(params, 7.0)
-    learner._point_at(stale)
+    learner._here.point_at(stale)
     backwards = slices[::-1]
     loss = learner.gradient_in_parts(Pieces(slices, take), np.arange(16), 0, step, backwards, came.__setitem__)
     return loss, torch.cat([came[k] for k in reversed(range(len(came)))]), asked
@@ -87,7 +87,7 @@ def in_pieces(learner, params, slices, step=0):
 def test_the_gradient_bit_for_bit(model, short, monkeypatch):
     """Where parameters are copied in, and where they are pointed at what has come."""
     if not short:
-        monkeypatch.setattr("ashl.learn.learner.SHORT", 0)
+        monkeypatch.setattr("ashl.learn.replica.SHORT", 0)
     option = conf_option("model", model) if isinstance(model, str) else Made(lambda: Odd(hidden=False))
     learner = Learner(option, DIGITS, task_of(DIGITS), seed=0)
     params = learner.init()

@@ -1,8 +1,8 @@
 """Learning on one flat vector: the only file that differentiates.
 
 A model is one flat float32 vector here: the module's trainable parameters in their order, each flattened. One resident
-module serves every worker of a process, so that N workers cost N vectors instead of N models: its parameters are
-pointed at views of the vector at hand, or, where it is so short that making views takes longer, it is copied in.
+module serves every worker of a process, one for each thread that computes (`ashl.learn.replica`), so that N workers
+cost N vectors instead of N models.
 
 Buffers do not travel between workers: only parameters and gradients ever do. Training normalises with the statistics of
 the batch at hand (BatchNorm: Ioffe and Szegedy, 2015), and evaluation first estimates the statistics that belong to the
@@ -22,9 +22,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from ashl.data.augment import crop_flip, crops
@@ -34,12 +33,12 @@ from ashl.errors import UsageError
 from ashl.learn.allocator import keep_pages
 from ashl.learn.device import HOST, allow_tf32, numbers, to_device, to_host
 from ashl.learn.pieces import Arriving, Pieces
+from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
 from ashl.task.contract import ACCURACY, Task
 
 EVALUATED = 2000  # training samples that train_loss is taken over, at most
 CALIBRATION = (8, 128)  # batches, and samples in each, that BatchNorm's statistics are estimated from
-SHORT = 2**16  # elements: up to here a copy takes less time than views
 RESIDENT = 2**32  # bytes of samples that are kept on the device, at most
 CHUNK = 2**21  # elements of inputs or outputs that one evaluation batch holds, at most; bounds the memory
 
@@ -53,7 +52,8 @@ class ModelOption(Protocol):
 class Learner:
     """One resident module and a data set; every answer is a pure function of the arguments and of the seed.
 
-    Not to be entered by two threads at once. Raises UsageError when the model does not fit the data.
+    Several threads may ask at once for gradients, where it is `threadsafe`. Raises UsageError when the model does not
+    fit the data.
     """
 
     def __init__(
@@ -73,23 +73,26 @@ class Learner:
         self._option, self._data, self._task, self._seed, self.device = model_option, data, task, seed, device
         made = model_option.make if isinstance(model_option, PlainModel) else type(model_option)
         self._name = made.__name__
-        self._module = to_device(self._build(), device)
+        self._here = Replica(self._build, device)
         self._train, self._test = on_device(data.train, device), on_device(data.test, device)
-        self._parameters = [p for p in self._module.parameters() if p.requires_grad]
-        self._norms = [module for module in self._module.modules() if isinstance(module, _BatchNorm)]
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
-        self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._module.modules())
+        self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())
         self._draws, self._width = self._try_out()
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
         self.epoch_samples = len(data.train)
-        self.num_params = sum(p.numel() for p in self._parameters)
-        self._hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
-        self._resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
-        if self.num_params <= SHORT or device != HOST:  # a graph of kernels needs one place for them
-            resident = torch.empty(self.num_params, device=device)
-            self._point_at(resident)
-            self._resident = resident
-        self.layers = tuple((name, tuple(p.shape)) for name, p in self._module.named_parameters() if p.requires_grad)
+        self.num_params = self._here.num_params
+        self.layers = tuple(
+            (name, tuple(p.shape)) for name, p in self._here.module.named_parameters() if p.requires_grad
+        )
+
+    @property
+    def threadsafe(self) -> bool:
+        """Whether nothing is drawn from the one generator that torch has, in the model or where samples are read."""
+        return not self._draws and isinstance(self._train.inputs, Tensor)
+
+    def replicate(self) -> None:
+        """To be called by a thread before it computes, while no other one does."""
+        self._here.module.train()
 
     def init(self) -> Tensor:
         """The first parameters, float32 [d]: a pure function of the seed."""
@@ -103,7 +106,7 @@ class Learner:
         Raises UsageError when BatchNorm gets too small a batch to normalise over.
         """
         loss = self._batch_loss(params, indices, worker, step)
-        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True, materialize_grads=True)
         return loss.detach(), _flatten_dense_tensors(gradients)
 
     def gradient_in_parts(
@@ -121,7 +124,7 @@ class Learner:
         Parameters in pieces are waited for as the forward pass comes to them."""
         loss = self._batch_loss(params, indices, worker, step)
         halfway()
-        bounds = [0, *accumulate(p.numel() for p in self._parameters)]
+        bounds = [0, *accumulate(p.numel() for p in self._here.parameters)]
         holds = [range(bounds.index(start), bounds.index(stop)) for start, stop in parts]
         part_of = {i: k for k, tensors in enumerate(holds) for i in tensors}
         found: dict[int, Tensor] = {}
@@ -133,9 +136,9 @@ class Learner:
             if not left[k]:
                 hand_out(k, _flatten_dense_tensors([found.pop(j) for j in holds[k]]))
 
-        hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(self._parameters)]
+        hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(self._here.parameters)]
         try:
-            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True, materialize_grads=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -167,10 +170,10 @@ class Learner:
                 hand_out(k, nothing)
             came = max(came, group)
 
-        bounds = [0, *accumulate(p.numel() for p in self._parameters)]
-        group_of = {id(p): bisect_right(starts, bounds[i]) - 1 for i, p in enumerate(self._parameters)}
+        bounds = [0, *accumulate(p.numel() for p in self._here.parameters)]
+        group_of = {id(p): bisect_right(starts, bounds[i]) - 1 for i, p in enumerate(self._here.parameters)}
         hooks = []
-        for module in self._module.modules():
+        for module in self._here.module.modules():
             if own := [group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of]:
                 first = min(own)
                 hooks.append(module.register_forward_pre_hook(lambda *_, first=first: reached(first)))
@@ -184,13 +187,13 @@ class Learner:
     def work(self) -> tuple[int, ...]:
         """What a forward pass costs by parameter tensor, as torch counts operations: those of a module stand with the
         largest of its own tensors."""
-        places = {id(p): i for i, p in enumerate(self._parameters)}
+        places = {id(p): i for i, p in enumerate(self._here.parameters)}
         work = [0] * len(places)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             self._forward(self._batch(self._train, np.zeros(2, np.int64))[0])
         counted = {name: sum(by.values()) for name, by in counter.get_flop_counts().items()}
-        root = type(self._module).__name__
-        for name, module in self._module.named_modules(prefix=root):
+        root = type(self._here.module).__name__
+        for name, module in self._here.module.named_modules(prefix=root):
             own = [p for p in module.parameters(recurse=False) if id(p) in places]
             if own:
                 inside = sum(counted.get(f"{name}.{child}", 0) for child, _ in module.named_children())
@@ -204,9 +207,9 @@ class Learner:
             moves = crops(len(indices), stream(self._seed, Purpose.AUGMENT, worker, step))
             inputs = crop_flip(inputs, to_device(moves, self.device))
         if isinstance(params, Tensor):
-            self._point_at(params)
-        if not self._module.training:
-            self._module.train()
+            self._here.point_at(params)
+        if not self._here.module.training:
+            self._here.module.train()
         drawn = torch_seed(self._seed, Purpose.MODEL, worker, step) if self._draws else None
         with nullcontext() if drawn is None else _seeded(drawn, self.device):
             try:
@@ -233,9 +236,9 @@ class Learner:
 
         `test_metric` is None where the task has none, and `test_accuracy` where its metric is another one.
         """
-        self._point_at(params)
+        self._here.point_at(params)
         self._calibrate()
-        self._module.eval()
+        self._here.module.eval()
         train_loss, _ = self._score(self._train, self._subset)
         test_loss, metric = self._score(self._test, np.arange(len(self._test)), judged=True)
         return {
@@ -249,9 +252,9 @@ class Learner:
     def state_dict(self, params: Tensor) -> dict[str, Tensor]:
         """The whole state of the module at these parameters, by its own names, on the CPU. BatchNorm's statistics are
         those that an evaluation estimates."""
-        self._point_at(params)
+        self._here.point_at(params)
         self._calibrate()
-        state = self._module.state_dict()
+        state = self._here.module.state_dict()
         return {name: to_host(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
 
     def _batch(self, split: Split, indices: np.ndarray, worker: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -273,7 +276,7 @@ class Learner:
         """Runs the module once to see that it fits the data and the task; returns whether it draws random numbers in
         training, and how many outputs a sample has."""
         name, shape = self._name, "x".join(map(str, self._data.sample_shape))
-        if not self._parameters or any(p.dtype != torch.float32 for p in self._parameters):
+        if not self._here.parameters or any(p.dtype != torch.float32 for p in self._here.parameters):
             raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
         inputs, targets = self._batch(self._train, np.zeros(2, np.int64))
         expected = self._task.expected(targets, self._data.num_classes)
@@ -299,37 +302,27 @@ class Learner:
             raise UsageError(f"Task {type(self._task).__name__} returns {got} as loss, and should return one number.")
         return draws, output[0].numel()
 
-    def _point_at(self, params: Tensor) -> None:
-        if params.shape != (self.num_params,):
-            raise ValueError(f"expected a vector of {self.num_params} parameters, got shape {tuple(params.shape)}")
-        if self._resident is not None:
-            self._resident.copy_(to_device(params.detach(), self.device))
-            return
-        views = _unflatten_dense_tensors(params.detach(), self._parameters)
-        for parameter, view in zip(self._parameters, views, strict=True):
-            parameter.data = view
-
     def _forward(self, inputs: Tensor) -> Tensor:
         if self._channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         if not self._halved:
-            return self._module(inputs)
+            return self._here.module(inputs)
         with torch.autocast(self.device.partition(":")[0], torch.bfloat16):
-            return self._module(inputs).float()
+            return self._here.module(inputs).float()
 
     def _forward_on(self, pieces: Pieces, drawn: int | None, inputs: Tensor) -> Tensor:
         """The same, on parameters that come while it goes on; `drawn` seeds what the module draws. They lie in memory
         as in one vector: by where a matrix begins some kernels choose in which order they add up."""
-        if self._resident is None:
-            self._point_at(torch.empty(self.num_params, device=self.device))
-        arriving = Arriving(pieces, self._parameters, self._bring)
-        arriving.await_all(self._hidden)
+        if self._here.resident is None:
+            self._here.point_at(torch.empty(self.num_params, device=self.device))
+        arriving = Arriving(pieces, self._here.parameters, self._bring)
+        arriving.await_all(self._here.hidden)
         with arriving:
             outputs = self._forward(inputs)
-        arriving.await_all(map(id, self._parameters))
-        if arriving.unseen <= self._hidden:
+        arriving.await_all(map(id, self._here.parameters))
+        if arriving.unseen <= self._here.hidden:
             return outputs
-        self._hidden |= arriving.unseen
+        self._here.hidden |= arriving.unseen
         with nullcontext() if drawn is None else _seeded(drawn, self.device):
             return self._forward(inputs)
 
@@ -338,11 +331,11 @@ class Learner:
 
     def _calibrate(self) -> None:
         """Estimates BatchNorm's statistics at these parameters, as plain averages over equal batches."""
-        if not self._norms:
+        if not self._here.norms:
             return
-        self._module.eval()
-        momenta = [norm.momentum for norm in self._norms]
-        for norm in self._norms:
+        self._here.module.eval()
+        momenta = [norm.momentum for norm in self._here.norms]
+        for norm in self._here.norms:
             norm.train()
             norm.reset_running_stats()
             norm.momentum = None  # the plain average, in torch's terms
@@ -350,7 +343,7 @@ class Learner:
         size = min(size, self._chunk(), len(self._subset))
         for part in np.split(self._subset[: len(self._subset) // size * size], len(self._subset) // size)[:batches]:
             self._forward(self._batch(self._train, part)[0])
-        for norm, momentum in zip(self._norms, momenta, strict=True):
+        for norm, momentum in zip(self._here.norms, momenta, strict=True):
             norm.momentum = momentum
 
     def _chunk(self) -> int:

@@ -20,6 +20,7 @@ class SimRuntime:
     name: ClassVar[str] = "sim"
     gradients: bool
     threads: Threads
+    cores: Threads | Literal["auto"] = "auto"
     device: Device
     precision: Precision
     min_workers: Count

@@ -48,6 +48,7 @@ class Sim:
         self._mains: list[Task] = []
         self.saving: Saving | None = None  # while a checkpoint is being made
         self.gone: set[int] = set()  # ranks that are lost
+        self.ahead: Callable[[Compute], Any] | None = None  # runs a computation, or begins it on another core
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:
         task = Task(node, coro, main)
@@ -149,7 +150,7 @@ class Sim:
                 if effect.parts:
                     value, end = self._in_parts(task, effect)
                 else:
-                    value, end = effect.fn(), self._computed(task, effect)
+                    value, end = effect.fn() if self.ahead is None else self.ahead(effect), self._computed(task, effect)
                 if end > self.now_ns:
                     task.waiting = effect
                     return self._at(end, task, value)

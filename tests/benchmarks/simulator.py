@@ -1,7 +1,8 @@
 """What the simulator costs: `python -m tests.benchmarks.simulator`.
 
-First against a plain training loop of one process over as many minibatches, then its events per second when nothing is
-learned. Seconds are of the processor: both are single-threaded, and a busy neighbour does not lengthen them.
+First against a plain training loop of one process over as many minibatches, then on all cores against one, then its
+events per second when nothing is learned. Seconds are of the processor, so that a busy neighbour does not lengthen
+them, but where several cores are at work.
 """
 
 import time
@@ -20,12 +21,14 @@ from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import prepared
+from ashl.runtime.cores import OnCores, cores_of, on_cores
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.benchmarks.table import alternate, ratio, show, thousands
 from tests.support import Ran, planned
 
 TURNS = 9
+SPREAD = 8  # workers whose gradients are computed on several cores
 CASES = {  # (overrides, minibatches of one turn)
     "mlp/digits": (("model=mlp", "dataset=digits"), 1000),
     "cnn/digits": (("model=cnn", "dataset=digits"), 400),
@@ -51,7 +54,7 @@ TIMED = {  # overrides of runs without gradients
 }
 
 
-def simulation(plan: Plan) -> Callable[[], Sim]:
+def simulation(plan: Plan, cores: int = 1) -> Callable[[], Sim]:
     """A run of the plan in virtual time, with nobody who evaluates or writes."""
     job = assemble(plan, "cpu")
     cluster = construct(plan.cluster, "cluster")
@@ -59,8 +62,9 @@ def simulation(plan: Plan) -> Callable[[], Sim]:
 
     def run() -> Sim:
         speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-        sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds=False))
-        sim.run(partial(program, stages=job.stages), tick=lambda: None)
+        sim = OnCores(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds=False))
+        with on_cores(cores, plan.num_workers, job.learner) as sim.ahead:
+            sim.run(partial(program, stages=job.stages), tick=lambda: None)
         return sim
 
     return run
@@ -121,6 +125,32 @@ def against_a_loop() -> None:
     )
 
 
+def wall_s(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def on_all_cores() -> None:
+    cores = cores_of("auto", SPREAD)
+    base = (f"cluster.num_workers={SPREAD}", "stop.steps=400", "eval.every_s=null", "eval.every_commits=1000000000")
+    rows = []
+    for case, (overrides, _) in CASES.items():
+        plans = {mode: planned(*overrides, *base, "cluster=homogeneous", *chosen) for mode, chosen in MODES.items()}
+        row = [case]
+        for plan in plans.values():
+            runs = {name: simulation(plan, count) for name, count in {"all": cores, "one": 1}.items()}
+            found = alternate({name: partial(wall_s, run) for name, run in runs.items()}, TURNS)
+            row.append(ratio(found["all"], found["one"]))
+        rows.append(row)
+    show(
+        f"Time of a simulation of {SPREAD} workers with runtime.cores={cores} / with 1, same bits",
+        ["", *MODES],
+        rows,
+        f"{TURNS} turns; by itself (runtime.cores=auto) it takes several cores for steps of 0.7 ms and more",
+    )
+
+
 def events_per_s(run: Callable[[], Sim]) -> float:
     start = time.process_time()
     events = run().events
@@ -178,6 +208,7 @@ def planning() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     against_a_loop()
+    on_all_cores()
     events()
     planning()
 

@@ -1,0 +1,45 @@
+"""A module as a learner uses it: its parameters are pointed at views of the vector at hand, or, where that is so short
+that making views takes longer, it is copied in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ashl.learn.device import HOST, to_device
+
+SHORT = 2**16  # elements: up to here a copy takes less time than views
+
+
+class Replica(threading.local):
+    """Each thread that computes has one of its own, made when it first asks; buffers of them never travel."""
+
+    def __init__(self, build: Callable[[], nn.Module], device: str) -> None:
+        self.device = device
+        self.module = to_device(build(), device)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.norms = [module for module in self.module.modules() if isinstance(module, _BatchNorm)]
+        self.num_params = sum(p.numel() for p in self.parameters)
+        self.hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
+        self.resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
+        fits = bool(self.parameters) and all(p.dtype == torch.float32 for p in self.parameters)  # else it is refused
+        if fits and (self.num_params <= SHORT or device != HOST):  # a graph of kernels needs one place for them
+            resident = torch.empty(self.num_params, device=device)
+            self.point_at(resident)
+            self.resident = resident
+
+    def point_at(self, params: Tensor) -> None:
+        """The module computes at these parameters, float32 [d]. Raises ValueError for a vector of another length."""
+        if params.shape != (self.num_params,):
+            raise ValueError(f"expected a vector of {self.num_params} parameters, got shape {tuple(params.shape)}")
+        if self.resident is not None:
+            self.resident.copy_(to_device(params.detach(), self.device))
+            return
+        views = _unflatten_dense_tensors(params.detach(), self.parameters)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view

@@ -1,0 +1,87 @@
+"""Several cores of this machine for one simulation: what workers compute is begun when they ask for it, on whichever
+core is free, and waited for when the clock has come to its end. Computations are pure functions, so that the result is
+the same, bit for bit, on however many cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from ashl.learn.device import HOST
+from ashl.learn.learner import Learner
+from ashl.runtime.effects import Compute
+from ashl.runtime.kernel import Task
+from ashl.runtime.sim import Sim
+
+WORTH_S = 7e-4  # a computation that takes less is not handed to another thread by itself
+TRIED = 16  # computations, of which the median decides
+
+
+class OnCores(Sim):
+    """A simulation that waits for what is computed on other cores when the clock has come to its end."""
+
+    def _resume(self, task: Task, value: Any) -> None:
+        super()._resume(task, value.result() if isinstance(value, Future) else value)
+
+
+class Ahead:
+    """Runs a computation now or on another thread; returns what came of it, or what will."""
+
+    def __init__(self, pool: ThreadPoolExecutor, tried: int) -> None:
+        self._pool, self._left, self._times = pool, tried, list[float]()
+        self._worth = True
+
+    def __call__(self, effect: Compute) -> Any:
+        if effect.kind != "compute":  # encoding and merging change what they work on
+            return effect.fn()
+        if not self._left:
+            return self._pool.submit(effect.fn) if self._worth else effect.fn()
+        start = time.perf_counter()
+        value = effect.fn()
+        self._times.append(time.perf_counter() - start)
+        self._left -= 1
+        self._worth = bool(self._left) or statistics.median(self._times) >= WORTH_S
+        return value
+
+
+def cores_of(asked: int | Literal["auto"], num_workers: int) -> int:
+    """How many to use: all of them, but one where this process is one of several, as a run of a sweep."""
+    if asked != "auto":
+        return asked
+    if multiprocessing.parent_process() is not None:
+        return 1
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, num_workers)
+
+
+@contextmanager
+def on_cores(asked: int | Literal["auto"], num_workers: int, learner: Learner) -> Generator[Ahead | None]:
+    """What a simulation hands its computations to; None where one core does it all, or the model draws random numbers
+    from the only generator that there is. What was begun and nobody waits for is thrown away."""
+    count = cores_of(asked, num_workers)
+    if count < 2 or learner.device != HOST or not learner.threadsafe:
+        yield None
+        return
+    threads, all_here, alone = torch.get_num_threads(), threading.Barrier(count), threading.Lock()
+
+    def enter() -> None:
+        all_here.wait()
+        with alone:
+            torch.set_num_threads(threads)
+            learner.replicate()
+
+    pool = ThreadPoolExecutor(count, "core")
+    try:
+        for task in [pool.submit(enter) for _ in range(count)]:
+            task.result()
+        yield Ahead(pool, TRIED if asked == "auto" else 0)
+    finally:
+        pool.shutdown(cancel_futures=True)
