@@ -17,25 +17,17 @@ Compressed Gradient Differences", 2019, with the ternary code in the ℓ2 or the
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
+from ashl.compression.around.wrappers import PLAIN
 from ashl.compression.contract import TURN, Codec, Estimator, Flags, Turn
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.qsgd import QSGD
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.option import Count, Number, Ratio, option
-
-PLAIN: dict[str, Any] = {
-    "feedback": False,
-    "feedback_gain": 1.0,
-    "feedback_decay": 1.0,
-    "momentum": None,
-    "masking": True,
-    "clip_norm": None,
-}
 
 
 class Learned(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ashl.compression.around.wrappers import PLAIN
 from ashl.compression.contract import TURN, Codec, Estimator, Flags, Turn
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.sign import Sign
@@ -29,15 +30,6 @@ from ashl.compression.topk import TopK
 from ashl.compression.wire.index_code import IndexCode
 from ashl.compression.wire.value_code import ValueCode
 from ashl.option import Fraction, Ratio, option
-
-PLAIN: dict[str, Any] = {
-    "feedback": False,
-    "feedback_gain": 1.0,
-    "feedback_decay": 1.0,
-    "momentum": None,
-    "masking": True,
-    "clip_norm": None,
-}
 
 
 class Known(NamedTuple):

@@ -31,10 +31,36 @@ RUNS = {
     "choco": ("topology=gossip", "sync=choco", "topology.graph=ring", "compression=topk"),
     "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring"),
     "groups": ("topology=partial_all_reduce", "schedule=single", "sync=ripples_random", "sync.group_size=2"),
+    "averaged momentum": ("sync=pr_sgd_momentum", "sync.local_steps=2"),
+    "growing batches": ("sync=cr_psgd_catalyst", "sync.growth=1.5", "sync.budget=300"),
+    "easgd": ("sync=easgd", "sync.local_steps=2"),
+    "ringleader, EF21": ("sync=ringleader", "compression=ef21"),
+    "rescaled, HeLoCo": ("sync=rescaled_asgd", "sync.local_steps=2", "outer=heloco"),
+    "gossip_pga": ("topology=gossip", "sync=gossip_pga", "sync.period=2"),
+    "1-bit Adam": ("schedule=one_bit_adam", "schedule.warmup_epochs=0.2"),
+    "muon": ("sync=local_sgd", "optimizer=muon", "topology=all_reduce"),
     "asylpg": ("sync=asylpg",),
     "spy": ("sync=spy", "optimizer.momentum=0", "optimizer.weight_decay=0"),
 }
-OFTEN = ("bsp", "ashl", "merged", "late", "all-reduce, QSGD", "DIANA", "variance", "gossip", "asylpg")  # as others do
+OFTEN = (
+    "bsp",
+    "ashl",
+    "merged",
+    "late",
+    "all-reduce, QSGD",
+    "DIANA",
+    "variance",
+    "gossip",
+    "asylpg",
+    "averaged momentum",
+    "growing batches",
+    "easgd",
+    "ringleader, EF21",
+    "rescaled, HeLoCo",
+    "gossip_pga",
+    "1-bit Adam",
+    "muon",
+)  # as others do
 ROUNDED = (
     "choco",
 )  # there a weight and a sparse body are multiplied and added at once, on the host one after the other

@@ -10,6 +10,8 @@ masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR 201
 
 from __future__ import annotations
 
+from typing import Any
+
 from ashl.compression.contract import Codec
 from ashl.option import Fraction, Positive, option
 
@@ -24,3 +26,14 @@ class Wrappers(Codec):
     momentum: Fraction | None
     masking: bool
     clip_norm: Positive | None
+
+
+# of a codec inside another one, which keeps and clips by itself
+PLAIN: dict[str, Any] = {
+    "feedback": False,
+    "feedback_gain": 1.0,
+    "feedback_decay": 1.0,
+    "momentum": None,
+    "masking": True,
+    "clip_norm": None,
+}
