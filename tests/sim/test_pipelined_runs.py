@@ -47,8 +47,12 @@ def test_the_same_model_of_one_sample_at_a_time() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    [("model=resnet8", "dataset=synthetic", "dataset.batch_size=8"), ("model=transformer", "dataset=text")],
-    ids=["normalised", "text"],
+    [
+        ("model=resnet8", "dataset=synthetic", "dataset.batch_size=8"),
+        ("model=transformer", "dataset=text"),
+        ("dataset=text", "model=gpt", "model.width=32"),
+    ],
+    ids=["normalised", "text", "gpt"],
 )
 def test_the_same_model_of_other_networks(model) -> None:
     chosen = (*RING, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9")
