@@ -147,7 +147,7 @@ def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch
     command = ["calibrate", "-q", *PACED, "--seconds", "1", "run.dir=here"]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "off by 0.0 % in the median, 0.0 % at worst" in said
+    assert "times are off by 0.0 % in the median, 0.0 % at worst" in said
     found = json.loads(Path("here/calibration.json").read_text())
     assert (found["status"], len(found["combinations"]), found["held_back"]["of"]) == ("whole", 2, 2)
     assert found["combinations"][0]["predicted"] == found["combinations"][0]["measured"]

@@ -20,13 +20,13 @@ from ashl.calibration.page import page
 from ashl.calibration.told import announce, show, show_pairs
 from ashl.cluster.spec import Cluster
 from ashl.config.compose import alternatives, compose
-from ashl.config.construct import construct
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.calibration import Calibration
 from ashl.plan.files import read_profile
 from ashl.plan.profile import Profile
+from ashl.planning.build import Options
 from ashl.run.measured import load, now, versions
 from ashl.run.profile import profile as measure
 from ashl.run.train import is_virtual
@@ -141,7 +141,7 @@ def profiled(name: str, task: Sequence[str], config: dict[str, Any], place: Plac
     if (folder / "profile.json").exists():
         return folder / "profile.json"
     shutil.rmtree(folder, ignore_errors=True)
-    cluster = construct(config["cluster"], "cluster", config["allow_targets"])
+    cluster = Options(config["allow_targets"]).of("cluster", config["cluster"])
     if isinstance(cluster, Cluster) and not cluster.missing():
         virtual = compose([*usual(place.typed), *task, "runtime=sim"], place.config_dir)
         measure({**virtual, "run": {**virtual["run"], "dir": str(folder)}}, [], quiet=True)

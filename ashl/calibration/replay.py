@@ -17,11 +17,11 @@ from rich.table import Table
 
 from ashl.calibration.spans import Record, profile_of, read_run
 from ashl.config.compose import compose
-from ashl.config.construct import construct
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_profile
 from ashl.plan.profile import Profile
+from ashl.planning.build import Options
 from ashl.run.train import run
 from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
@@ -100,7 +100,7 @@ def refuse_unmeasured(
         )
     if after["compression"] == before["compression"]:
         return
-    codec = construct(after["compression"], "compression", after["allow_targets"])
+    codec = Options(after["allow_targets"]).of("compression", after["compression"])
     name = after["choices"]["compression"]
     if full is None:
         raise UsageError(

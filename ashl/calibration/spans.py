@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from ashl.config.construct import construct
 from ashl.errors import UsageError
 from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts
 from ashl.plan.plan import Plan
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile
+from ashl.planning.build import Options
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import EVENTS, SUMMARY
 
@@ -194,7 +194,7 @@ def summed(record: Record, full: Full | None) -> tuple[Sum, ...]:
         min(each["wait_s"] + each["push_s"] + each["pull_s"] for each in together)
         for together in zip(*record.rounds, strict=False)
     ]
-    codec = construct(record.config["compression"], "compression", record.config["allow_targets"])
+    codec = Options(record.config["allow_targets"]).of("compression", record.config["compression"])
     gathers = not (codec.flags.lossless or codec.flags.linear)  # which costs half of a sum of as many bytes
     own = flat(fmean(took_s) * (2 if gathers else 1))
     line = next((each.cost for each in known if each.group == n), None)

@@ -107,7 +107,7 @@ def sentences(told: Verdict, count: int) -> list[str]:
     """What it comes to."""
     worst = told.worst
     found = [
-        f"Steps per second are off by {percent(told.median_error)} in the median, {percent(abs(worst.ratio - 1))} at "
+        f"Predicted times are off by {percent(told.median_error)} in the median, {percent(abs(worst.ratio - 1))} at "
         f"worst ({worst.model}: {worst.name}: {worst.component}); wait shares by at most {told.wait_error:.3f}.",
         f"Most of what is off is: {told.weakest}.",
     ]

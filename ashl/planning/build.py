@@ -155,7 +155,7 @@ def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Link, ...
 
 def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, tuple[Link, ...]], ...]:
     """The codecs whose cost is measured, by class: links of the whole model, and of it without its largest layer."""
-    options = [own.compression, *(construct(spec, "compression", allow) for spec in own.sync.codecs)]
+    options = [own.compression, *(Options(allow).of("compression", spec) for spec in own.sync.codecs)]
     largest = max(layout, key=lambda layer: layer.size)
     rest = tuple(layer for layer in layout if layer is not largest)
     found = {}
