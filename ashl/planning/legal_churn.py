@@ -13,7 +13,9 @@ from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.partial_all_reduce import PartialAllReduce
 
+IN_VIRTUAL_TIME = (AllReduce, PartialAllReduce)  # go on without a worker there, and not yet on processes
 MEMBERS = {FAIL, "join", "churn"}  # what changes who takes part
 
 
@@ -25,7 +27,7 @@ def beside(own: StageParts) -> bool:
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
     return all(
-        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or isinstance(own.topology, AllReduce))
+        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or isinstance(own.topology, IN_VIRTUAL_TIME))
         for own in parts.stages
     )
 
@@ -62,7 +64,7 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
                 "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
             )
-        if befalls & MEMBERS and parts.runtime.name != "sim" and isinstance(own.topology, AllReduce):
+        if befalls & MEMBERS and parts.runtime.name != "sim" and isinstance(own.topology, IN_VIRTUAL_TIME):
             raise UsageError(
                 f"cluster.events ({named}): stage {stage.name} has topology={chosen(own.topology)}, which goes on "
                 "without a worker in virtual time only; take runtime=sim, or topology=parameter_server"

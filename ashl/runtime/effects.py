@@ -107,7 +107,7 @@ class AllReduce(NamedTuple):
     ahead (`ashl.runtime.channel`). Key 0 is the next one. What has been posted is carried out, also when its task is
     cancelled.
 
-    `epoch`: how many losses had been taken into account when the group was formed. Where a member is lost after that,
+    `epoch`: how many losses had been noticed when the group was formed. Where a member is lost after that,
     the others have `Broken` instead of the result, also where their sum is under way.
     """
 

@@ -7,6 +7,7 @@ result of a sum, or none has. All who are left then ask to regroup; once they ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heapify
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class Teams:
-    """Stands between a simulation and its channels. `losses` are those so far, in order: how many of them a team has
-    taken into account is its epoch."""
+    """Stands between a simulation and its channels. `noticed` are the losses so far, in the order in which others knew
+    of them: how many of these a team has taken into account is its epoch."""
 
     def __init__(self, sim: Sim, workers: int, still: Mapping[int, tuple[int, Any]]) -> None:
         """Who stands still goes on at the moment in `still`."""
         self.sim, self.still = sim, still
-        self.losses: list[int] = []
+        self.losses = Counter[int]()
+        self.noticed: list[int] = []
         self._team = 0, tuple(range(workers))  # (epoch, ranks)
         self.members = set(range(workers))  # of the team that regroups: those who are not known to be gone
         self.knowing = set(range(workers))  # who has the model
@@ -49,9 +51,10 @@ class Teams:
                     node.knocks = True
             return self._form()
         self.knowing.add(rank)
-        if len(self.losses) == effect.epoch:
+        if len(self.noticed) == effect.epoch and not self._unnoticed:
             return type(self.sim)._post(self.sim, task, effect)
-        lost = [other for other in self.losses[effect.epoch :] if other in effect.group]
+        known = Counter(self.noticed[: effect.epoch])
+        lost = [other for other in effect.group if self.losses[other] > known[other]] if self.losses else []
         if not lost:
             return type(self.sim)._post(self.sim, task, effect)
         heard = [other for other in lost if (rank, other) not in self._unheard]
@@ -84,7 +87,7 @@ class Teams:
     def lose(self, rank: int, told: Sequence[int]) -> None:
         """A worker is gone, and these will notice."""
         sim, now = self.sim, self.sim.now_ns
-        self.losses.append(rank)
+        self.losses[rank] += 1
         self._unnoticed.add(rank)
         self._unheard |= {(peer, rank) for peer in told}
         self._unheard = {pair for pair in self._unheard if pair[0] != rank}
@@ -128,6 +131,7 @@ class Teams:
         """That this worker is gone is known now, at least to somebody."""
         if rank in self._unnoticed:
             self._unnoticed.discard(rank)
+            self.noticed.append(rank)
             self.members.discard(rank)
             self._form()
 
@@ -141,9 +145,9 @@ class Teams:
         word = 0 if max(versions) > last else max(effect.word for effect in known.values())
         came = [] if word else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
         ranks = tuple(sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)}))
-        lost = tuple(rank for rank in self._team[1] if rank in self.losses[self._team[0] :])
-        formed = Formed(len(self.losses), ranks, last, word, lost, tuple(sorted(came)))
-        self._team = len(self.losses), ranks
+        lost = tuple(rank for rank in self._team[1] if rank in self.noticed[self._team[0] :])
+        formed = Formed(len(self.noticed), ranks, last, word, lost, tuple(sorted(came)))
+        self._team = len(self.noticed), ranks
         if word > 1:
             self._last = formed
         self.members = set(ranks)

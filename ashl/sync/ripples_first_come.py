@@ -27,9 +27,10 @@ class RipplesFirstCome(GroupRule):
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
         idle, due = state.idle, self.wakes(state)
-        if len(idle) < self.group_size and (due is None or now_ns < due):
+        size = min(self.group_size, state.present)
+        if len(idle) < size and (due is None or now_ns < due):
             return []
-        return [tuple(sorted(idle[: self.group_size]))]
+        return [tuple(sorted(idle[:size]))]
 
     def wakes(self, state: Groups) -> int | None:
         """When the group that is gathering closes in any case."""

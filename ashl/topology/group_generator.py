@@ -52,6 +52,7 @@ class Groups:
     conflicts: int = 0  # groups that shared a worker with one of another draw that was not done yet
     closed: bool = False  # no new groups; those in the buffers still run
     asks: int = 0  # so far
+    gone: set[int] = field(default_factory=set)  # who is lost: in no group
     _free: dict[int, set[int]] = field(default_factory=dict)  # whose buffer is empty, by how often they have asked
     _idle: set[int] = field(default_factory=set)  # who has asked and has an empty buffer
     _missing: dict[int, int] = field(default_factory=dict)  # group that has not begun → members yet to come to it
@@ -59,6 +60,11 @@ class Groups:
     @property
     def num_workers(self) -> int:
         return len(self.nodes)
+
+    @property
+    def present(self) -> int:
+        """How many workers there are now."""
+        return len(self.nodes) - len(self.gone)
 
     @property
     def idle(self) -> list[int]:
@@ -81,7 +87,7 @@ def reopen(state: Groups) -> None:
     """Another stage begins: nobody has asked, but numbers go on."""
     n = state.num_workers
     state.buffers, state.requests, state.closed = [[] for _ in range(n)], [0] * n, False
-    state.waiting, state._idle, state._missing, state._free = {}, set(), {}, {0: set(range(n))}
+    state.waiting, state._idle, state._missing, state._free = {}, set(), {}, {0: set(range(n)) - state.gone}
 
 
 def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
@@ -104,7 +110,8 @@ def done(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Grou
     """A group has averaged; returns the groups that begin now."""
     for worker in group.members:
         buffer = state.buffers[worker]
-        assert buffer[0].id == group.id
+        if worker in state.gone or not buffer or buffer[0].id != group.id:
+            continue  # it is lost, or has come back since
         del buffer[0]
         if not buffer:
             _release(state, worker)
@@ -116,6 +123,37 @@ def done(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Grou
 def woken(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
     """The moment that the rule named with `wakes` has come; returns the groups that begin now."""
     return _settled(state, rule, state.idle, now_ns)
+
+
+def lose(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
+    """A worker is gone: no group waits for it, and who is left of a group meets without it; returns the groups that
+    begin now. Groups that run are its members' matter."""
+    groups, came = state.buffers[worker], worker in state.waiting
+    if not groups:
+        _engage(state, worker)
+    state.waiting.pop(worker, None)
+    state.gone.add(worker)
+    state.buffers[worker], touched = [], list[int]()
+    for place, group in enumerate(groups):
+        if group.id not in state._missing:
+            continue
+        others = tuple(member for member in group.members if member != worker)
+        for member in others:
+            buffer = state.buffers[member]
+            buffer[next(i for i, own in enumerate(buffer) if own.id == group.id)] = Group(group.id, others)
+        state._missing[group.id] -= not (came and place == 0)
+        if not others:
+            del state._missing[group.id]
+        touched += others
+    return _settled(state, rule, [*touched, *state.idle], now_ns)
+
+
+def come(state: Groups, worker: int) -> None:
+    """A worker that was gone takes part: it has asked as often as whoever is there and has asked least."""
+    there = [times for other, times in enumerate(state.requests) if other not in state.gone]
+    state.gone.discard(worker)
+    state.requests[worker] = min(there, default=0)
+    _release(state, worker)
 
 
 def close(state: Groups) -> None:
@@ -170,6 +208,9 @@ def _make(state: Groups, groups: Sequence[Members], ordered: bool) -> None:
     if not groups:
         return
     state.draws += 1
+    if state.gone:
+        there = [tuple(member for member in members if member not in state.gone) for members in groups]
+        groups = [members for members in there if members]
     if not ordered:
         state.conflicts += sum(any(state.buffers[worker] for worker in members) for members in groups)
     for members in groups:

@@ -4,6 +4,8 @@ Rule: every H local steps x_i ← (1/g)·Σ_j x_j over the g members of a group;
 symmetric, doubly stochastic and idempotent, so the mean of all models is conserved. A thin coordinator (rank n) makes
 the groups (`ashl.topology.group_generator`) and tells each member to begin once all have asked; no model passes it.
 
+Where workers are lost or come, see `ashl.topology.broken_groups`.
+
 Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source: Luo et al., "Prague: High-Performance
 Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples").
 """
@@ -15,23 +17,24 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from ashl.option import Count, option
-from ashl.runtime.effects import Message
+from ashl.runtime.effects import JOIN, LOST, Broken, Message, Tag
 from ashl.runtime.node import Node
-from ashl.stage.rule import Loop, Members, Network, Rule, Topology
+from ashl.stage.rule import CHURN, Loop, Members, Network, Rule, Topology
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.stage.tally import Tally
+from ashl.topology import broken_groups
 from ashl.topology import group_generator as generator
+from ashl.topology.broken_groups import OWN
 from ashl.topology.coordinator import CoordinatorState
-from ashl.topology.ending import leave, record_end, verdict
+from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.group_generator import Group, Groups
 from ashl.topology.group_rule import GroupRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 
 Done = tuple[int, int]  # (steps, samples)
 BITS = 52  # of a number in a header that hold members
-HEAD = 7  # numbers of a `GroupReply`
+HEAD = 10  # numbers of a `GroupReply`
 PER_NODE = 4  # workers of a machine where nobody says
-OWN = -2  # minus a worker: in place of its last group, where its model is nobody else's
 
 
 @option
@@ -39,7 +42,7 @@ class PartialAllReduce(Topology):
     """Every worker has a model of its own; a group's members average theirs."""
 
     asks: ClassVar[type[Rule]] = GroupRule
-    carries: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and nobody adds up updates
+    carries: ClassVar[frozenset[str]] = frozenset({CHURN})  # whole models travel, and nobody adds up updates
     coordinated: ClassVar[bool] = True
     replicas: ClassVar[bool] = True
     workers_per_node: Count | None
@@ -47,6 +50,10 @@ class PartialAllReduce(Topology):
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Words go between the workers and the coordinator; models by all-reduce."""
         return stage.workers if rank == stage.home else (stage.home,)
+
+    def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """All others: it may be in a group with any of them."""
+        return tuple(peer for peer in (*stage.workers, stage.home) if peer != rank)
 
     def groups(self, stage: Stage) -> Sequence[Members]:
         return rule_in(stage).groups(self.nodes(stage))
@@ -61,6 +68,11 @@ class PartialAllReduce(Topology):
             tally = Tally(n, groups=[0] * n, conflicts=0)
             return MakerState(tally, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
         return Replica(*stage.trainer.init())
+
+    async def come(
+        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+    ) -> tuple[int, Replica] | None:
+        return await broken_groups.come(node, stages, Replica(*stages[0].trainer.init()))
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
         """The machine of each worker."""
@@ -97,6 +109,11 @@ class MakerState(CoordinatorState):
         default_factory=dict
     )  # with what its members have, until it is counted
     word: int = GO  # NEXT or STOP once the stage is over
+    lives: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
+    losses: int = 0  # that are taken into account
+    yet: dict[int, set[int]] = field(default_factory=dict)  # by group that runs: who is to say what came of it
+    broken: dict[int, set[int]] = field(default_factory=dict)  # ... and whose average has come to nothing
+    heirs: dict[int, int] = field(default_factory=dict)  # who has come and has no model yet, and who gives it its own
 
     def enter(self, stage: Stage, now_s: float) -> None:
         if self.entered == stage.index:
@@ -105,6 +122,7 @@ class MakerState(CoordinatorState):
         if self.entered is not None:
             generator.reopen(self.groups)
         self.entered, self.word, self.asked, self.running = stage.index, GO, {}, {}
+        self.yet, self.broken = {}, {}
 
 
 class GroupReply(NamedTuple):
@@ -118,6 +136,9 @@ class GroupReply(NamedTuple):
     common: float  # whether all members come from the same group, so that they share the model that they started from
     tick: float  # of the evaluation that wants its model
     end_ns: float  # of the stage, without members
+    epoch: float = 0  # of the group
+    heir: float = -1  # who has come, and is to have its model
+    life: float = 0  # ... of the heir
 
 
 def as_numbers(members: Members) -> tuple[float, ...]:
@@ -166,12 +187,17 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
     body, meta, met = work.body, (work.steps, work.samples, work.loss), None
     while True:
         await node.send(stage.home, stage.tag("ask"), meta=meta)
-        message = await node.recv(stage.tag("group"))
+        message = await node.recv(stage.tag("group", state.life), src=stage.home)
         reply, members = GroupReply(*message.meta[:HEAD]), as_members(message.meta[HEAD:])
         body, met = None if reply.word == STOP else body, met or members
-        state.params = await averaged(node, state.params, body, members, bool(reply.common))
-        state.samples = int(reply.samples)
-        if len(members) > 1 and node.rank == members[0]:
+        result = await averaged(node, state.params, body, members, bool(reply.common), int(reply.epoch))
+        while result.__class__ is Broken:
+            left, epoch = await broken_groups.anew(node, stage, state, reply.group)
+            result = await averaged(node, state.params, body, left, bool(reply.common), epoch)
+        state.params, state.samples = result, int(reply.samples)
+        if reply.heir >= 0:
+            await node.send(int(reply.heir), broken_groups.model_for(int(reply.life)), state.params)
+        if len(members) > 1 and (node.rank == members[0] or stage.elastic):
             await node.send(stage.home, stage.tag("done"), meta=(reply.group,))
         while reply.word == GO and state.tick < reply.tick:  # its model now is what it was at each of them
             state.tick += 1
@@ -181,15 +207,16 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
         body, meta = None, (0, 0, 0.0)
 
 
-async def averaged(node: Node, params: Any, body: Any, members: Members, common: bool) -> Any:
-    """(1/g)·Σ_j (x_j + Δ_j), summed in rank order. Members who share x exchange Δ alone: that is the sum of all-reduce,
-    to the last bit."""
+async def averaged(node: Node, params: Any, body: Any, members: Members, common: bool, epoch: int) -> Any:
+    """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who share x exchange Δ
+    alone: that is the sum of all-reduce, to the last bit."""
     mine = params if body is None else params + body
     if len(members) < 2:
         return mine
-    if common:
-        return params + await node.all_reduce(body * (1 / len(members)), members)
-    return await node.all_reduce(mine * (1 / len(members)), members)
+    if not common:
+        return await node.all_reduce(mine * (1 / len(members)), members, epoch=epoch)
+    total = await node.all_reduce(body * (1 / len(members)), members, epoch=epoch)
+    return total if total.__class__ is Broken else params + total
 
 
 async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
@@ -201,7 +228,7 @@ async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
         node.mark(stage.index, state)
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
-        message = await node.recv(stage.tag("done"), stage.tag("ask"), before_s=before_s)
+        message = await node.recv(*heard_by(stage), before_s=before_s)
         node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None and before_s == deadline_s:
             state.word, reason = STOP, "seconds"
@@ -220,12 +247,17 @@ async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
     return state.word
 
 
+def heard_by(stage: Stage) -> tuple[Tag, ...]:
+    """The tags of what the coordinator takes in."""
+    return stage.tag("done"), stage.tag("ask"), stage.tag("again"), LOST, JOIN
+
+
 def hear(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
     """Note the loss of a worker that asks, or count a group that is done."""
     tally = state.tally
     if message is not None and message.tag[0] == "ask":
         tally.observe(message.src, tally.fastest - tally.clocks[message.src], message.meta[2])
-    elif message is not None:
+    elif message is not None and message.tag[0] == "done":
         count(node, stage, state, int(message.meta[0]))
 
 
@@ -234,16 +266,22 @@ async def take_in(node: Node, stage: Stage, state: MakerState, message: Message 
     now_ns, rule = node.now_ns, rule_in(stage)
     if message is None:
         started = generator.woken(state.groups, rule, now_ns)
-    elif message.tag[0] == "done":
-        group, _ = state.running.pop(int(message.meta[0]))
-        started = generator.done(state.groups, rule, group, now_ns)
+    elif message.tag in (LOST, JOIN):
+        started = await broken_groups.changed(node, stage, state, message)
+    elif message.tag[0] != "ask" and not broken_groups.reported(state, message):
+        started = await broken_groups.settled(node, stage, state, int(message.meta[0]))
+    elif message.tag[0] != "ask":
+        started = []
     else:
+        state.heirs.pop(message.src, None)
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
         started = generator.request(state.groups, rule, message.src, now_ns)
     for group in started:  # grows while it is read
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.word == STOP else work)
         await begin(node, stage, state, group, work)
+        if stage.elastic and len(group.members) > 1:
+            state.yet[group.id], state.broken[group.id] = set(group.members), set()
         if len(group.members) == 1:  # nobody to wait for
             count(node, stage, state, group.id)
             del state.running[group.id]
@@ -260,8 +298,10 @@ async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work:
     for member in group.members:
         state.last[member] = group.id
         behind = tally.fastest - tally.clocks[member]
-        reply = GroupReply(state.word, group.id, applied, behind, common, state.ticks, tally.end_ns)
-        await node.send(member, stage.tag("group"), meta=(*reply, *numbers))
+        reply = GroupReply(state.word, group.id, applied, behind, common, state.ticks, tally.end_ns, state.losses)
+        if state.heirs and state.word == GO:
+            reply = await broken_groups.inherited(node, stage, state, member, reply)
+        await node.send(member, stage.tag("group", state.lives.get(member, 0)), meta=(*reply, *numbers))
 
 
 def count(node: Node, stage: Stage, state: MakerState, number: int) -> None:
@@ -285,7 +325,7 @@ def commit(node: Node, stage: Stage, state: MakerState, members: Members, work: 
             tally.groups[member] += len(members) > 1
     if stage.judge.take(state, node.now):
         state.ticks += 1
-        node.snapshot(None, tick=state.ticks, counts=tally.report())
+        node.snapshot(None, tick=state.ticks, counts=tally.report(), without=tally.gone)
 
 
 async def drain(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
@@ -297,16 +337,18 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
     """
     tally, last = state.tally, state.word == STOP
     if last:
-        tally.end_ns = node.now_ns
+        tally.end_ns = within(stage, node.now_ns)
         for number in state.running:
             count(node, stage, state, number)
         for worker, (steps, _) in state.asked.items():
             tally.drop(worker, steps)
     generator.close(state.groups)
-    gone = 0
+    for heir in broken_groups.unserved(state):
+        await take_in(node, stage, state, heir)
+    away = set[int]()
     while True:
         idle = generator.dismissed(state.groups)
-        gone += len(idle)
+        away.update(idle)
         if last:
             await dismiss(node, stage, state, idle)
         else:
@@ -314,10 +356,10 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
                 if (work := state.asked.pop(worker))[0]:
                     commit(node, stage, state, (worker,), [work])
                     state.last[worker] = OWN - worker
-        if gone == stage.num_workers:
+        if len(away | tally.gone) == stage.num_workers:
             break
         if message is None:
-            message = await node.recv(stage.tag("done"), stage.tag("ask"))
+            message = await node.recv(*heard_by(stage))
             asks = message.tag[0] == "ask"
             if not last and (not asks or message.meta[0]):
                 hear(node, stage, state, message)
@@ -326,12 +368,14 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
         await take_in(node, stage, state, message)
         message = None
     if not last:
-        tally.end_ns = node.now_ns
-        await dismiss(node, stage, state, stage.workers)
+        tally.end_ns = within(stage, node.now_ns)
+        await dismiss(node, stage, state, [worker for worker in stage.workers if worker not in tally.gone])
+    elif stage.joins:
+        node.spawn(broken_groups.close_doors(node, state))
 
 
 async def dismiss(node: Node, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
     """These workers may leave the stage."""
     for worker in workers:
         reply = GroupReply(state.word, -1, state.tally.samples, 0, False, state.ticks, state.tally.end_ns)
-        await node.send(worker, stage.tag("group"), meta=reply)
+        await node.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=reply)

@@ -1,9 +1,9 @@
 """What failures cost whom: `python -m tests.benchmarks.churn`.
 
-Sixteen unequal workers (factors 1, 1.5, 2 and 3) at a parameter server, in virtual time without gradients, for 2,000 s
-of steps of 0.5 s; each worker fails after an exponential time of so many seconds on average, and is back after 5.
-Goodput is the steps/s that count over those of the same run without failures. No mode that never waits can be above the
-share of the time that workers are there; who is below it also loses what they were at, or waits.
+Sixteen unequal workers (factors 1, 1.5, 2 and 3) at a parameter server or without one, in virtual time without
+gradients, for 2,000 s of steps of 0.5 s; each worker fails after an exponential time of so many seconds on average, and
+is back after 5. Goodput is the steps/s that count over those of the same run without failures. No mode that never waits
+can be above the share of the time that workers are there; who is below it also loses what they were at, or waits.
 """
 
 from statistics import median
@@ -19,12 +19,21 @@ CLUSTER = (
     "stop.seconds=2000",
     "runtime.gradients=false",
 )
+GROUPS = ("topology=partial_all_reduce", "sync=ripples_smart")
 MODES = {
     "bsp": ("sync=bsp",),
     "backup, 4 of 16": ("sync=backup", "sync.backups=4"),
     "local SGD, H = 8": ("sync=local_sgd", "sync.local_steps=8"),
     "ssp, 3 ahead": ("sync=ssp", "sync.staleness=3"),
     "asp": ("sync=asp",),
+    "bsp by all-reduce": ("topology=all_reduce", "sync=bsp"),
+    "local SGD by all-reduce, H = 8": ("topology=all_reduce", "sync=local_sgd", "sync.local_steps=8"),
+    "Ripples smart, H = 8": (
+        "topology=partial_all_reduce",
+        "sync=ripples_smart",
+        "sync.group_size=4",
+        "sync.section_length=8",
+    ),
     "ahl, H from 4": ("sync=ahl", "schedule.h_preset=[4]"),
     "shl, H from 2": ("sync=shl", "schedule.h_preset=[2]"),
 }

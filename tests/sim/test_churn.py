@@ -300,8 +300,6 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
         with pytest.raises(UsageError, match=said):
             check_churn(changed, plan.stages, checkpoint_s)
 
-    partial = conf_option("topology", "partial_all_reduce")
-    refused("topology=partial_all_reduce, which cannot go on without a worker yet; take", topology=partial)
     refused("sync=spy, which cannot go on without a worker yet; take", sync=conf_option("sync", "spy"))
     refused("overlap=late is not built yet: .* take overlap=none", overlap=conf_option("overlap", "late"))
     refused("no checkpoint holds yet", 1.0)

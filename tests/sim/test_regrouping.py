@@ -17,7 +17,7 @@ from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState, turn_of
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
-from tests.support import Ran, planned, run
+from tests.support import Ran, planned, run, simulated
 
 RING = (*RUN, "topology=all_reduce", "aggregate=uniform")
 SIZES = (*RING, "runtime.gradients=false")
@@ -203,6 +203,14 @@ def test_failures_at_random_never_end_a_run() -> None:
     assert ran.end["reason"] == "seconds"
     assert len(ran.of("lost")) > 10
     assert run(with_events(plan, churn={"mtbf_s": 0.3, "mttr_s": 0.5})).records == ran.records
+
+
+def test_a_run_whose_configuration_says_so() -> None:
+    """Its plan is predicted without failures."""
+    events = "cluster.events=[{time_s: 0.2, worker: 0, fail: true}, {time_s: 0.4, worker: 0, join: true}]"
+    ran = simulated(*SIZES, "sync=bsp", "stop.steps=50", events)
+    assert [record["rank"] for record in ran.of("joined")] == [0]
+    assert ran.plan.stages[0].predicted_steps_per_s == planned(*SIZES, "sync=bsp").stages[0].predicted_steps_per_s
 
 
 def test_messages_of_a_protocol_of_its_own_are_refused() -> None:

@@ -13,9 +13,11 @@ from ashl.errors import AshlError
 from ashl.planning.predict import WITHOUT
 from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.partial_all_reduce import PartialAllReduce
 from tests.conf_option import conf_option
 from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
 from tests.swarm.test_swarm_churn import drawn_events
+from tests.swarm.test_swarm_groups import drawn_sync
 
 SEEDS, MANY = 60, 2_000
 FIRST = 40_000  # other clusters than those of the other swarms
@@ -94,3 +96,59 @@ def test_a_swarm(first: int) -> None:
 @pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 250))
 def test_a_large_swarm(first: int) -> None:
     each(range(first, first + 250), check_ring, drawn_rings)
+
+
+def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
+    """One or two schedulers of partial all-reduce."""
+    rng = random.Random(seed)
+    cluster = befallen_cluster(rng)
+    n, topology = cluster.num_workers, PartialAllReduce(workers_per_node=rng.choice([None, 1, 2, 3]))
+    limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=rng.choice([0.5, 5.0]), eval_every_commits=1)
+    stages = list[Stage]()
+    for index in range(rng.choice([1, 1, 2])):
+        stage = bound(rng, drawn_sync(rng, n), topology, n, limits)
+        until = {"commits": rng.uniform(0, 4)}
+        least = 1 if rng.random() < 0.8 else rng.randint(1, n)
+        befallen = {"joins": cluster.joins, "elastic": cluster.loses, "min_workers": least, "nodes": cluster.node}
+        plan = replace(stage.plan, until=until)
+        stages.append(
+            replace(stage, index=index, seed=seed, plan=plan, trainer=(stages or [stage])[0].trainer, **befallen)
+        )
+    stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
+    return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
+
+
+def check_groups(seed: int) -> None:
+    cluster, stages = drawn_groups(seed)
+    n = cluster.num_workers
+    try:
+        sim, seen = run(cluster, stages, seed)
+    except AshlError as error:
+        if not any(words in str(error) for words in ENDS):
+            raise
+        return
+    end = seen.of("stage")[-1]
+    check_books(seen, n, end["end_ns"])
+    assert end["steps"] == sum(end["steps_by"])
+    merged, lives = Counter(), Counter(record["rank"] for record in seen.of("lost"))
+    for record in seen.of("round"):
+        merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
+    most = max(worker.local_steps for stage in stages for worker in stage.plan.workers)
+    for rank in range(n):
+        counted = end["steps_by"][rank]
+        assert abs(counted - merged[rank]) <= most * lives[rank], "but for what it was lost with"
+    assert not sim.channels.waiting()
+    for mail in sim._mail[:-1]:
+        assert not mail.waiters
+        assert {tag[0] for tag in mail.messages} <= {"lost", "welcome", "model", "group"}, "but for an earlier life"
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
+def test_a_swarm_of_groups(first: int) -> None:
+    each(range(first, first + 30), check_groups, drawn_groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 250))
+def test_a_large_swarm_of_groups(first: int) -> None:
+    each(range(first, first + 250), check_groups, drawn_groups)

@@ -1,0 +1,209 @@
+"""Groups that lose a member, and workers that come, where models are averaged in groups.
+
+Rule of a loss, once it is noticed: groups that have not begun meet without the lost worker, and new ones have it no
+longer. Of a group that is averaging, those who are left average anew, as soon as all of them have said whether the sum
+came to nothing; what the lost worker had computed is dropped with it, or counts where the sum had ended before.
+
+Rule of a join: the coordinator names a worker of the next group that begins, which sends its model once it has
+averaged; where nobody has one any more, the newcomer begins with the first model. It counts as having asked as often as
+whoever has asked least, its optimizer begins anew, and its data go on behind what was counted of it. Who comes at a
+border takes part from the next stage on, and who comes when the run is over is told so. A life is known by the moment
+at which it asked to take part, and what answers it has that as its tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from ashl.runtime.effects import JOIN, LOST, Message, Tag
+from ashl.runtime.node import Node
+from ashl.stage.rule import Members
+from ashl.stage.stage import GO, STOP, Stage
+from ashl.topology import group_generator as generator
+from ashl.topology.group_generator import Group
+from ashl.topology.membership import check_left, welcomed
+
+if TYPE_CHECKING:
+    from ashl.topology.group_rule import GroupRule
+    from ashl.topology.partial_all_reduce import GroupReply, MakerState, Replica
+
+NOBODY = -1
+OWN = -2  # minus a worker: in place of its last group, where its model is nobody else's
+
+
+class Told(NamedTuple):
+    """What the coordinator tells a newcomer."""
+
+    word: float  # GO; STOP where the run is over
+    end_ns: float  # of the run, with STOP
+    stage: float = 0.0
+    giver: float = NOBODY  # who sends its model
+    samples: float = 0.0
+    done: float = 0.0  # of the steps, applied or dropped, its own
+    tick: float = 0.0  # of the last evaluation
+
+
+def model_for(life: int) -> Tag:
+    return "model", 0, life
+
+
+# --- at the coordinator
+
+
+async def changed(node: Node, stage: Stage, state: MakerState, message: Message) -> list[Group]:
+    """A worker is lost, or asks to take part; returns the groups that begin now. Raises AshlError where too few are
+    left."""
+    rank, started = message.src, list[Group]()
+    if message.tag == LOST:
+        state.losses += 1
+        started = lost(node, stage, state, rank)
+    else:
+        state.heirs[rank], state.lives[rank] = NOBODY, int(message.meta[0])
+        if rank not in state.tally.gone and state.word != GO:  # nobody will give it a model in this stage any more
+            started = without(node, stage, state, rank)
+    if state.word == GO and not {*stage.workers} - state.tally.gone - state.heirs.keys():  # nobody has one
+        for heir in [heir for heir, giver in state.heirs.items() if giver == NOBODY]:
+            await admit(node, stage, state, heir, NOBODY)
+            del state.heirs[heir]
+    return started
+
+
+def unserved(state: MakerState) -> list[Message]:
+    """Newcomers of a stage that is over, who will have no model in it: as if they came now."""
+    waiting = [rank for rank, giver in state.heirs.items() if giver == NOBODY and rank not in state.tally.gone]
+    return [Message(rank, JOIN, None, (state.lives[rank],), 0) for rank in waiting]
+
+
+def lost(node: Node, stage: Stage, state: MakerState, rank: int) -> list[Group]:
+    tally = state.tally
+    state.heirs.pop(rank, None)  # whom it was to give its model hears of it, too, and asks again
+    if rank in tally.gone:
+        return []
+    started = without(node, stage, state, rank)
+    check_left(node, stage, rank, tally.present + len(tally.gone.intersection(state.heirs)))
+    return started
+
+
+def without(node: Node, stage: Stage, state: MakerState, rank: int) -> list[Group]:
+    """Go on without a worker."""
+    state.tally.lose(rank)
+    steps, _ = state.asked.pop(rank, (0, 0))
+    state.tally.drop(rank, steps)
+    started = generator.lose(state.groups, cast("GroupRule", stage.sync), rank, node.now_ns)
+    for number, members in state.yet.items():
+        if rank in members | state.broken[number]:
+            members.discard(rank)
+            state.broken[number].discard(rank)
+            if not members:
+                node.spawn(remind(node, stage, number))
+    return started
+
+
+async def remind(node: Node, stage: Stage, number: int) -> None:
+    """All who are left of a group have reported: that is taken in as if the last one did so now."""
+    await node.send(node.rank, stage.tag("again"), meta=(number,))
+
+
+def reported(state: MakerState, message: Message) -> bool:
+    """Where workers may be lost: a member of a group has averaged, or its average came to nothing. Whether others of
+    the group have still to say so."""
+    number = int(message.meta[0])
+    if number not in state.yet:
+        return number not in state.running
+    if message.tag[0] == "again" and message.src in state.yet[number]:
+        state.broken[number].add(message.src)
+    state.yet[number].discard(message.src)
+    return bool(state.yet[number])
+
+
+async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> list[Group]:
+    """All who are left of a group have said what came of it; returns the groups that begin now."""
+    group, work = state.running[number]
+    left = tuple(sorted(state.broken.get(number, ())))
+    if not left:
+        state.yet.pop(number, None)
+        state.broken.pop(number, None)
+        del state.running[number]
+        if work:  # nobody is left of it
+            for member, (steps, _) in zip(group.members, work, strict=True):
+                state.tally.drop(member, steps)
+        return generator.done(state.groups, cast("GroupRule", stage.sync), group, node.now_ns)
+    if work:
+        each = dict(zip(group.members, work, strict=True))
+        for member in each.keys() - {*left}:
+            state.tally.drop(member, each[member][0])
+        work = [each[member] for member in left]
+    state.running[number] = Group(number, left), work
+    state.yet[number], state.broken[number] = set(left), set()
+    for member in left:
+        await node.send(member, stage.tag("anew", number), meta=(state.losses, *map(float, left)))
+    return []
+
+
+async def inherited(node: Node, stage: Stage, state: MakerState, giver: int, reply: GroupReply) -> GroupReply:
+    """The reply to a worker, with the newcomer that is to have its model, where one waits for it."""
+    heir = next((rank for rank, named in state.heirs.items() if named == NOBODY and rank != giver), None)
+    if heir is None or giver in state.heirs:
+        return reply
+    state.heirs[heir] = giver
+    await admit(node, stage, state, heir, giver)
+    return reply._replace(heir=heir, life=state.lives[heir])
+
+
+async def admit(node: Node, stage: Stage, state: MakerState, heir: int, giver: int) -> None:
+    """A newcomer takes part from now on, with the model of this worker; with nobody's, the first one."""
+    tally = state.tally
+    if heir in tally.gone:
+        tally.come(heir)
+        generator.come(state.groups, heir)
+        state.last[heir] = OWN - heir
+    told = Told(GO, 0, stage.index, giver, tally.samples, tally.steps_by[heir] + tally.dropped_by[heir], state.ticks)
+    await node.send(heir, welcomed(state.lives[heir]), None, told)
+
+
+async def close_doors(node: Node, state: MakerState) -> None:
+    """Once all others are let go: whoever has come, or comes, is told that the run is over."""
+    while True:
+        for rank in state.heirs:
+            await node.send(rank, welcomed(state.lives[rank]), None, Told(STOP, state.tally.end_ns))
+        state.heirs.clear()
+        message = await node.recv(JOIN, LOST)
+        if message.tag == JOIN:
+            state.heirs[message.src], state.lives[message.src] = NOBODY, int(message.meta[0])
+
+
+# --- at a worker
+
+
+async def anew(node: Node, stage: Stage, state: Replica, number: float) -> tuple[Members, int]:
+    """An average has come to nothing: who is left of this group, and its epoch."""
+    await node.send(stage.home, stage.tag("again"), meta=(number,))
+    epoch, *left = (await node.recv(stage.tag("anew", int(number)), src=stage.home)).meta
+    return tuple(int(member) for member in left), int(epoch)
+
+
+async def come(node: Node, stages: Sequence[Stage], state: Replica) -> tuple[int, Any] | None:
+    """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
+    is over."""
+    while True:
+        while await node.recv(LOST, before_s=node.now):
+            pass  # what was before is of no concern
+        state.life = int(float(node.now_ns)) + (state.life == node.now_ns)
+        await node.send(stages[0].home, JOIN, None, (state.life,))
+        told = Told(*(await node.recv(welcomed(state.life), src=stages[0].home)).meta)
+        if told.word == STOP:
+            node.ledger.close(int(told.end_ns))
+            return None
+        if told.giver == NOBODY:
+            break
+        message = await node.recv(model_for(state.life), LOST, src=int(told.giver))
+        if message.tag != LOST:
+            state.params = message.body
+            break
+    stage = stages[int(told.stage)]
+    state.samples, state.tick = int(told.samples), int(told.tick)
+    state.enter(stage, node.rank)
+    state.step = state.round = int(told.done)
+    state.drawn = state.step * state.batch
+    return stage.index, state

@@ -1,0 +1,89 @@
+"""Groups that lose a member, and workers that come, under partial all-reduce in virtual time."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ashl.errors import AshlError, UsageError
+from ashl.planning.build import parts_of
+from ashl.planning.legal_churn import check_churn
+from ashl.runtime.sums import sum_in_rank_order
+from tests.sim.test_churn import RUN, back, lost, with_events
+from tests.support import Ran, planned, run
+
+GROUPS = (*RUN, "topology=partial_all_reduce", "sync=ripples_first_come")
+ALL = (*GROUPS, "sync.group_size=3", "sync.section_length=3", "optimizer.momentum=0.9")
+SIZES = (*GROUPS, "sync.group_size=2", "sync.section_length=2", "runtime.gradients=false")
+
+
+@pytest.mark.parametrize("moment", [0.51, 0.72], ids=["in compute", "while others wait"])
+def test_a_group_of_all_is_an_all_reduce_of_those_who_are_left(moment: float) -> None:
+    """To the bit, momentum and all: from the round on that lacks the lost worker."""
+    plan = planned(*ALL, "stop.steps=78")
+    ring = planned(*RUN, "topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", ALL[-1], "stop.steps=78")
+    mine, theirs = run(with_events(plan, lost(2, moment))), run(with_events(ring, lost(2, moment)))
+    assert mine.end["commits"] == theirs.end["commits"]
+    assert mine.end["commits"][2] > 1
+    models = {record["merges"]: params for record, params in theirs.snapshots}
+    last = max(merges for merges in models)
+    assert torch.equal(mine.models[0], models[last])
+    assert torch.equal(mine.models[1], models[last])
+
+
+def test_who_is_left_of_a_group_averages_anew() -> None:
+    """All of the first group have come at 0.24 s. Worker 1 fails during the sum; its work is dropped."""
+    ran = run(with_events(planned(*ALL, "stop.steps=60"), lost(1, 0.243)))
+    assert ran.end["commits"][1] == 0
+    assert ran.end["dropped_by"] == [0, 3, 0]
+    first = [record for record in ran.of("round") if record["round"] == 0 and record["rank"] != 1]
+    assert [record["dropped"] for record in first] == [False, False]
+    assert first[0]["end_ns"] > 0.263 * 1e9, "once the loss was noticed"
+
+
+def present(ran: Ran) -> list[int]:
+    return [rank for rank in range(3) if rank in ran.models]
+
+
+def test_who_comes_has_the_model_of_another() -> None:
+    ran = run(with_events(planned(*ALL, "stop.steps=120"), lost(0, 0.3), back(0, 0.7)))
+    assert ran.end["commits"][0] > 2
+    mean = sum_in_rank_order([ran.models[rank] for rank in present(ran)]) / 3
+    assert all(torch.allclose(ran.models[rank], mean, atol=1e-6) for rank in range(3)), "they met in groups of all"
+    assert ran.ledgers[0]["down"] == 400_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ripples_smart", "ripples_random", "ripples_static", "ripples_first_come"])
+def test_a_loss_at_any_moment(mode: str) -> None:
+    size = () if mode == "ripples_static" else ("sync.group_size=2",)
+    plan = planned(
+        *RUN, "topology=partial_all_reduce", f"sync={mode}", *size, "runtime.gradients=false", "stop.steps=60"
+    )
+    for moment in (0.0, 0.05, 0.08, 0.0851, 0.3):
+        for worker in range(3):
+            ran = run(with_events(plan, lost(worker, moment), back(worker, moment + 0.15)))
+            assert ran.end["reason"] == "steps"
+            assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_the_run_ends_where_too_few_are_left() -> None:
+    plan = with_events(planned(*SIZES, "stop.seconds=1", "runtime.min_workers=3"), lost(0, 0.1))
+    with pytest.raises(AshlError, match=r"2 of 3 workers are left, fewer than runtime\.min_workers=3"):
+        run(plan)
+
+
+def test_failures_at_random_never_end_a_run() -> None:
+    plan = with_events(planned(*SIZES, "stop.seconds=5"), churn={"mtbf_s": 0.5, "mttr_s": 0.3})
+    ran = run(plan)
+    assert ran.end["reason"] == "seconds"
+    assert len(ran.of("lost")) > 10
+    assert run(plan).records == ran.records
+
+
+def test_on_processes_it_is_refused_as_yet() -> None:
+    plan = with_events(planned(*SIZES), lost(0, 0.1))
+    local = SimpleNamespace(name="local", min_workers=1)
+    with pytest.raises(UsageError, match="goes on without a worker in virtual time only"):
+        check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
