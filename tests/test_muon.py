@@ -66,6 +66,7 @@ def test_without_layers_it_is_adamw():
         bare.init(5), x, grad, 0.1)[1])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_muloco_learns_by_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be, " * 100, encoding="utf-8")
     small = ("model.width=16", "model.layers=1", "model.heads=2", "dataset.length=16", "dataset.batch_size=8")

@@ -136,6 +136,7 @@ def test_gossip_that_never_meets_is_d_psgd():
     same(never, run("sync=d_psgd", "sync.order=atc", GOSSIP))
 
 
+@pytest.mark.slow
 def test_gossip_that_always_meets_is_local_sgd():
     always = run("sync=gossip_pga", "sync.period=1", "sync.local_steps=2", GOSSIP)
     close(always, run("sync=local_sgd", "sync.local_steps=2", "topology=all_reduce", "aggregate=uniform"))

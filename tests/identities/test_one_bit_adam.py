@@ -42,6 +42,7 @@ def test_without_loss_it_is_adam_over_a_frozen_variance():
     torch.testing.assert_close(ran.params, w, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_bit_an_element_learns_as_much():
     ran = simulated(*MODE, "stop.steps=240", "schedule.warmup_epochs=2")
     assert [record["name"] for record in ran.of("stage")] == ["adam", "one_bit"]
