@@ -146,10 +146,11 @@ class Broken(NamedTuple):
 
 class Regroup(NamedTuple):
     """Agree with all who are left of a team how to go on; returns `Formed` once all of them ask. A worker that has come
-    asks, too, with a version below 0, and is let in where the others go on."""
+    asks, too, with a version below 0, and is let in where the others all are `open` to that, or the run ends."""
 
     version: int  # of the model that this rank would go on from
     word: int = 0  # 1 or 2: it ends the stage or the run there
+    open: bool = False
 
     def __await__(self) -> Generator[Regroup, Any, Formed]:
         return (yield self)
@@ -164,6 +165,7 @@ class Formed(NamedTuple):
     word: int  # why all asked; 0 where some had come further than others
     lost: tuple[int, ...]  # who is gone of the team before
     came: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
+    time_ns: int  # when all had asked
 
 
 class Sleep(NamedTuple):

@@ -148,8 +148,8 @@ class Node:
         assert key >= 0, "keys of collectives count from 0"
         return AllGather(tensor, group, riders, key, 0, epoch)
 
-    def regroup(self, version: int, word: int = 0) -> Regroup:
-        return Regroup(version, word)
+    def regroup(self, version: int, word: int = 0, open: bool = False) -> Regroup:
+        return Regroup(version, word, open)
 
     def sleep(self, seconds: float) -> Sleep:
         return Sleep(seconds)

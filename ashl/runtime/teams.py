@@ -143,10 +143,11 @@ class Teams:
             return
         last = min(versions)
         word = 0 if max(versions) > last else max(effect.word for effect in known.values())
-        came = [] if word else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
+        opens = not word and all(effect.open for effect in known.values() if effect.version >= 0)
+        came = [] if not opens else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
         ranks = tuple(sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)}))
         lost = tuple(rank for rank in self._team[1] if rank in self.noticed[self._team[0] :])
-        formed = Formed(len(self.noticed), ranks, last, word, lost, tuple(sorted(came)))
+        formed = Formed(len(self.noticed), ranks, last, word, lost, tuple(sorted(came)), self.sim.now_ns)
         self._team = len(self.noticed), ranks
         if word > 1:
             self._last = formed

@@ -78,7 +78,7 @@ async def regrouped(node: Node, stage: Stage, state: PeerState, reason: str) -> 
     """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it is among those who
     are there. Where some have not come so far, all go back to their round: then there is a `state.redo`. Raises
     AshlError where too few are left."""
-    formed = await node.regroup(state.tally.version, word_of(stage, reason))
+    formed = await node.regroup(state.tally.version, word_of(stage, reason), open=reason == JOIN)
     if formed.version < state.tally.version:
         go_back(node, state, formed.version)
     return await among(node, stage, state, formed)
@@ -191,7 +191,7 @@ async def come(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[i
             pass  # what was before is of no concern
         formed = await node.regroup(NONE)
         if formed.word == STOP:
-            node.ledger.close(within(first, node.now_ns))
+            node.ledger.close(within(first, formed.time_ns))
             return None
         host = min(set(formed.ranks) - set(formed.came))
         if (messages := await heard(node, formed.epoch, host)) is not None:
