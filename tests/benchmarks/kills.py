@@ -1,0 +1,223 @@
+"""What becomes of a run of which one worker is killed: `python -m tests.benchmarks.kills`.
+
+Every sync mode on every topology that takes it, three workers, two stages of the same kind. Worker and moment are drawn
+from what a run without failures does: while the worker computes, pushes, pulls (or is in a sum), within 20 ms of the
+border between the stages, and in the last tenth. In virtual time all five are tried for each mode. On processes the
+worker gets SIGKILL when the run's clock, as home hears of it, shows that moment; `--sample N --seed S` draws N of them.
+
+A run goes on (exit code 0, and the summary names the lost worker, or the run was over by then), or ends in one sentence
+(exit code 1), or is refused before it begins (exit code 2). All else is WRONG: another exit code, no summary, a loss
+that it does not tell of, a process that is left, more than one line, or 20 s from the kill on.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ashl.cli.app import main as ashl
+from ashl.config.catalog import catalog
+from ashl.config.compose import compose
+from ashl.errors import AshlError
+from ashl.planning.make import make_plan
+from ashl.run.monitor import Monitor
+from ashl.runtime.records import Beat, Record
+from ashl.tracking import jsonl
+from tests.benchmarks.table import show
+from tests.disturbed import ranks_of
+
+WORKERS, BOUND_S = 3, 20.0
+SETTING = (
+    "-q",
+    "tracking=none",
+    "tracking.events=all",
+    "run.save_weights=false",
+    "model.hidden=[8]",
+    "cluster.compute=[1,1.5,2]",
+    "cluster.link=null",
+    "cluster.step_s=0.01",
+    "cluster.exchange_s=0.01",
+    "stop.seconds=1.5",
+    "eval.every_s=0.5",
+)
+TOPOLOGIES = ("parameter_server", "all_reduce", "partial_all_reduce", "gossip")
+MOMENTS = ("compute", "push", "pull", "border", "end")
+ON, OVER, ENDS, REFUSED, WRONG = "goes on", "was over", "ends", "refused", "WRONG"
+
+
+class Kill(NamedTuple):
+    """Which worker of which mode, when, and what it does then."""
+
+    topology: str
+    sync: str
+    plan: str  # the file
+    moment: str
+    worker: int
+    time_s: float
+
+
+class Outcome(NamedTuple):
+    what: str
+    took_s: float = 0.0  # from the kill on
+    why: str = ""
+
+
+def modes() -> Iterator[tuple[str, str, str]]:
+    """(topology, sync, file of a plan of two stages) of all that can be planned."""
+    for topology in TOPOLOGIES:
+        for sync in catalog(None)["sync"]:
+            own = [word for word in SETTING if word != "-q"] + [f"topology={topology}", f"sync={sync}", "runtime=sim"]
+            try:
+                plan = make_plan(compose(own, None), None, own)
+            except AshlError:
+                continue
+            (stage,) = plan.stages
+            path = Path(f"{topology}-{sync}.json")
+            path.write_text(replace(plan, stages=(replace(stage, until={"seconds": 0.7}), stage)).to_json())
+            yield topology, sync, str(path)
+
+
+def command(topology: str, sync: str, plan: str, runtime: str, folder: str) -> list[str]:
+    mode = [f"topology={topology}", f"sync={sync}", f"plan={plan}", f"runtime={runtime}", f"run.dir={folder}"]
+    return ["train", *SETTING, *mode]
+
+
+def said(argv: list[str]) -> tuple[int, str]:
+    """Exit code and last words of a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = ashl(argv)
+    return code, err.getvalue()
+
+
+def kills(mode: tuple[str, str, str], rng: random.Random) -> list[Kill]:
+    """One for each moment that a run without failures has."""
+    topology, sync, _ = mode
+    folder = Path(f"whole-{topology}-{sync}")
+    if not folder.exists() and said(command(*mode, "sim", str(folder)))[0] != 0:
+        return []
+    events = [*jsonl.read(folder / "events.jsonl")]
+    summary = json.loads((folder / "summary.json").read_text())
+    found, end_s = [], summary["time_s"]
+    for moment in MOMENTS:
+        worker = rng.randrange(WORKERS)
+        if moment == "end":
+            spans = [(0.9 * end_s, end_s)]
+        elif moment == "border":
+            border_s = summary["stages"][0]["end_s"]
+            spans = [(border_s - 0.02, border_s + 0.02)] if len(summary["stages"]) > 1 else []
+        else:
+            rounds = [event for event in events if event["kind"] == "round" and event["rank"] == worker]
+            spans = [span[1:] for event in rounds for span in event["spans"] if span[0] == moment]
+            spans = [span for span in spans if 0.2 < span[0] < 0.9 * end_s]  # once it is known that it has begun
+        if spans:
+            found.append(Kill(*mode, moment, worker, rng.uniform(*rng.choice(spans))))
+    return found
+
+
+def in_virtual_time(kill: Kill, folder: str) -> Outcome:
+    event = f"cluster.events=[{{time_s: {kill.time_s:.9f}, worker: {kill.worker}, fail: true}}]"
+    began = time.monotonic()
+    code, err = said([*command(kill.topology, kill.sync, kill.plan, "sim", folder), event])
+    return judged(kill, Path(folder), code, err, time.monotonic() - began)
+
+
+def on_processes(kill: Kill, folder: str) -> Outcome:
+    """The run in this process, and a thread that kills one of its children by the run's clock."""
+    zeros, killed, over, emit = list[float](), list[float](), threading.Event(), Monitor.emit
+
+    def listening(monitor: Monitor, record: Record) -> None:
+        if isinstance(record, Beat) and record.time_ns > 0:
+            zeros.append(time.monotonic() - record.time_ns / 1e9)
+        emit(monitor, record)
+
+    def act() -> None:
+        while not over.wait(0.002):
+            if not killed and zeros and time.monotonic() - min(zeros) >= kill.time_s:
+                if (pid := ranks_of(Path(folder)).get(kill.worker)) is not None:
+                    os.kill(pid, signal.SIGKILL)
+                killed.append(time.monotonic())
+            if killed and time.monotonic() - killed[0] > BOUND_S:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=act, daemon=True)
+    Monitor.emit = listening  # type: ignore[method-assign]
+    thread.start()
+    try:
+        code, err = said(command(kill.topology, kill.sync, kill.plan, "local", folder))
+    finally:
+        Monitor.emit = emit  # type: ignore[method-assign]
+        over.set()
+        thread.join()
+    took_s = time.monotonic() - killed[0] if killed else 0.0
+    if left := ranks_of(Path(folder)):
+        return Outcome(WRONG, took_s, f"ranks {sorted(left)} are left")
+    return judged(kill, Path(folder), code, err, took_s)
+
+
+def judged(kill: Kill, folder: Path, code: int, err: str, took_s: float) -> Outcome:
+    lines, path = err.splitlines(), folder / "summary.json"
+    if code == 2:
+        return Outcome(REFUSED, 0.0, err)
+    if took_s > BOUND_S or not path.exists() or len(lines) > 1:
+        return Outcome(WRONG, took_s, f"exit code {code} after {took_s:.1f} s: {err}")
+    lost = [of["worker"] for of in json.loads(path.read_text())["lost_workers"]]
+    if code == 0 and lost in ([], [kill.worker]) and not lines:
+        return Outcome(ON if lost else OVER, took_s)
+    if code == 1 and lines and lines[0].startswith("ashl: "):
+        return Outcome(ENDS, took_s, err)
+    return Outcome(WRONG, took_s, f"exit code {code}, lost {lost}: {err}")
+
+
+def cell(outcomes: list[Outcome]) -> str:
+    """How many of what, and how long the slowest took to end."""
+    counts = Counter(of.what for of in outcomes)
+    slowest = max((of.took_s for of in outcomes if of.what == ENDS), default=0.0)
+    text = {what: f"{what} {count}" for what, count in counts.most_common()}
+    if slowest:
+        text[ENDS] += f" (within {slowest:.1f} s)"
+    return ", ".join(text.values()) or "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, help="so many drawn kills on processes; default: five for each mode")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="of these topologies, separated by commas")
+    asked = parser.parse_args()
+    rng, wrong = random.Random(asked.seed), list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        wanted = asked.only.split(",") if asked.only else TOPOLOGIES
+        drawn = {mode: kills(mode, rng) for mode in modes() if mode[0] in wanted}
+        everything = [kill for found in drawn.values() for kill in found]
+        real = everything if asked.sample is None else rng.choices(everything, k=asked.sample)
+        virtual, processes = defaultdict(list), defaultdict(list)
+        for number, kill in enumerate(everything):
+            virtual[kill[:3]].append(in_virtual_time(kill, f"sim-{number}"))
+        for number, kill in enumerate(real):
+            processes[kill[:3]].append(found := on_processes(kill, f"real-{number}"))
+            print(f"{number + 1}/{len(real)} {kill.topology} {kill.sync} {kill.moment}: {found.what}", flush=True)
+            if found.what == WRONG:
+                wrong.append(f"{kill}: {found.why}")
+        rows = [[mode[0], mode[1], cell(virtual[mode]), cell(processes[mode])] for mode in drawn]
+    show("one worker killed", ["topology", "sync", "virtual time", "processes"], rows, f"seed {asked.seed}")
+    print(f"processes: {cell([found for row in processes.values() for found in row])}")
+    print("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
