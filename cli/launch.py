@@ -85,7 +85,7 @@ def launch(
 def start(where: "Launch", name: str, argv: list[str], given: dict[str, Any]) -> int:
     """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
     from ashl.config.compose import compose
-    from ashl.run.on_hosts import job_size, run_job
+    from ashl.run.on_hosts import job_size, may_lose, run_job
     from ashl.run.profile import through_server
     from ashl.run.train import dry_run, is_virtual
 
@@ -105,7 +105,7 @@ def start(where: "Launch", name: str, argv: list[str], given: dict[str, Any]) ->
         return 0
     if not given["quiet"] and (left := idle(where.hosts, size)):
         typer.echo(f"ashl: nothing to do for {left}", err=True)
-    return run_job(where, size, argv)
+    return run_job(where, size, argv, may_lose(config))
 
 
 def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:

@@ -93,7 +93,7 @@ class Attendance:
                 monitor.emit(record)
             case Lost(rank, why=why) if rank not in self.processes:
                 self.without(monitor, rank, why)
-            case Missed(_, rank, life) if life == self.desk.lives.get(rank):
+            case Missed(_, rank, life) if rank < self.plan.num_workers and life == self.desk.lives[rank]:
                 self.missed.add(rank)
             case RankError(rank) if rank in self.lost:
                 self.give_up(rank)
@@ -261,6 +261,8 @@ def how_ended(code: int) -> str:
         return "heard nothing of this process for runtime.timeout_s, and left"
     if code == FAILED:
         return DECLARED
+    if code == DROPPED:
+        return "was silent for too long, and the run went on without it"
     return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

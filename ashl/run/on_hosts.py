@@ -26,12 +26,13 @@ from ashl.run.node_agent import GRACE_S, KILL, PULSE, SILENCE_S, STOP
 from ashl.run.sealed import SECRET
 from ashl.run.ssh import Connection, Heard, Inbox, Launch, Wish, command, connected, greeted, heard, printable
 from ashl.run.train import is_virtual
-from ashl.run.watch import handled
-from ashl.stage.rule import extra_ranks
+from ashl.run.watch import DROPPED, handled
+from ashl.stage.rule import CHURN, extra_ranks
 
 PULSE_S = 2.0
 SETTLE_S = 5.0  # after the first failure: for the others to notice, and to finish their records
 LOST = "was lost during the run"
+HOME = 0  # the rank in whose process the records are kept
 RANK = ("-P", "-m", "ashl.cli")  # to Python
 MAX_LINES = 10  # of each rank but 0: a library that fails says much, all of it of no use
 CODES = (1, 2, 3, 130)  # what a command of ours ends with, if not well
@@ -55,9 +56,10 @@ class Failure(NamedTuple):
     at: float
 
 
-def run_job(where: Launch, size: int, argv: Sequence[str]) -> int:
+def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = False) -> int:
     """Start `ashl ARGV` on as many slots, and see it to its end; returns its exit code, 130 if interrupted.
 
+    With `may_lose` a rank that is killed, or a host that is lost, is no failure before the home of the run says so.
     The first Ctrl-C or SIGTERM ends the job in order, the second one at once. Raises AshlError naming the host where
     one cannot take part (then nothing was started anywhere) or is lost, and UsageError for a folder that is not there.
     """
@@ -77,7 +79,7 @@ def run_job(where: Launch, size: int, argv: Sequence[str]) -> int:
             own = ranks_environment(connection.share, group, size, (address, first.port))
             connection.running = set(own)
             connection.tell(json.dumps({**order, "ranks": list(own.items())}).encode())
-        return attend(connections, inbox, wish, Report(where.verbose))
+        return attend(connections, inbox, wish, Report(where.verbose), may_lose)
 
 
 def job_size(config: Mapping[str, Any], where: Launch) -> int:
@@ -98,6 +100,11 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
         what = f"--np {needed}" if workers is None else f"{workers} workers{beside}"
         raise UsageError(f"{what} need {needed} slots, and the hosts have {slots}; name more hosts, or write slots=2.")
     return needed
+
+
+def may_lose(config: Mapping[str, Any]) -> bool:
+    """Whether such a run may go on without a worker."""
+    return CHURN in Options(config["allow_targets"]).of("topology", config["topology"]).carries
 
 
 def size_there(config: Mapping[str, Any], where: Launch) -> int | None:
@@ -149,7 +156,7 @@ def write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: Report) -> int:
+def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: Report, may_lose: bool) -> int:
     """Until every host is done; the first failure anywhere ends the job everywhere, in order."""
     failure: Failure | None = None
     asked_at, pulse_at = None, 0.0
@@ -164,7 +171,7 @@ def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: 
         if now - pulse_at > PULSE_S:
             pulse_at = now
             tell(connections, PULSE)
-        if (found := heard(inbox, 0.1)) and (wrong := take_in(found, report)) and failure is None:
+        if (found := heard(inbox, 0.1)) and (wrong := take_in(found, report, may_lose)) and failure is None:
             failure = wrong
     explained = report.close()
     if wish.times:
@@ -176,13 +183,18 @@ def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: 
     return failure.code
 
 
-def take_in(found: Heard, report: Report) -> Failure | None:
-    """Show what a host says; returns what has gone wrong there, if something has."""
+def take_in(found: Heard, report: Report, may_lose: bool) -> Failure | None:
+    """Show what a host says; returns what has gone wrong there, if something has that ends the job."""
     connection, line, error = found
     name, now = connection.name, time.monotonic()
     if line is None:
         connection.open = False
         if not connection.running:
+            return None
+        if may_lose and HOME not in connection.running:  # whether the run goes on without it, home says
+            names = ", ".join(f"rank {rank}" for rank in sorted(connection.running))
+            connection.running.clear()
+            write(sys.stderr, f"ashl: {name} {LOST}, with {names}")
             return None
         words = connection.last_words or "the connection has ended"
         return Failure(1, f"{name} {LOST} ({words}); what ran there ends by itself within {SILENCE_S:g} s", now)
@@ -202,6 +214,9 @@ def take_in(found: Heard, report: Report) -> Failure | None:
         return None
     connection.running.discard(said.rank)
     if said.code == 0:
+        return None
+    if may_lose and said.rank != HOME and (said.code < 0 or said.code == DROPPED):  # likewise
+        write(sys.stderr, f"ashl: rank {said.rank} on {name} {how_ended(said.code)}")
         return None
     what = f"rank {said.rank} on {name} {how_ended(said.code)}"
     return Failure(said.code if said.code in CODES else 1, what, now)

@@ -207,7 +207,9 @@ def main() -> None:
         real = everything if asked.sample is None else rng.choices(everything, k=asked.sample)
         virtual, processes = defaultdict(list), defaultdict(list)
         for number, kill in enumerate(everything):
-            virtual[kill[:3]].append(in_virtual_time(kill, f"sim-{number}"))
+            virtual[kill[:3]].append(found := in_virtual_time(kill, f"sim-{number}"))
+            if found.what == WRONG:
+                wrong.append(f"{kill}: {found.why}")
         for number, kill in enumerate(real):
             processes[kill[:3]].append(found := on_processes(kill, f"real-{number}"))
             print(f"{number + 1}/{len(real)} {kill.topology} {kill.sync} {kill.moment}: {found.what}", flush=True)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from ashl.tracking import jsonl
+from tests.disturbed import wait_for
 from tests.namespaces import address, cut, machines, missing, start
 
 TIMEOUT_S = 6.0
@@ -113,7 +115,24 @@ def test_the_link_of_the_store_is_cut(job: Job) -> None:
     assert missed in said[0]
 
 
-@pytest.mark.parametrize("job", MODES, indirect=True)
+@pytest.mark.parametrize("job", ["bsp", "ssp", "ad_psgd"], indirect=True)
+def test_a_run_goes_on_without_a_killed_process(job: Job) -> None:
+    """The others know in good time, and end in order when they are asked to."""
+    home = job.home()
+    who = next(k for k in (1, 2) if k != home)
+    events = Path(folder_of(job.processes[home]), "run/events.jsonl")
+    job.processes[who].kill()
+    wait_for(lambda: '"lost"' in events.read_text(), 2 * TIMEOUT_S)
+    size = events.stat().st_size
+    assert next(event["why"] for event in jsonl.read(events) if event["kind"] == "lost") == "vanished"
+    wait_for(lambda: '"round"' in events.read_text()[size:])
+    job.processes[home].send_signal(signal.SIGINT)
+    assert [job.processes[k].wait(30) for k in range(3)] == [
+        130 if k == home else -9 if k == who else 0 for k in range(3)
+    ]
+
+
+@pytest.mark.parametrize("job", ["all_reduce"], indirect=True)
 def test_a_process_is_killed(job: Job) -> None:
     who = next(k for k in (1, 2) if k != job.home())
     said = ended(job, lambda: os.kill(job.processes[who].pid, signal.SIGKILL), but=[who])

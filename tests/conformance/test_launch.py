@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from ashl.cli.app import main
+from tests.disturbed import wait_for
 from tests.namespaces import address, inside, machines, missing, run
 from tests.test_node_agent import SSH
 
@@ -53,6 +55,26 @@ def test_a_run_and_what_is_said_of_it(two_hosts: list[str], capfd: pytest.Captur
     out, err = capfd.readouterr()
     assert "run folder  run" in out
     assert "ashl: nothing to do for 127.0.0.3\n" in err
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_killed_worker(two_hosts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """One that is on the second host: the launcher says what it sees, and home that the run goes on."""
+    Path("hosts").write_text("127.0.0.1\n127.0.0.2 slots=2\n")
+    own = ["sync=bsp", "cluster.num_workers=2", *SHORT[:3], "stop.seconds=4", "eval.every_s=1"]
+
+    def kill() -> None:
+        wait_for(lambda: Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").stat().st_size)
+        ranks = [p for p in psutil.Process().children(recursive=True) if p.environ().get("RANK") == "1"]
+        ranks[0].kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert main([*two_hosts, "--", "train", *own]) == 0
+    thread.join()
+    (lost,) = json.loads(Path("run/summary.json").read_text())["lost_workers"]
+    assert lost["why"] == "vanished"
+    assert "was killed by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.slow
