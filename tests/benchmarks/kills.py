@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -73,9 +73,9 @@ class Outcome(NamedTuple):
     why: str = ""
 
 
-def modes() -> Iterator[tuple[str, str, str]]:
+def modes(topologies: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """(topology, sync, file of a plan of two stages) of all that can be planned."""
-    for topology in TOPOLOGIES:
+    for topology in topologies:
         for sync in catalog(None)["sync"]:
             own = [word for word in SETTING if word != "-q"] + [f"topology={topology}", f"sync={sync}", "runtime=sim"]
             try:
@@ -196,13 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, help="so many drawn kills on processes; default: five for each mode")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="of these topologies, separated by commas")
+    parser.add_argument("--only", default=",".join(TOPOLOGIES), help="of these topologies, separated by commas")
     asked = parser.parse_args()
     rng, wrong = random.Random(asked.seed), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        wanted = asked.only.split(",") if asked.only else TOPOLOGIES
-        drawn = {mode: kills(mode, rng) for mode in modes() if mode[0] in wanted}
+        drawn = {mode: kills(mode, rng) for mode in modes(asked.only.split(","))}
         everything = [kill for found in drawn.values() for kill in found]
         real = everything if asked.sample is None else rng.choices(everything, k=asked.sample)
         virtual, processes = defaultdict(list), defaultdict(list)
