@@ -69,7 +69,7 @@ class Exchange:
         if self._plain and (cost := self._cache.get((src, dst, nbytes))) is not None:
             return cost
         ends = [rank for rank in (src, dst) if rank < self.num_workers]
-        factor = max(self.factors.at(rank, now_ns) for rank in ends)
+        factor = max((self.factors.at(rank, now_ns) for rank in ends), default=1.0)
         cost = round(factor * self.half_s * (nbytes / self.dense_bytes) * NS)
         cost = self._cache[src, dst, nbytes] = self.factors.stretched(ends, cost, now_ns)
         return cost
@@ -115,6 +115,8 @@ class Ports:
         self._sums = cluster.all_reduce if isinstance(cluster, Measured) else None
         first: dict[int, int] = {}
         self._first = [first.setdefault(machine, rank) for rank, machine in enumerate(cluster.node or ())]
+        if self._first:  # a server beyond these is on no machine of theirs, and those after it are one on each
+            self._first += [len(self._first), *(first[machine] for machine in sorted(first))]
         self._free: dict[Port, int] = {}
         self._coming: dict[Port, list[Coming]] = {}  # heaps: what is on its way to a receiver's port
         self._posted = 0

@@ -143,7 +143,8 @@ class Cluster:
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
         """Bytes per second through this rank's port at link factor 1, out of it or into it."""
-        if rank >= len(self.compute):
+        beyond = rank - len(self.compute)
+        if beyond == 0 or (beyond > 0 and self.node is None):
             mbit_s = math.inf if self.server_bandwidth_mbit_s is None else self.server_bandwidth_mbit_s
         else:
             mbit_s = (self.inner_bandwidth_mbit_s if inner else self.bandwidth_mbit_s) or 0.0

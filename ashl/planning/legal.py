@@ -26,6 +26,7 @@ from ashl.task.contract import ACCURACY, Task
 from ashl.task.regression import Regression
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.gossip import Gossip
+from ashl.topology.halos import Halos
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule, Updates
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
@@ -35,6 +36,7 @@ TOPOLOGIES = {  # by the name of the option
     "gossip": Gossip,
     "partial_all_reduce": PartialAllReduce,
 }
+NEAR = {"halos": Halos}  # ... that nobody is advised to take for a sync mode's sake
 INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}  # a mode that knows the topology
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "plateau"}  # rules by which a stage ends
 
@@ -201,7 +203,7 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
     """Refuse stages that their topology cannot run, that need a loss where nothing is learned, or whose ranks cannot
     take over what the ranks of the stage before leave."""
     check_one_topology(stages, parts.stages)
-    extra = {extra_ranks(own.topology, own.sync) for own in parts.stages}
+    extra = {extra_ranks(own.topology, own.sync, parts.cluster.node) for own in parts.stages}
     if len(extra) > 1:
         raise UsageError(
             "some stages need a coordinator and others do without, and the processes of a run stay the same; take "
@@ -227,6 +229,8 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
                 f"topology={' or '.join(topologies_of(sync))}, or one sync mode for the whole run, as in "
                 f"{INSTEAD.get(type(topology), 'sync=bsp')}"
             )
+        if isinstance(topology, Halos):
+            topology.check_tree(sync, parts.cluster.node, stage.h_preset is not None and parts.planner.follows)
         try:
             check_rules(sync, vars(own), {group: chosen(option) for group, option in vars(own).items()})
         except UsageError as error:
@@ -289,7 +293,9 @@ def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts])
 
 def name_of(topology: Topology) -> str:
     """The topology as it is chosen."""
-    return next((name for name, kind in TOPOLOGIES.items() if isinstance(topology, kind)), type(topology).__name__)
+    return next(
+        (name for name, kind in (TOPOLOGIES | NEAR).items() if isinstance(topology, kind)), type(topology).__name__
+    )
 
 
 def follows_samples(aggregate: Weighted) -> bool:
@@ -321,7 +327,7 @@ def check_quorum(sync: Rule, num_workers: int) -> None:
 def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
     """How many workers there are. Raises UsageError where the job's size says otherwise."""
     cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
-    given, extra = cluster.num_workers, extra_ranks(topology, parts["sync"])
+    given, extra = cluster.num_workers, extra_ranks(topology, parts["sync"], cluster.node)
     if isinstance(cluster, RealCluster):
         check_places(cluster, runtime.name, extra)
     if runtime.name != "torchrun":

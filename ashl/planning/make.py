@@ -135,7 +135,7 @@ def _prepared(
         name=settings.name or name_of(config["choices"], parts),
         seed=settings.seed,
         num_workers=num_workers,
-        num_ranks=num_workers + extra_ranks(parts["topology"], parts["sync"]),
+        num_ranks=num_workers + extra_ranks(parts["topology"], parts["sync"], parts["cluster"].node),
         num_params=num_params,
         sample_shape=data.sample_shape,
         num_classes=data.num_classes,

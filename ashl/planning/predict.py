@@ -97,7 +97,7 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     seen = Watch(n, stage.home)
     limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits, elastic=False)
-    num_ranks = n + extra_ranks(stage.topology, stage.sync)
+    num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
     sim = Sim(num_ranks, speed_of(cluster, batch, seed=0), network(cluster, stage.trainer.dense_bytes), seen)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen

@@ -87,8 +87,8 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
     UsageError where these do not agree, or there are fewer slots."""
     asked, slots, options = where.size, where.slots, Options(config["allow_targets"])
     topology, schedule, sync = (options.of(group, config[group]) for group in ("topology", "schedule", "sync"))
-    workers = options.of("cluster", drawn(config["cluster"], config["seed"])).num_workers
-    extra = extra_ranks(topology, None if schedule.names_sync else sync)
+    cluster = options.of("cluster", drawn(config["cluster"], config["seed"]))
+    workers, extra = cluster.num_workers, extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
     if config["plan"]:
         plan = read_plan(config["plan"])
         workers, extra = plan.num_workers, plan.num_ranks - plan.num_workers

@@ -21,7 +21,8 @@ def kept_pace(reports: Sequence[PaceKept], num_workers: int) -> dict:
             encodings[report.rank].append(report.encodings)
             steps[report.rank].append(report.steps)
         for src, counts in report.transfers:
-            transfers[report.rank if worker else src].append(counts)
+            if worker or src < num_workers:  # what servers send to each other is nobody's
+                transfers[report.rank if worker else src].append(counts)
     workers = [pace_of(rank, steps[rank], transfers[rank], encodings[rank]) for rank in range(num_workers)]
     if not any(counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]):
         return {}

@@ -86,6 +86,15 @@ class Topology(Contract, group="topology"):
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
         """Raises UsageError where it is wrong for so many workers or for this sync mode."""
 
+    def extra_ranks(self, nodes: tuple[int, ...] | None) -> int:
+        """How many servers and coordinators take part beside the workers, with the machine of each worker where it is
+        known."""
+        return int(self.has_server or self.coordinated)
+
+    def server_of(self, stage: Stage, rank: int) -> int:
+        """The server that this worker talks to, where there is one."""
+        return stage.server
+
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The ranks that this one exchanges messages with."""
         raise NotImplementedError
@@ -119,6 +128,7 @@ class Topology(Contract, group="topology"):
         raise NotImplementedError
 
 
-def extra_ranks(topology: Topology, sync: Rule | None) -> int:
-    """1 where a parameter server, or a coordinator (`ashl.topology.coordinator`), takes part as rank n; else 0."""
-    return int(topology.has_server or topology.coordinated or (sync is not None and sync.coordinated))
+def extra_ranks(topology: Topology, sync: Rule | None, nodes: tuple[int, ...] | None) -> int:
+    """How many take part beside the workers, from rank n on: 1 where there is a parameter server or a coordinator
+    (`ashl.topology.coordinator`), more where servers are a tree; else 0."""
+    return topology.extra_ranks(nodes) or int(sync is not None and sync.coordinated)

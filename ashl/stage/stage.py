@@ -99,7 +99,7 @@ class Stage:
     @property
     def home(self) -> int:
         """The rank that judges, counts and hands out snapshots."""
-        return self.server if extra_ranks(self.topology, self.sync) else self.workers[0]
+        return self.server if extra_ranks(self.topology, self.sync, self.nodes) else self.workers[0]
 
     @property
     def replicas(self) -> bool:

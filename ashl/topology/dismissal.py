@@ -26,9 +26,9 @@ async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
         await node.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
 
 
-async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> None:
-    """Tell every worker that the stage ended now. What came before and was not merged is dropped."""
-    tally, end_ns = state.tally, within(stage, node.now_ns)
+async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_ns: int | None = None) -> None:
+    """Tell every worker that the stage ended now, or then. What came before and was not merged is dropped."""
+    tally, end_ns = state.tally, within(stage, node.now_ns) if end_ns is None else end_ns
     tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
@@ -53,6 +53,6 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int) -> No
             tally.drop(message.src, int(message.meta[0]))
         await node.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
     if word == STOP:
-        if stage.joins:
+        if stage.joins and node.rank == stage.server:
             node.spawn(close_doors(node, state, end_ns))
         node.ledger.close(end_ns)

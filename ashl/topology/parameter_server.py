@@ -225,12 +225,13 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     exchanges are delayed, the next piece of work is computed between a push and its reply."""
     state.enter(stage, node.rank)
     messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
+    server = stage.topology.server_of(stage, node.rank)
     while word in (GO, LAST):
         if state.coming is None or await settled(node, stage, state):
             node.mark(stage.index, state)
         work, body, loss = await messages.produce(node, stage, state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
-        await node.send(stage.server, push, body, meta)
+        await node.send(server, push, body, meta)
         ahead, asked = None, 0.0
         if stage.delayed is not None and not state.last:
             ahead, asked = await local_work(node, stage, state), node.now

@@ -1,4 +1,4 @@
-"""The runs that several files of this folder disturb."""
+"""What the tests of wrong inputs share, and the runs that several files of this folder disturb."""
 
 import os
 import signal
@@ -10,6 +10,24 @@ import pytest
 
 from ashl.cli.app import main
 from tests.disturbed import LONG, ranks_of, under_way, wait_for
+
+SIM = ["-q", "runtime=sim", "tracking=none"]
+
+
+@pytest.fixture
+def said(workplace, capsys):
+    """Train with these overrides; returns the exit code and the one sentence on standard error."""
+
+    def train(*overrides: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["train", *SIM, *overrides])
+        _, err = capsys.readouterr()
+        assert err.count("\n") == (1 if code else 0), err
+        assert not code or err.startswith("ashl: ")
+        assert "bug in ashl" not in err
+        return code, err.removeprefix("ashl: ").strip()
+
+    return train
 
 
 @pytest.fixture

@@ -43,10 +43,8 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
-        ("runtime=local run.checkpoint_s=1", "in stage ahl not all go round by round"),
-        ("runtime=local sync=ssp run.checkpoint_s=1", "take sync=bsp or sync=local_sgd"),
         ("runtime=local sync=bsp overlap=late run.checkpoint_s=1", "real processes leave checkpoints only then"),
-        ("runtime=local topology=gossip sync=d_psgd run.checkpoint_s=1", "by a server or topology=all_reduce"),
+        ("runtime=local topology=gossip sync=d_psgd run.checkpoint_s=1", "or where a server merges their updates"),
         ("topology=gossip sync=ad_psgd run.checkpoint_s=1", "take a mode that goes in rounds, as sync=d_psgd"),
         # combinations
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
@@ -65,6 +63,8 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
             "topology=partial_all_reduce sync=ripples_static outer=slowmo",
             "nothing to step on in stage ripples_static: workers",
         ),
+        ("topology=halos sync=asp", "while cluster.node says nothing; give cluster.node"),
+        ("topology=halos sync=bsp topology.regions=[0,0,1,1]", "wants rounds or messages of its own; take sync=async"),
         ("sync=bsp outer=nesterov", "in stage bsp: gradients are merged, and the optimizer is what steps on them"),
         (
             "sync=bsp topology=all_reduce outer=adam",
@@ -80,7 +80,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ),
         ("sync=local_sgd outer=nesterov outer.lr=0", "outer.lr=0 is not possible: should be greater than 0"),
         ("sync=local_sgd outer=slowmo outer.beta=1", "outer.beta=1 is not possible: should be less than 1"),
-        ("sync=local_sgd outer.lr=0.7", "outer=average has no key lr; these have one: adam, co2, heavy_ball, nesterov"),
+        ("sync=local_sgd outer.lr=0.7", "outer=average has no key lr; these have one: adam, co2, heavy_ball, heloco"),
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
         ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
         ("runtime=local runtime.backend=nccl", "this run is on CPUs; take auto"),

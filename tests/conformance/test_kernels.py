@@ -89,6 +89,37 @@ def test_the_others_keep_their_invariants(mode, tmp_path):
         assert summary["workers"][3]["dropped"] > summary["workers"][0]["dropped"]
 
 
+REGIONS = ("topology=halos", "sync=asp", "topology.updates=2", "model.hidden=[8]", "cluster=homogeneous")
+
+
+def test_servers_by_region_keep_their_invariants(tmp_path):
+    """Two workers, a server for each, and one above them."""
+    two = ("cluster.num_workers=2", "topology.regions=[0,1]", "stop.steps=24")
+    summary = real(tmp_path / "run", *QUICK[:2], *REGIONS, *two)
+    assert adds_up(summary)
+    assert summary["steps"] == sum(w["steps"] for w in summary["workers"]) >= 24
+    assert summary["commits"] == sum(w["commits"] for w in summary["workers"])
+    assert (summary["status"], summary["exit_reason"]) == ("finished", "steps")
+
+
+@pytest.mark.slow  # of one region, what the parameter server does is tested above
+def test_one_region_gives_the_simulators_parameters(tmp_path):
+    one = (*QUICK, "topology=halos", "topology.regions=[0,0,0,0]", "sync=local_sgd", "sync.local_steps=4")
+    for name, chosen in {"plain": one, "nesterov": (*one, "outer=nesterov")}.items():
+        assert real(tmp_path / name, *chosen)["params_sha256"] == simulated(*chosen).sha256
+
+
+@pytest.mark.slow
+def test_servers_by_region_end_a_stage_on_processes(tmp_path):
+    four = ("topology.regions=[0,0,1,1]", "schedule=ashl", "compression=none", "schedule.profile_steps=0")
+    chosen = (*QUICK[:2], "stop.seconds=3", *four, "schedule.loss=running", "schedule.loss_switch=2.2")
+    summary = real(tmp_path / "run", *chosen, "topology=halos", "topology.updates=2")
+    assert adds_up(summary)
+    assert len(summary["stages"]) == 2
+    assert min(stage["steps"] for stage in summary["stages"]) > 0
+    assert summary["time_s"] == 3
+
+
 @pytest.mark.slow  # it compares times, which a machine that others use may spoil
 def test_a_paced_run_goes_at_the_predicted_rate(tmp_path):
     """To 10 % where the machine keeps the pace; the run itself says when it does not."""

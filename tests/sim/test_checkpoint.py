@@ -93,6 +93,7 @@ CASES = {
     "noloco": ("topology=gossip", "sync=noloco", "sync.local_steps=2"),
     "relay_sum": ("topology=gossip", "sync=relay_sum"),
     "smart": ("topology=partial_all_reduce", "sync=ripples_smart"),
+    "halos": ("sync=asp", "topology=halos", "cluster.node=[0,1,0,1]", "topology.updates=2"),
     "ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8"),
     "online": ("schedule=ashl", "planner=online", "cluster.events=[{time_s: 1, worker: 0, compute: 3}]"),
 }

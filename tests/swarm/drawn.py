@@ -134,7 +134,7 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
 def run(cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable | None = None) -> tuple[Sim, Seen]:
     """Play the stages, or `main`, on all ranks. Fails where no end is in sight."""
     seen, first = Seen(), stages[0]
-    num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync)
+    num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
     sim = Sim(num_ranks, Speed(cluster, BATCH, seed), network(cluster, first.trainer.dense_bytes), seen)
 
     def tick() -> None:

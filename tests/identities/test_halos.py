@@ -1,0 +1,127 @@
+"""Servers by region: the parameter server where there is one, the rule above it, and books that add up."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ashl.errors import UsageError
+from ashl.planning.build import assemble
+from ashl.stage.tally import Tally
+from ashl.topology.halos import SummitState, climb
+from tests.support import simulated
+
+BASE = ("optimizer.lr=0.02", "model.hidden=[8]", "sync=async_local_sgd", "sync.local_steps=2", "sync.max_delay=null")
+LINKS = ("cluster.exchange_s=null", "cluster.latency_s=0.002", "cluster.inner_latency_s=0.0001")
+PORTS = ("cluster.bandwidth_mbit_s=20", "cluster.inner_bandwidth_mbit_s=1000")
+run = partial(simulated, *BASE)
+tree = partial(run, *LINKS, *PORTS, "topology=halos", "cluster.node=[0,0,1,1]", "topology.updates=4")
+
+
+@pytest.mark.parametrize("extra", [["outer=delayed_nesterov"], ["compression=topk", "outer=nesterov", "outer.lr=0.3"]])
+def test_one_region_is_the_parameter_server(extra: list[str]) -> None:
+    at = ("stop.steps=64", "optimizer.momentum=0.9", *extra)
+    one, server = run("topology=halos", "topology.regions=[3,3,3,3]", *at), run(*at)
+    assert (one.sha256, one.time_ns, one.end) == (server.sha256, server.time_ns, server.end)
+    assert one.plan.num_ranks == server.plan.num_ranks == 5
+
+
+def test_a_region_alone_whose_every_push_goes_up_goes_as_the_server_goes() -> None:
+    """α = γ = 1 and no momentum: what comes back is what was there. Alone, a worker counts whole in its region."""
+    at = ("cluster.compute=[1,40]", "cluster.link=null", "stop.steps=24", "aggregate=uniform")
+    alone = ("topology=halos", "topology.regions=[0,1]", "topology.updates=1", "topology.mixing=1", "topology.lr=1")
+    torch.testing.assert_close(
+        run(*at, *alone, "topology.beta=0").params, run(*at, "aggregate.scale=2").params, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_global_server_steps_as_its_rule_says() -> None:
+    plan = tree("topology.lr=0.5", "topology.beta=0.25", "stop.steps=8", "runtime.gradients=false").plan
+    stage = assemble(plan, "cpu").stages[0]
+    one, two, three, four = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    state = SummitState(torch.zeros(5), (), Tally(4))
+    for difference in (one, two, three, four):
+        climb(stage, state, difference)
+    first = 0.5 * (one + two)
+    second = 0.25 * first + 0.5 * (three + four)
+    torch.testing.assert_close(state.params, 0.5 * (one + two + three + four) + 0.25 * (first + second))
+    assert state.tally.version == 4
+
+
+def test_what_a_region_does_reaches_the_other_by_mixing_alone() -> None:
+    def losses(*more: str) -> list[float]:
+        ran = tree("stop.seconds=0.6", "stop.epochs=null", "dataset.partition=iid", *more)
+        return [r["loss"] for r in ran.of("round") if r["rank"] == 0]
+
+    fast, slow = "cluster.compute=[1,2,3,4]", "cluster.compute=[1,2,3,9]"
+    apart, mixed = ([losses(f"topology.mixing={share}", speeds) for speeds in (fast, slow)] for share in (0, 0.5))
+    assert len(apart[0]) > 8
+    assert apart[0] == apart[1]
+    assert mixed[0] != mixed[1]
+
+
+@pytest.mark.parametrize("limit", [("stop.steps=96",), ("stop.seconds=0.7", "stop.epochs=null")])
+def test_what_was_computed_is_applied_dropped_or_under_way(limit: tuple[str, ...]) -> None:
+    ran = tree(*limit)
+    end, done = ran.end, [0] * 4
+    for record in ran.of("round"):
+        done[record["rank"]] += record["steps"]
+    assert end["steps"] == sum(end["steps_by"]) == 2 * sum(end["commits"]) > 0
+    assert end["samples"] == 32 * end["steps"]
+    assert sum(end["dropped_by"]) > 0, "what had not been handed in"
+    for rank in range(4):
+        assert done[rank] - end["steps_by"][rank] - end["dropped_by"][rank] in (0, 2)
+    if end["reason"] == "seconds":
+        assert ran.time_ns == 700_000_000
+    else:
+        assert end["steps"] >= 96
+    assert {sum(ledger["totals_ns"].values()) for ledger in ran.of("ledger")} == {ran.time_ns}
+
+
+def test_only_what_is_handed_in_leaves_a_region() -> None:
+    """Four merges of a region make one of the global server; a push that stays in the region does not take long."""
+    ran = tree("stop.steps=96", "runtime.gradients=false", "cluster.bandwidth_mbit_s=1")
+    dense = assemble(ran.plan, "cpu").stages[0].trainer.dense_bytes
+    up = {ledger["rank"]: ledger["bytes_up"] for ledger in ran.of("ledger")}
+    assert 4 * ran.end["merges"] <= sum(ran.end["commits"]) <= 6 * ran.end["merges"]
+    assert ran.end["merges"] - 1 <= up[4] // dense <= ran.end["merges"], "a model for each but the last"
+    assert sum(up[rank] for rank in range(4)) >= 4 * dense * ran.end["merges"]
+    one = ("topology=parameter_server", "cluster.node=[0,0,1,1]", "cluster.bandwidth_mbit_s=1", *LINKS)
+    server = run(*one, "cluster.inner_bandwidth_mbit_s=1000", "stop.steps=96", "runtime.gradients=false")
+    assert ran.time_ns < 0.8 * server.time_ns
+
+
+def test_a_border_counts_all_that_was_under_way() -> None:
+    chosen = ("schedule=ashl", "compression=none", "schedule.profile_steps=0", "schedule.loss=running")
+    stages = simulated(
+        *chosen,
+        "schedule.loss_switch=2.2",
+        "model.hidden=[8]",
+        *LINKS,
+        *PORTS,
+        "topology=halos",
+        "cluster.node=[0,0,1,1]",
+        "topology.updates=2",
+        "stop.epochs=8",
+    )
+    border = stages.of("stage")[0]
+    assert border["reason"] == "loss"
+    assert sum(border["dropped_by"]) == 0
+    assert border["steps"] == sum(r["steps"] for r in stages.of("round") if r["stage"] == 0) > 0
+    assert stages.end["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("topology.regions=[0,1] sync=asp", "has 2 entries for 4 workers; give the region of each"),
+        ("topology.regions=[0,1,0,1] cluster.node=[0,0,1,1]", "while cluster.node says otherwise"),
+        (
+            "topology.regions=[0,0,1,1] schedule=ashl schedule.profile_steps=0 planner=online",
+            "no server sees all workers",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        simulated("topology=halos", *overrides.split())
