@@ -13,10 +13,11 @@ from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.gossip import RoundRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
-IN_VIRTUAL_TIME = (AllReduce, PartialAllReduce)  # go on without a worker there, and not yet on processes
-MEMBERS = {FAIL, "join", "churn"}  # what changes who takes part
+COMING = {"join", "churn"}  # where workers come while others run
+MEMBERS = {FAIL, *COMING}  # what changes who takes part
 
 
 def beside(own: StageParts) -> bool:
@@ -24,11 +25,15 @@ def beside(own: StageParts) -> bool:
     return isinstance(own.overlap, Delayed) or not own.overlap.serial
 
 
+def virtual_only(own: StageParts) -> bool:
+    """Whether it goes on without a worker in virtual time, and not yet on processes."""
+    return isinstance(own.topology, AllReduce | PartialAllReduce) or isinstance(own.sync, RoundRule)
+
+
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
     return all(
-        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or isinstance(own.topology, IN_VIRTUAL_TIME))
-        for own in parts.stages
+        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or virtual_only(own)) for own in parts.stages
     )
 
 
@@ -64,10 +69,16 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
                 "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
             )
-        if befalls & MEMBERS and parts.runtime.name != "sim" and isinstance(own.topology, IN_VIRTUAL_TIME):
+        if befalls & COMING and isinstance(own.sync, RoundRule):
             raise UsageError(
-                f"cluster.events ({named}): stage {stage.name} has topology={chosen(own.topology)}, which goes on "
-                "without a worker in virtual time only; take runtime=sim, or topology=parameter_server"
+                f"cluster.events ({named}): stage {stage.name} has sync={chosen(own.sync)}, where a worker that is "
+                "lost cannot come back yet; take sync=ad_psgd, or events of fail alone"
+            )
+        if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own):
+            raise UsageError(
+                f"cluster.events ({named}): stage {stage.name} has topology={chosen(own.topology)} and "
+                f"sync={chosen(own.sync)}, which go on without a worker in virtual time only; take runtime=sim, or "
+                "topology=parameter_server"
             )
         if befalls & MEMBERS and isinstance(own.compression, Collective) and own.compression.peers(0, n):
             raise UsageError(

@@ -65,7 +65,7 @@ class Stage:
     min_workers: int = 1  # of fewer, no run goes on
     joins: bool = False  # whether workers may come while it goes on
     elastic: bool = False  # whether it goes on without a worker that is lost
-    gone: frozenset[int] = frozenset()  # who takes no part, where all-reduce has formed a team of the others
+    gone: frozenset[int] = frozenset()  # who takes no part any more, where no server counts
     payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)  # bytes on the wire / dense bytes
     # from what was measured: of the workers, the server's seconds of a step and bytes per second, sums, and all else
     replan: Replan | None = None

@@ -192,6 +192,12 @@ class Tally(Progress):
         self.slowest, self.fastest = self.slowest + 1, self.fastest + 1
         self.advance(0, samples, self.present)
 
+    def take_back(self, worker: int, rounds: int, steps: int, samples: int) -> None:
+        """So many rounds of a worker that is lost have been counted and are part of no model."""
+        self.commits[worker] -= rounds
+        self.steps_by[worker] -= steps
+        self.advance(-steps, -samples, -rounds)
+
     def merge(self) -> None:
         """The model is a new version."""
         self.version += 1

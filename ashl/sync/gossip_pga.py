@@ -12,7 +12,7 @@ Global Averaging", ICML 2021.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
@@ -26,6 +26,7 @@ from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, mixed
 class GossipPGA(RoundRule):
     """Neighbours, and now and then everybody."""
 
+    carries: ClassVar[frozenset[str]] = frozenset()  # its sums over all workers cannot do without one yet
     local_steps: Count | Literal["plan"]
     period: Count | None
 

@@ -9,6 +9,9 @@ degrees, which skewed data need.
 The tree is that of breadth-first search from rank 0 in the graph. A mean over older models makes less progress in a
 round, as if the learning rate were divided by 1 + the mean delay: on wide trees it wants a larger one.
 
+Of workers that are lost: `ashl.topology.views`. Sums begin anew then, on the tree
+of those who are left.
+
 Limit: two workers are BSP.
 Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", NeurIPS 2021.
 """
@@ -26,6 +29,7 @@ from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_of
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
+from ashl.topology.remaining import relabelled
 
 
 class Relay(NamedTuple):
@@ -52,7 +56,14 @@ class RelaySum(RoundRule):
         return Relay(state.params, {})
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return stage.once(tree_in)[rank]
+        if not stage.gone:
+            return stage.once(tree_in)[rank]
+        ranks = stage.workers
+        return tuple(ranks[j] for j in stage.once(tree_in)[ranks.index(rank)])
+
+    def changed(self, stage: Stage, state: RoundState, rank: int) -> Relay:
+        """Others relay from now on: sums begin anew."""
+        return Relay(state.params, {})
 
     async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
         state.params = state.params + delta
@@ -66,9 +77,10 @@ class RelaySum(RoundRule):
         first = state.rule_state.first
         state.rule_state = Relay(first, told)
         total, count = relayed(state.params, told)
-        missing = stage.num_workers - count
+        n = len(stage.workers)
+        missing = n - count
         total = total + first * missing if missing else total
-        state.params = total * (1 / stage.num_workers)
+        state.params = total * (1 / n)
 
 
 def relayed(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
@@ -78,7 +90,7 @@ def relayed(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -
 
 
 def tree_in(stage: Stage) -> Sources:
-    return tree(graph_of(stage).edges(stage), stage.num_workers)
+    return tree(relabelled(graph_of(stage).edges(stage), stage.workers), len(stage.workers))
 
 
 def tree(edges: tuple[Edge, ...], n: int) -> Sources:

@@ -50,7 +50,7 @@ def keep_in_time(node: Node, stage: Stage, state: Budgeted, params: Any, tally: 
     the state's where the merge has not been counted."""
     if state.in_time is None and node.now_ns > stage.judge.deadline_ns:
         tally = tally or state.tally
-        counts = node.rank == stage.home or not isinstance(tally, Tally)  # the others only look at it
+        counts = node.rank == stage.home or stage.elastic or not isinstance(tally, Tally)  # others only look at it
         state.in_time = InTime(params, tally.copy() if counts else tally)
     return state.in_time is not None
 

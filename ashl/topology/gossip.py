@@ -8,6 +8,8 @@ no server, no barrier. Counts are functions of the round, so that all ranks coun
 (seconds, evaluations, that a loss is no number) rides on the messages: its verdict holds after the round by which it
 has reached everyone, which rank 0 works out from the graph.
 
+Where workers may be lost, see `ashl.topology.views`.
+
 Asynchronous modes (`RoamingRule`) have a loop of their own, and the coordinator of `ashl.topology.coordinator`.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
@@ -15,10 +17,9 @@ Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algori
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -27,13 +28,26 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import CHURN, Loop, Network, Rule, Topology
-from ashl.stage.stage import Stage
+from ashl.stage.stage import GO, Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 from ashl.topology.partners import come
+from ashl.topology.remaining import remaining
+from ashl.topology.views import (
+    NOTHING_HEARD,
+    GossipHeader,
+    Team,
+    View,
+    finish,
+    gone_in,
+    hear_those_left,
+    learn,
+    team_of,
+    turned,
+)
 
 VERDICTS = (*REASONS, "diverged")
 Told = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
@@ -55,7 +69,6 @@ class RoundRule(GossipRule, contract=True):
     """
 
     in_rounds: ClassVar[bool] = True
-    carries: ClassVar[frozenset[str]] = frozenset()
     early: ClassVar[bool] = False  # whether models leave before the local work
     lag: ClassVar[int] = 0  # rounds that messages may be late
     suspect: ClassVar[str] = ""  # what else may be wrong where a run diverges
@@ -63,6 +76,10 @@ class RoundRule(GossipRule, contract=True):
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
         """The rule's own state when a stage begins."""
         return None
+
+    def changed(self, stage: Stage, state: RoundState, rank: int) -> Any:
+        """From this round on others take part: the rule's own state."""
+        return state.rule_state
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
         """Whom a rank hears from in round k."""
@@ -132,6 +149,10 @@ class Gossip(Topology):
         """Whom an edge connects this worker with, in whichever round and direction."""
         return stage.once(neighbours_in)[rank]
 
+    def team(self, stage: Stage) -> Team:
+        """Those who are left, and how they reach each other."""
+        return stage.once(team_in)
+
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The neighbours of all rounds, and the coordinator."""
         others = stage.workers if stage.home == stage.server else ()
@@ -153,7 +174,8 @@ class Gossip(Topology):
         if stage.home == stage.server:
             return RoamingState(*stage.trainer.init())
         n = stage.num_workers
-        return RoundState(*stage.trainer.init(), tally=Progress(n) if node.rank else Tally(n))
+        counts = node.rank == stage.home or stage.elastic  # whoever may stand in for it
+        return RoundState(*stage.trainer.init(), tally=Tally(n) if counts else Progress(n))
 
     async def come(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
@@ -183,29 +205,22 @@ def graph_of(stage: Stage) -> Gossip:
 def rounds_in(stage: Stage) -> tuple[Round, ...]:
     """The stage's graph, see `Gossip.rounds`."""
     assert isinstance(stage.sync, GossipRule)
-    return graph_of(stage).rounds(stage.sync, stage.num_workers, stage.seed)
+    rounds = graph_of(stage).rounds(stage.sync, stage.num_workers, stage.seed)
+    return remaining(rounds, stage.gone, stage.sync.columns) if stage.gone else rounds
 
 
 def edges_in(stage: Stage) -> tuple[Edge, ...]:
     topology = graph_of(stage)
-    return edges_of(topology.graph, topology.degree, stage.num_workers, stage.seed)
+    edges = edges_of(topology.graph, topology.degree, stage.num_workers, stage.seed)
+    return tuple(edge for edge in edges if stage.gone.isdisjoint(edge)) if stage.gone else edges
+
+
+def team_in(stage: Stage) -> Team:
+    return team_of(stage.once(neighbours_in), stage.once(rounds_in), stage.workers)
 
 
 def neighbours_in(stage: Stage) -> Sources:
     return sources_of(stage.once(edges_in), stage.num_workers)
-
-
-class GossipHeader(NamedTuple):
-    """What rides on every message: all that is known of the run so far."""
-
-    loss: float  # mean of the sender's loss and of those that it heard of
-    not_finite: float = 0  # 1 + the rank whose loss is no number; 0 = none
-    verdict: float = 0  # of rank 0, as a place in VERDICTS
-    last: float = 0  # the round after which it holds
-    snapshot_after: float = -1  # the round after which all hand in their models
-
-
-NOTHING_HEARD = GossipHeader(math.nan)
 
 
 @dataclass
@@ -217,13 +232,18 @@ class RoundState(WorkerState):
     in_time: InTime | None = None  # once a round has come too late
     header: GossipHeader = NOTHING_HEARD
     k: int = 0  # rounds of this stage so far
+    views: tuple[View, ...] = ()  # of this stage: who takes part from which round on, as all have agreed
+    turned: int = 0  # how many of them hold by now
+    lost: set[int] = field(default_factory=set)  # who is gone, as far as this rank has heard
+    latest: dict[int, int] = field(default_factory=dict)  # rounds of this stage that were heard of each neighbour
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
         again = self.entered == stage.index
         super().enter(stage, rank)
         if not again:
             self.tally.begin(now_s)
-            self.k, self.header = 0, NOTHING_HEARD
+            self.k, self.header, self.latest = 0, NOTHING_HEARD, {}
+            self.views, self.turned = (View(0, self.views[-1].gone, {}),) if self.views else (), 0
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 
@@ -231,8 +251,10 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
     """Work, tell, hear, merge; round by round, until the counts or a verdict of rank 0 say otherwise. Returns the last
     word."""
     state.enter(stage, node.rank, node.now)
-    rule, rank = rule_in(stage), node.rank
+    rule, rank, whole = rule_in(stage), node.rank, stage
     while True:
+        if whole.elastic:
+            stage = turned(node, whole, state, state.k)
         own = stage.cut(state.rest)
         node.mark(stage.index, state if own is stage else None)
         k, params = state.k, state.params
@@ -248,24 +270,41 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
         count(own, state)
         state.plan_round(stage, rank)
         asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
-        if rank == 0:
+        if rank == stage.home:
             look_ahead(node, stage, state, k)
         due = stage.limits.eval_every_s is None and stage.judge.take(state, node.now)
         if (due or asked) and not late:
-            counts = state.tally.report() if isinstance(state.tally, Tally) else None
-            node.snapshot(state.params, tick=state.tally.version, counts=counts)
-        reason = stage.judge.spent(state.tally)
-        if not reason and state.header.verdict and k >= state.header.last:
-            reason = VERDICTS[int(state.header.verdict)]
-        if reason:
-            for round_under_way in range(max(0, k + 1 - rule.lag), k + 1):
-                rule.settle(state, await hear(node, stage, state, round_under_way))
-            word = await end(node, stage, state, reason)
+            counts = state.tally.report() if rank == stage.home and isinstance(state.tally, Tally) else None
+            node.snapshot(state.params, tick=state.tally.version, counts=counts, without=stage.gone)
+        word = await ended(node, stage, state)
         node.round(stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss)
         state.round += 1
-        if reason:
+        if word != GO:
             return word
         state.k += 1
+
+
+async def ended(node: Node, stage: Stage, state: RoundState) -> int:
+    """The last word where the stage ends with this round, else GO."""
+    if stage.elastic:
+        stage = turned(node, stage, state, state.k + 1)
+    while reason := over(stage, state):
+        if not stage.elastic:
+            for under_way in range(max(0, state.k + 1 - rule_in(stage).lag), state.k + 1):
+                rule_in(stage).settle(state, await hear(node, stage, state, under_way))
+            return await end(node, stage, state, reason)
+        moment_ns = await finish(node, stage, state)
+        stage = turned(node, stage, state, state.k + 1)
+        if moment_ns is not None:
+            return end_ridden(node, stage, state, reason, moment_ns)
+    return GO
+
+
+def over(stage: Stage, state: RoundState) -> str | None:
+    """Why the stage is over after this round."""
+    if (reason := stage.judge.spent(state.tally)) or not state.header.verdict or state.k < state.header.last:
+        return reason
+    return VERDICTS[int(state.header.verdict)]
 
 
 async def post(node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> None:
@@ -278,27 +317,14 @@ async def post(node: Node, stage: Stage, state: RoundState, k: int, delta: Any) 
 async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int, Message]:
     """The messages of round k, in rank order."""
     sources = rule_in(stage).sources(stage, node.rank, k) if k >= 0 else ()
+    if stage.elastic:
+        return await hear_those_left(node, stage, state, k, sources)
     return {rank: await node.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
 def numbers_of(message: Message) -> tuple[float, ...]:
     """What the sync rule sent beside the body."""
     return message.meta[len(GossipHeader._fields) :]
-
-
-def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
-    """Put together what this rank knows and what it was told."""
-    headers = [GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()]
-    known = [state.header, *headers]
-    losses = [value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)]
-    verdict, last = max((header.verdict, header.last) for header in known)
-    state.header = GossipHeader(
-        loss=sum(losses) / len(losses) if losses else math.nan,
-        not_finite=max(0 if math.isfinite(loss) else rank + 1, *(header.not_finite for header in known)),
-        verdict=verdict,
-        last=last,
-        snapshot_after=max(header.snapshot_after for header in known),
-    )
 
 
 def count(stage: Stage, state: RoundState) -> None:
@@ -324,7 +350,8 @@ def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.judge.take(state, node.now)
     if (reason and not header.verdict) or snapshot:
-        known = k + rounds_to_all(stage, k + 1)
+        start = max(k + 1, state.views[-1].first if state.views else 0)  # before that, losses may be in the way
+        known = start - 1 + rounds_to_all(stage.among(gone_in(state)), start)
         if reason and not header.verdict:
             header = header._replace(verdict=VERDICTS.index(reason), last=known)
         state.header = header._replace(snapshot_after=known) if snapshot else header
@@ -333,10 +360,10 @@ def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
 def rounds_to_all(stage: Stage, first: int) -> int:
     """How many rounds it takes what rank 0 sends from round `first` on to reach everyone."""
     rule = rule_in(stage)
-    if type(rule).sources is RoundRule.sources and len(stage.once(rounds_in)) == 1:  # all rounds are alike
+    if type(rule).sources is RoundRule.sources and len(stage.once(rounds_in)) == 1 and not stage.gone:
         return (1 + rule.lag) * max(depths(graph_of(stage).round(stage, 0).targets))
-    k, since = first - rule.lag, {0: first}  # the round from which on a rank passes it on
-    unaware = [rank for rank in stage.workers if rank]
+    k, since = first - rule.lag, {stage.home: first}  # the round from which on a rank passes it on
+    unaware = [rank for rank in stage.workers if rank != stage.home]
     while unaware:
         knew = {rank for rank, start in since.items() if start <= k}
         reached = [rank for rank in unaware if k >= 0 and not knew.isdisjoint(rule.sources(stage, rank, k))]
@@ -358,6 +385,9 @@ def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Mes
     if isinstance(own, SizeOnly):
         return own
     total = None
+    if len(heard) + 1 < len(row):  # what is missing of the lost, it gives to its own
+        row = {j: weight for j, weight in row.items() if j == rank or j in heard}
+        row[rank] = 1.0 - (sum(row.values()) - row[rank])
     for j, weight in row.items():
         body = own if j == rank else heard[j].body
         total = body * weight if total is None else total.add_(body, alpha=weight)

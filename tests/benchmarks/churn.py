@@ -36,6 +36,7 @@ MODES = {
     ),
     "ahl, H from 4": ("sync=ahl", "schedule.h_preset=[4]"),
     "shl, H from 2": ("sync=shl", "schedule.h_preset=[2]"),
+    "ad_psgd, exponential graph": ("topology=gossip", "sync=ad_psgd", "topology.graph=exponential"),
 }
 MTBF_S, MTTR_S, SEEDS = (10, 30, 100, 300, 1000), 5, (0, 1, 2)
 

@@ -1,14 +1,19 @@
 """Workers that are lost and that come back, in gossip: who goes on how, to the nanosecond, and on which models."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from ashl.errors import AshlError, UsageError
+from ashl.plan.plan import Plan
+from ashl.planning.build import assemble, parts_of
+from ashl.planning.legal_churn import check_churn
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.records import Counts, Snapshot
 from tests.sim.test_churn import DETECT_S, back, lost, with_events
-from tests.support import planned, run
+from tests.support import Ran, planned, run
 
 PAIRS = ("topology=gossip", "cluster=homogeneous", "dataset.batch_size=16", "eval.every_commits=4")
 
@@ -68,3 +73,99 @@ def test_an_evaluation_does_not_wait_for_a_model_of_the_lost() -> None:
     models.come(2)
     assert models.add(Snapshot(0, 7, tick=2), torch.ones(2)) is None
     assert models.add(Snapshot(1, 7, tick=2), torch.ones(2)) is not None, "who came later was not asked"
+
+
+ROUNDS = (
+    "topology=gossip",
+    "cluster=homogeneous",
+    "cluster.compute=[1,2,4,2]",
+    "dataset.batch_size=16",
+    "eval.every_commits=1",
+)
+
+
+def with_models(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Ran, dict[tuple[int, int], torch.Tensor]]:
+    """A run, and by rank and merge each worker's model."""
+    models, kept = {}, Ran.snapshot
+
+    def keep(ran, record, vector) -> None:
+        if record.tick is not None:
+            models[record.rank, record.tick] = vector
+        kept(ran, record, vector)
+
+    monkeypatch.setattr(Ran, "snapshot", keep)
+    return run(plan), models
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_rounds_after_a_loss_are_those_of_the_others_alone(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a ring of four worker 1 is lost: 0 and 2 hear of it, 3 from them. What is left is the path 0, 3, 2."""
+    mode = ("sync=d_psgd", f"sync.order={order}", "sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=140")
+    plan = with_events(planned(*ROUNDS, *mode), lost(1, 0.83))
+    ran, models = with_models(plan, monkeypatch)
+    first = next(record["merges"] for record, _ in ran.snapshots if record.get("without")) - 1
+    assert 3 < first < ran.end["merges"] - 5
+    third = 1 / 3
+    rows = {0: {0: 1 - third, 3: third}, 2: {2: 1 - third, 3: third}, 3: {0: third, 2: third, 3: 1 - (third + third)}}
+    stage = assemble(plan, "cpu").stages[0]
+    trainer, samples = stage.trainer, {record["merges"]: record["samples"] for record, _ in ran.snapshots} | {0: 0}
+    moments = {rank: trainer.moments() for rank in rows}
+    now = dict.fromkeys(rows, trainer.init()[0])
+    for k in range(ran.end["merges"] - 1):  # the last one may be cut short
+        made = {}
+        for rank in rows:
+            local = now[rank]
+            for step in (2 * k, 2 * k + 1):
+                span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
+                _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
+            made[rank] = local - now[rank]
+        told = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in rows}
+        for rank, row in rows.items():
+            if k < first:
+                now[rank] = models[rank, k + 1]
+                continue
+            (j, weight), *others = row.items()
+            total = told[j] * weight
+            for j, weight in others:
+                total.add_(told[j], alpha=weight)
+            now[rank] = total if order == "atc" else total + made[rank]
+            assert torch.equal(now[rank], models[rank, k + 1]), (rank, k)
+
+
+@pytest.mark.parametrize("mode", ["d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum"])
+def test_gossip_in_rounds_goes_on_without_any_worker(mode: str) -> None:
+    """Also without rank 0, which counts and judges: the next one does. What counts, somebody has heard."""
+    plan = planned(*ROUNDS, "topology.graph=complete", f"sync={mode}", "sync.local_steps=1", "stop.steps=60")
+    ran = run(with_events(plan, lost(2, 0.17), lost(0, 0.5)))
+    assert (ran.end["reason"], ran.end["rank"]) == ("steps", 1)
+    assert ran.end["commits"][1] == ran.end["commits"][3] == ran.end["merges"]
+    assert ran.end["commits"][2] < ran.end["commits"][0] < ran.end["merges"]
+    for rank in (0, 2):
+        done = sum(record["rank"] == rank for record in ran.of("round"))
+        assert ran.end["commits"][rank] <= done + 1
+    record, params = ran.snapshots[-1]
+    assert record["without"] == (0, 2)
+    assert torch.allclose(params, (ran.models[1] + ran.models[3]) / 2, atol=1e-6)
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_a_graph_that_falls_apart_ends_the_run_in_one_sentence() -> None:
+    plan = planned(*ROUNDS, "sync=d_psgd", "stop.steps=200", "runtime.gradients=false")
+    with pytest.raises(
+        AshlError, match=r"without worker 0, 2 the graph of those who are left falls apart at 0\.52\d* s"
+    ):
+        run(with_events(plan, lost(0, 0.1), lost(2, 0.5)))
+    with pytest.raises(
+        AshlError, match=r"worker 2 is lost .* 2 of 4 workers are left, fewer than runtime\.min_workers=3"
+    ):
+        run(with_events(replace(plan, runtime=plan.runtime | {"min_workers": 3}), lost(0, 0.1), lost(2, 0.5)))
+
+
+def test_who_cannot_come_back_is_refused_with_what_to_take() -> None:
+    plan = planned(*ROUNDS, "sync=d_psgd", "runtime.gradients=false")
+    parts = parts_of(with_events(plan, lost(1, 0.5), back(1, 0.7)))
+    with pytest.raises(
+        UsageError, match="sync=d_psgd, where a worker that is lost cannot come back yet; take sync=ad_psgd"
+    ):
+        check_churn(parts, plan.stages, None)
+    check_churn(parts_of(with_events(plan, lost(1, 0.5))), plan.stages, None)
