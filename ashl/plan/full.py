@@ -116,6 +116,11 @@ class Full:
         return next((coding for coding in self.codings if coding.codec == codec), None)
 
     @property
+    def by_worker(self) -> list[Sequence[object]]:
+        """What has an entry for each worker."""
+        return [self.workers, *(coding.encode for coding in self.codings)]
+
+    @property
     def contended(self) -> bool:
         """Whether steps take longer while others compute: workers share a machine that has too few cores for them."""
         return any(w.alone_s is not None and w.steps[0].mean_s > 1.1 * w.alone_s for w in self.workers)

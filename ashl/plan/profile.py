@@ -131,8 +131,9 @@ class Profile:
             raise ValueError(f"the profile has {groups} layer groups, and workers with another number of costs of them")
         if not all(map(is_count, self.group_bytes)) or sum(self.group_bytes) not in (0, self.dense_bytes):
             raise ValueError(f"the profile's group_bytes do not add up to the model's {self.dense_bytes}")
-        if self.full is not None and len(self.full.workers) != len(self.workers):
-            raise ValueError(f"the profile has {len(self.workers)} workers, and full costs of {len(self.full.workers)}")
+        counts = [len(own) for own in self.full.by_worker] if self.full else []
+        if other := [count for count in counts if count != len(self.workers)]:
+            raise ValueError(f"the profile has {len(self.workers)} workers, and full costs of {other[0]}")
         if self.calibration is not None and self.calibration.of != self.digest:
             raise ValueError(
                 "its calibration is older than the profile, which has changed since; calibrate it again with `ashl "
