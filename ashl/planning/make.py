@@ -104,8 +104,10 @@ def _prepared(
     profile: Profile | None,
 ) -> Prepared:
     options = Options(settings.allow_targets)
+    config = {**config, "cluster": followed(config["cluster"])}
+    parts = {group: options.of(group, config[group]) for group in GROUPS}
     cluster = drawn(config["cluster"], settings.seed)
-    parts = {group: options.of(group, cluster if group == "cluster" else config[group]) for group in GROUPS}
+    parts["cluster"] = options.of("cluster", cluster)
     known = profile or (read_profile(settings.profile) if settings.profile else None)
     if (replaced := clocked(parts, known, codec_of(config))) is not None:
         config, cluster = {**config, "cluster": replaced}, replaced
