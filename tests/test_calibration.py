@@ -141,6 +141,7 @@ def in_this_process(
             yield job
 
 
+@pytest.mark.slow
 def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch) -> None:
     """The cluster is what the profile says, so that nothing is off; what has ended is not run again."""
     monkeypatch.setattr(calibrate, "run_all", in_this_process)

@@ -93,6 +93,7 @@ def prepared(
     """
     settings = settings_of(config)
     with own_faults(settings.allow_targets):
+        config = {**config, "cluster": followed(config["cluster"])}
         return _prepared(config, settings, world_size, overrides, profile)
 
 
@@ -104,7 +105,6 @@ def _prepared(
     profile: Profile | None,
 ) -> Prepared:
     options = Options(settings.allow_targets)
-    config = {**config, "cluster": followed(config["cluster"])}
     parts = {group: options.of(group, config[group]) for group in GROUPS}
     cluster = drawn(config["cluster"], settings.seed)
     parts["cluster"] = options.of("cluster", cluster)

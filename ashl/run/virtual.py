@@ -13,7 +13,7 @@ from ashl.planning.build import Job
 from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint
 from ashl.runtime.churn import Churn
-from ashl.runtime.cores import OnCores, on_cores
+from ashl.runtime.cores import on_cores
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
@@ -38,7 +38,7 @@ def simulate(
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    sim = OnCores(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), monitor)
+    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
     run_dir = monitor.recorder.run_dir
 
@@ -57,7 +57,7 @@ def simulate(
         Churn(sim, cluster, plan.seed, stage.min_workers, partial(hearing, job.stages), play)
     try:
         runtime = job.parts.runtime
-        with on_cores(runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner) as sim.ahead:
+        with on_cores(sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner):
             sim.run(play, monitor.tick, saved=saved)
     except PeerLostError as loss:
         raise AshlError(

@@ -26,13 +26,6 @@ WORTH_S = 7e-4  # a computation that takes less is not handed to another thread 
 TRIED = 16  # computations, of which the median decides
 
 
-class OnCores(Sim):
-    """A simulation that waits for what is computed on other cores when the clock has come to its end."""
-
-    def _resume(self, task: Task, value: Any) -> None:
-        super()._resume(task, value.result() if isinstance(value, Future) else value)
-
-
 class Ahead:
     """Runs a computation now or on another thread; returns what came of it, or what will."""
 
@@ -63,12 +56,12 @@ def cores_of(asked: int | Literal["auto"], num_workers: int) -> int:
 
 
 @contextmanager
-def on_cores(asked: int | Literal["auto"], num_workers: int, learner: Learner) -> Generator[Ahead | None]:
-    """What a simulation hands its computations to; None where one core does it all, or the model draws random numbers
-    from the only generator that there is. What was begun and nobody waits for is thrown away."""
+def on_cores(sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: Learner) -> Generator[None]:
+    """Let a simulation compute on several cores, but where one does it all, or the model draws random numbers from the
+    only generator that there is. What was begun and nobody waits for is thrown away."""
     count = cores_of(asked, num_workers)
     if count < 2 or learner.device != HOST or not learner.threadsafe:
-        yield None
+        yield
         return
     threads, all_here, alone = torch.get_num_threads(), threading.Barrier(count), threading.Lock()
 
@@ -78,10 +71,14 @@ def on_cores(asked: int | Literal["auto"], num_workers: int, learner: Learner) -
             torch.set_num_threads(threads)
             learner.replicate()
 
+    def resume(task: Task, value: Any) -> None:
+        Sim._resume(sim, task, value.result() if isinstance(value, Future) else value)
+
     pool = ThreadPoolExecutor(count, "core")
     try:
         for task in [pool.submit(enter) for _ in range(count)]:
             task.result()
-        yield Ahead(pool, TRIED if asked == "auto" else 0)
+        sim.ahead, sim._resume = Ahead(pool, TRIED if asked == "auto" else 0), resume  # type: ignore[method-assign]
+        yield
     finally:
         pool.shutdown(cancel_futures=True)

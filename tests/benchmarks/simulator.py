@@ -21,7 +21,7 @@ from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import prepared
-from ashl.runtime.cores import OnCores, cores_of, on_cores
+from ashl.runtime.cores import cores_of, on_cores
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.benchmarks.table import alternate, ratio, show, thousands
@@ -62,8 +62,8 @@ def simulation(plan: Plan, cores: int = 1) -> Callable[[], Sim]:
 
     def run() -> Sim:
         speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-        sim = OnCores(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds=False))
-        with on_cores(cores, plan.num_workers, job.learner) as sim.ahead:
+        sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds=False))
+        with on_cores(sim, cores, plan.num_workers, job.learner):
             sim.run(partial(program, stages=job.stages), tick=lambda: None)
         return sim
 

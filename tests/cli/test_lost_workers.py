@@ -74,15 +74,15 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
     return summary
 
 
-@pytest.mark.parametrize(
-    "mode", ["sync=bsp", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync=ssp", "schedule=ashl"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl"])
 def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
     kill, own = lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL), ["stop.seconds=5", "runtime.respawn=1"]
     assert train(kill, mode, *own) == (0, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_worker_that_stood_still_for_too_long_is_dropped_and_comes_anew(train, workplace) -> None:
     def stop_for_a_while(run: Path) -> None:
         os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)

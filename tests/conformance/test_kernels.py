@@ -92,6 +92,7 @@ def test_the_others_keep_their_invariants(mode, tmp_path):
 REGIONS = ("topology=halos", "sync=asp", "topology.updates=2", "model.hidden=[8]", "cluster=homogeneous")
 
 
+@pytest.mark.slow
 def test_servers_by_region_keep_their_invariants(tmp_path):
     """Two workers, a server for each, and one above them."""
     two = ("cluster.num_workers=2", "topology.regions=[0,1]", "stop.steps=24")

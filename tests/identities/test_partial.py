@@ -95,8 +95,8 @@ def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(members: tupl
             rows[node.rank] = own
             return
         zero = torch.zeros(n)
-        rows[node.rank] = await averaged(node, own, zero, members, common=False)
-        again = await averaged(node, rows[node.rank], zero, members, common=False)
+        rows[node.rank] = await averaged(node, own, zero, members, common=False, epoch=0)
+        again = await averaged(node, rows[node.rank], zero, members, common=False, epoch=0)
         torch.testing.assert_close(again, rows[node.rank])
 
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)

@@ -35,7 +35,9 @@ def outcome(*overrides: str) -> tuple[str, str]:
     return json.loads((folder / "summary.json").read_text())["params_sha256"], str(rows)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode in ("asp", "batch norm") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 def test_same_bits_on_other_threads(mode: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, threads, gradient = [*RUN.split(), *MODES[mode].split()], set[str](), Learner.gradient
 
@@ -56,8 +58,11 @@ def test_one_core_where_the_model_draws_from_the_only_generator() -> None:
     class Drawing:
         device, threadsafe = "cpu", False
 
-    with on_cores(4, 4, Drawing()) as ahead:
-        assert ahead is None
+    class Simulation:
+        ahead = None
+
+    with on_cores(Simulation, 4, 4, Drawing()):
+        assert Simulation.ahead is None
 
 
 @pytest.mark.parametrize(("takes_s", "elsewhere"), [(0.0, False), (2 * WORTH_S, True)])
