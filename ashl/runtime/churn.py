@@ -216,6 +216,7 @@ class Churn:
                     lost, target = False, self._in_vain
             else:
                 lost = target in own and value[0].node.rank == rank
+                lost = lost or (target == sim._expire and value[0].waiting is not value[1])  # nobody waits any more
             if not lost:
                 kept.append((time_ns, place, target, value))
         heapify(kept)
