@@ -26,6 +26,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_the_page_answers_and_dies_with_us(tmp_path):
     code = (
         "import sys; from pathlib import Path; from ashl.tracking import ui\n"

@@ -190,7 +190,7 @@ def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, m
     check_records(workplace / "run", "failed")
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_of_a_run(how: str, workplace) -> None:
     """As of a terminal, and of a queue that takes its machine back: ranks and fork server leave it to their parent."""
     process = subprocess.Popen(
@@ -228,6 +228,7 @@ def test_ctrl_c_at_the_very_start(workplace) -> None:
     assert json.loads((workplace / "run/summary.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_half_of_the_package_in_the_working_directory(train_elsewhere: Callable[[Path], int], workplace: Path) -> None:
     """As in a checkout, beside an installation: ranks import what their parent has imported."""
     (workplace / "ashl").mkdir()

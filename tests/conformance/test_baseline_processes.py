@@ -18,6 +18,7 @@ def test_adsp_commits_alike_however_fast_a_worker_is(tmp_path):
     assert summary["wait_share"] < 0.1
 
 
+@pytest.mark.slow
 def test_lb_bsp_balances_what_it_measures(tmp_path):
     summary = real(tmp_path / "run", *QUICK, "dataset.batch_size=64", "sync=lb_bsp")
     assert adds_up(summary)

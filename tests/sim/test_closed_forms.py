@@ -11,7 +11,7 @@ factors = st.floats(1, 8).map(lambda x: round(x, 3))
 clusters = st.integers(1, 5).flatmap(
     lambda n: st.tuples(st.lists(factors, min_size=n, max_size=n), st.lists(factors, min_size=n, max_size=n))
 )
-quick = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def timed(compute, link, *overrides, cycles=400, steps=1):

@@ -1,5 +1,5 @@
 """What a round costs a worker in virtual time, counted in steps of the interpreter instead of seconds: as much among
-200 workers as among 25, whatever the topology; and so does planning."""
+100 workers as among 25, whatever the topology; and so does planning."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ashl.config.compose import compose
 from ashl.planning.make import prepared
 from tests.benchmarks.simulator import simulation
 
-FEW, MANY = 25, 200
+FEW, MANY = 25, 100
 ROUNDS = 5
 MOST = 1.3  # times as many steps for each round of a worker
 GROUPS = "topology=partial_all_reduce schedule=single"
