@@ -181,10 +181,8 @@ class Attendance:
         lives = self.desk.lives
         self.desk.away = self.lost.keys() - self.coming.keys()
         lost = tuple((rank, lives[rank] - (rank in self.coming)) for rank in self.lost)
-        ready = tuple((rank, lives[rank]) for rank, is_ready in self.coming.items() if is_ready)[
-            :1
-        ]  # one after the other
-        self.desk.tell(self.desk.news._replace(lost=lost, ready=ready))
+        ready = tuple((rank, lives[rank]) for rank, is_ready in self.coming.items() if is_ready)
+        self.desk.tell(self.desk.news._replace(lost=lost, ready=ready[:1]))  # one after the other
 
     def silent(self, for_s: float) -> list[int]:
         """Of whom nothing was heard for longer than that, as far as home has listened; longest first."""

@@ -73,9 +73,7 @@ UNSEEN = """# The last layers first. From the third iteration on they are DDP's 
 
 def script(run_dir: Path, name: str = "ddp.py") -> str:
     """The script for a run whose gradients travelled in parts. Raises UsageError, also where there is no merge plan."""
-    if not (run_dir / "plan.json").is_file():
-        raise UsageError(f"{run_dir} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>.")
-    plan = read_plan(str(run_dir / "plan.json"))
+    plan = plan_in(run_dir)
     messages = messages_of(plan)
     if not messages:
         raise UsageError(
@@ -100,6 +98,13 @@ def script(run_dir: Path, name: str = "ddp.py") -> str:
         call=call,
         unused="" if ordered else "\n        find_unused_parameters=True,",
     )
+
+
+def plan_in(run_dir: Path) -> Plan:
+    """The plan of a run. Raises UsageError where there is none."""
+    if not (run_dir / "plan.json").is_file():
+        raise UsageError(f"{run_dir} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>.")
+    return read_plan(str(run_dir / "plan.json"))
 
 
 def messages_of(plan: Plan) -> tuple[Part, ...]:

@@ -26,11 +26,10 @@ from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.outer.heavy_ball import HeavyBall
 from ashl.outer.nesterov import Nesterov
-from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble
 from ashl.planning.legal_checkpoints import in_lockstep
-from ashl.run.ddp import arguments, model_of
+from ashl.run.ddp import arguments, model_of, plan_in
 
 SCRIPT = '''"""{run} in plain torch: {what}.
 
@@ -166,9 +165,7 @@ CLASSES = """def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def script(run_dir: Path, name: str = "script.py") -> str:
     """The script of a run that has ended. Raises UsageError for what cannot be written like this, with the reason."""
-    if not (run_dir / "plan.json").is_file():
-        raise UsageError(f"{run_dir} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>.")
-    plan = read_plan(str(run_dir / "plan.json"))
+    plan = plan_in(run_dir)
     job = assemble(plan, HOST)
     stage, own = job.stages[-1], job.parts.stages[-1]
     if why := inexpressible(plan, job.parts):

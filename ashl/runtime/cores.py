@@ -9,9 +9,10 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache as cached
 from typing import Any, Literal
 
 import torch
@@ -29,15 +30,16 @@ TRIED = 16  # computations, of which the median decides
 class Ahead:
     """Runs a computation now or on another thread; returns what came of it, or what will."""
 
-    def __init__(self, pool: ThreadPoolExecutor, tried: int) -> None:
-        self._pool, self._left, self._times = pool, tried, list[float]()
-        self._worth = True
+    def __init__(self, begin: Callable[[], ThreadPoolExecutor], tried: int) -> None:
+        """`begin` starts the threads, once it is known that they are worth it."""
+        self._pool = cached(begin)
+        self._left, self._times, self._worth = tried, list[float](), True
 
     def __call__(self, effect: Compute) -> Any:
         if effect.kind != "compute":  # encoding and merging change what they work on
             return effect.fn()
         if not self._left:
-            return self._pool.submit(effect.fn) if self._worth else effect.fn()
+            return self._pool().submit(effect.fn) if self._worth else effect.fn()
         start = time.perf_counter()
         value = effect.fn()
         self._times.append(time.perf_counter() - start)
@@ -75,10 +77,14 @@ def on_cores(sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: 
         Sim._resume(sim, task, value.result() if isinstance(value, Future) else value)
 
     pool = ThreadPoolExecutor(count, "core")
-    try:
+
+    def begin() -> ThreadPoolExecutor:
         for task in [pool.submit(enter) for _ in range(count)]:
             task.result()
-        sim.ahead, sim._resume = Ahead(pool, TRIED if asked == "auto" else 0), resume  # type: ignore[method-assign]
+        return pool
+
+    sim.ahead, sim._resume = Ahead(begin, TRIED if asked == "auto" else 0), resume  # type: ignore[method-assign]
+    try:
         yield
     finally:
         pool.shutdown(cancel_futures=True)

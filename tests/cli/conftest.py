@@ -7,11 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ashl.cli.app import main
 from tests.disturbed import LONG, ranks_of, under_way, wait_for
 
 SIM = ["-q", "runtime=sim", "tracking=none"]
+
+
+@pytest.fixture
+def gloo():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from ashl.learn.trainer import Trainer
 from ashl.plan.files import read_plan
 from ashl.planning.build import assemble
 from ashl.run.ddp import messages_of, script
+from tests.exported import exported
 from tests.support import planned
 
 RUN = "runtime=sim tracking=none topology=all_reduce sync=bsp cluster.compute=[1] stop.steps=6 eval.every_commits=6"
@@ -25,20 +25,6 @@ TEXT = "model=transformer dataset=text task=language_model dataset.batch_size=2"
 def trained(*overrides: str) -> Path:
     assert main(["train", "-q", *RUN.split(), *overrides, "run.dir=run"]) == 0
     return Path("run")
-
-
-def exported(run: Path) -> Any:
-    assert main(["export", str(run), "--to", "ddp", "--out", "ddp.py"]) == 0
-    module: Any = ModuleType("exported")
-    exec(compile(Path("ddp.py").read_text(), "ddp.py", "exec"), module.__dict__)
-    return module
-
-
-@pytest.fixture
-def gloo():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +43,7 @@ def test_plain_ddp_has_the_same_groups_and_learns_the_same(what: str, workplace,
     job = assemble(replace(plan, runtime={**plan.runtime, "gradients": True}), "cpu")
     trainer = job.stages[0].trainer
     assert isinstance(trainer, Trainer)
-    written = exported(run)
+    written = exported(run, "ddp")
     net = written.wrapped(written.model())
     vector_to_parameters(trainer.init()[0], net.parameters())
     buckets: list[set[int]] = []

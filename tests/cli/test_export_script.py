@@ -5,17 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.utils import vector_to_parameters
 
 from ashl.cli.app import main
 from ashl.plan.files import read_plan
 from ashl.planning.build import assemble
+from tests.exported import exported
 
 RUN = "runtime=sim tracking=none cluster.compute=[1] stop.steps=24 eval.every_commits=100 model.hidden=[16] run.dir=run"
 
@@ -23,20 +22,6 @@ RUN = "runtime=sim tracking=none cluster.compute=[1] stop.steps=24 eval.every_co
 def trained(*overrides: str) -> Path:
     assert main(["train", "-q", *RUN.split(), *overrides]) == 0
     return Path("run")
-
-
-def exported(run: Path) -> Any:
-    assert main(["export", str(run), "--to", "script", "--out", "script.py"]) == 0
-    module: Any = ModuleType("exported")
-    exec(compile(Path("script.py").read_text(), "script.py", "exec"), module.__dict__)
-    return module
-
-
-@pytest.fixture
-def gloo():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +37,7 @@ def test_the_same_losses_on_the_same_batches(what: str, workplace: Path, gloo: N
     run = trained(*what.split())
     plan = read_plan("run/plan.json")
     trainer: Any = assemble(plan, "cpu").stages[0].trainer
-    written, made = exported(run), exported(run).model
+    written, made = exported(run, "script"), exported(run, "script").model
 
     def model() -> torch.nn.Module:
         net = made()
@@ -72,7 +57,7 @@ def test_the_same_losses_on_the_same_batches(what: str, workplace: Path, gloo: N
 
 def test_its_own_batches_are_shares_of_the_data(workplace: Path) -> None:
     trained("sync=bsp", "cluster.compute=[1,1]")
-    written = exported(Path("run"))
+    written = exported(Path("run"), "script")
     shares = []
     for rank in (0, 1):
         stream = written.batches(rank)
@@ -84,7 +69,7 @@ def test_its_own_batches_are_shares_of_the_data(workplace: Path) -> None:
 @pytest.mark.slow
 def test_it_runs_under_torchrun(workplace: Path) -> None:
     trained("topology=all_reduce", "sync=local_sgd", "cluster.compute=[1,1]", "stop.steps=1200")
-    exported(Path("run"))
+    exported(Path("run"), "script")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "script.py"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}

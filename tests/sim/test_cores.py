@@ -71,7 +71,7 @@ def test_short_steps_are_not_handed_over_by_themselves(takes_s: float, elsewhere
         def submit(self, fn):
             return "begun"
 
-    ahead = Ahead(Pool(), TRIED)
+    ahead = Ahead(Pool, TRIED)
     effect = Compute(lambda: time.sleep(takes_s), 1)
     assert [ahead(effect) for _ in range(TRIED)] == [None] * TRIED
     assert ahead(effect) == ("begun" if elsewhere else None)
