@@ -17,6 +17,7 @@ class Overlap(Contract, group="overlap", strict=True):
     crosses: ClassVar[bool] = False  # whether the next forward pass begins before all sums are in
     halves: ClassVar[bool] = False  # ... and sums are scattered during backward, and gathered during that
     pulls: ClassVar[bool] = False  # ... at a parameter server, whose model comes back in parts
+    fragments: ClassVar[int] = 0  # into how many the model is cut, each exchanged by itself; 0 = it is exchanged whole
     untimed: ClassVar[str] = "plan=bytes"  # what to take where its plan would follow from costs, and none are known
 
     @property
@@ -71,4 +72,12 @@ class Delayed(Overlap, contract=True):
         `landed` is the model with all exchanges that are over, alike for all; the piece went from `start` to
         `start + progress`. Exchanged updates are weighed and added to `landed`, or stepped on by the outer optimizer.
         """
+        raise NotImplementedError
+
+    def beside(self, steps: int) -> int:
+        """How many of so many local steps an exchange has before it lands."""
+        return steps
+
+    def mixed(self, own: Any, landed: Any) -> Any:
+        """With fragments: what a worker goes on from where an exchange has landed, of its own and of the model."""
         raise NotImplementedError

@@ -40,6 +40,7 @@ from ashl.planner.assignment import Planner
 from ashl.planner.hidden import Hidden
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.schedule.choices import with_assignments
+from ashl.stage.fragment import Fragment
 from ashl.stage.link import Link
 from ashl.stage.rule import Rule, Topology
 from ashl.stage.stage import Stage
@@ -153,6 +154,24 @@ def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Link, ...
     return tuple(link(start, stop) for start, stop, *_ in joined(groups, own.overlap.messages(bare(groups))))
 
 
+def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
+    """The outer optimizer of these layers; sizes have no moments."""
+    if isinstance(trainer, SizeOnlyTrainer):
+        return Average()
+    return own.outer.for_layers([(layer.name, layer.shape) for layer in layout])
+
+
+def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
+    """Those of the model, where each is exchanged by itself: of P, the k-th has every P-th layer group."""
+    found, layout, groups = [], layout_of(plan.layers), layer_groups(plan)[::-1]
+    bounds = [0, *accumulate(layer.size for layer in layout)]
+    for k in range(own.overlap.fragments):
+        runs = tuple((group.start, group.stop) for group in groups[k :: own.overlap.fragments])
+        layers = tuple(layer for a, b in runs for layer in layout[bounds.index(a) : bounds.index(b)])
+        found.append(Fragment(runs, layers, wrapped(own.compression, layers), outer_of(own, trainer, layers)))
+    return tuple(found)
+
+
 def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, tuple[Link, ...]], ...]:
     """The codecs whose cost is measured, by class: links of the whole model, and of it without its largest layer."""
     options = [own.compression, *(Options(allow).of("compression", spec) for spec in own.sync.codecs)]
@@ -210,12 +229,11 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 topology=own.topology,
                 sync=own.sync,
                 aggregate=own.aggregate,
-                outer=Average()
-                if isinstance(trainer, SizeOnlyTrainer)
-                else own.outer.for_layers(plan.layers),  # sizes have no moments
+                outer=outer_of(own, trainer, layout),
                 codec=wrapped(own.compression, layout),
                 layout=layout,
                 overlap=own.overlap,
+                fragments=fragments_of(plan, own, trainer),
                 parts=() if own.overlap.serial and not own.sync.by_part else layer_groups(plan),
                 links=links_of(plan, own, trainer.device),
                 timed=timed_of(own, layout, plan.allow_targets) if own.sync.full else (),

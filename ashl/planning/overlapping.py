@@ -24,6 +24,7 @@ from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import Merged
 from ashl.overlap.none import Serial
 from ashl.overlap.priority import Priority
+from ashl.overlap.streaming import Streaming
 from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
@@ -50,6 +51,8 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
                 f"overlap={plan.choices['overlap']} changes what is learned: a round takes as long as the longer of "
                 "its steps and its exchange, and what is exchanged lands one round late"
             )
+            if own.overlap.fragments:
+                said = streamed(plan, stage, own.overlap)
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
     if not any(own.sync.by_part or not own.overlap.serial for own in parts.stages):
         return plan
@@ -205,9 +208,38 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "its sweeps need the model that the last one made", "optimizer=sgd"
     elif overlap.needs_steps and own.sync.exchange != "difference":
         why, instead = "it is made for local steps, and gradients are exchanged", "sync=local_sgd, or overlap=late"
+    elif overlap.fragments and own.topology.has_server:
+        why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=late"
     else:
         return
     raise UsageError(f"overlap={choices['overlap']} makes no sense in stage {stage.name}: {why}; take {instead}")
+
+
+def streamed(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
+    """How large fragments are and how often each is exchanged, in words. Raises UsageError."""
+    count, groups, name = overlap.fragments, layer_groups(plan), plan.choices["overlap"]
+    if count > len(groups):
+        raise UsageError(
+            f"overlap.fragments={count} is more than the {len(groups)} layer groups that the model has; take at most "
+            f"{len(groups)}"
+        )
+    if len(plan.stages) > 1:
+        raise UsageError(
+            f"overlap={name} would lose at the end of stage {stage.name} what workers have not exchanged yet; take "
+            "schedule=single"
+        )
+    steps = [worker.local_steps for worker in stage.workers]
+    if isinstance(overlap, Streaming) and overlap.delay >= min(steps):
+        raise UsageError(
+            f"overlap.delay={overlap.delay} leaves no step after an exchange has landed, of {min(steps)} from one to "
+            f"the next; take overlap.delay={min(steps) - 1}, or more sync.local_steps"
+        )
+    sizes = [4e-6 * sum(group.stop - group.start for group in groups[k::count]) for k in range(count)]
+    every = " to ".join(map(str, sorted({count * h for h in (min(steps), max(steps))})))
+    return (
+        f"overlap={name} changes what is learned: of {count} fragments ({min(sizes):.3g} to {max(sizes):.3g} MB) one "
+        f"is exchanged at a time, each every {every} steps"
+    )
 
 
 def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout: Layout) -> None:

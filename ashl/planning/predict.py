@@ -155,8 +155,9 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     costs = Uncontended(network(steady, stage.trainer.dense_bytes))
     workers = []
     for rank, worker in enumerate(plan.workers):
-        parts_ns = local_steps[rank] * step_ns[rank], stage.topology.exchange_ns(stage, costs, rank)
-        cycle_ns = max(parts_ns) if stage.delayed else sum(parts_ns)
+        steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
+        hidden_ns = stage.delayed.beside(steps) * step_ns[rank] if stage.delayed else 0
+        cycle_ns = steps * step_ns[rank] + max(0, exchange_ns - hidden_ns)
         workers.append(replace(worker, predicted_cycle_s=cycle_ns / NS))
     return replace(
         plan,

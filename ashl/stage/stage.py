@@ -20,6 +20,7 @@ from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
 from ashl.runtime.effects import Tag
+from ashl.stage.fragment import Fragment
 from ashl.stage.judge import Judge
 from ashl.stage.link import Ends, Link
 from ashl.stage.rule import Rule, Topology, extra_ranks
@@ -55,6 +56,8 @@ class Stage:
     layout: Layout = ()  # the model's layers
     overlap: Overlap = SERIAL
     parts: tuple[Part, ...] = ()  # its layer groups, where messages are made of them
+    fragments: tuple[Fragment, ...] = ()  # of the model, where each is exchanged by itself
+    size: int | None = None  # elements that are exchanged, where they are those of a fragment
     links: tuple[Link, ...] = ()  # of each such message, where a codec works in it by itself
     timed: tuple[tuple[str, tuple[Link, ...]], ...] = ()  # codecs whose cost is measured: class, whole model and part
     health_every: int | None = None  # rounds between two looks at what compression loses
@@ -85,7 +88,23 @@ class Stage:
     @cached_property
     def link(self) -> Link:
         """How updates travel, and pulls."""
-        return Link(self.codec, (1 + self.sync.momentum_travels) * self.trainer.num_params, device=self.trainer.device)
+        size = self.size or (1 + self.sync.momentum_travels) * self.trainer.num_params
+        return Link(self.codec, size, device=self.trainer.device)
+
+    def fragment(self, k: int) -> Stage:
+        """The stage as it is for one fragment of the model alone."""
+        if ("fragment", k) not in self._once:
+            own = self.fragments[k]
+            self._once["fragment", k] = replace(
+                self,
+                size=own.size,
+                layout=own.layout,
+                codec=own.codec,
+                outer=own.outer,
+                fragments=(),
+                health_mean=False,
+            )
+        return self._once["fragment", k]
 
     @property
     def most_bytes(self) -> int:

@@ -50,6 +50,7 @@ class Team:
     loss: float = 0.0
     word: float = 0
     carried: bool = False  # whether they have gone with a message of this merge
+    share: float = 1.0  # of the model that is exchanged
     epoch: int = 0  # how many losses had been taken into account when it was formed
 
     @classmethod
@@ -132,7 +133,7 @@ class Team:
         return message.body, tuple(numbers)
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
-        return self.node.compute(fn, work=work, kind="compress")
+        return self.node.compute(fn, work=work * self.share, kind="compress")
 
     def blank(self, nbytes: int) -> Any:
         return SizeOnly(nbytes)

@@ -18,11 +18,12 @@ import torch
 
 from ashl.option import option
 from ashl.runtime.node import Node
+from ashl.stage.link import Ends
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.stage.team import Team, TeamBrokenError
-from ashl.topology import pipelined
+from ashl.topology import pipelined, streaming
 from ashl.topology.delayed import at_border, worked
 from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.exchange import exchanged
@@ -59,6 +60,9 @@ class AllReduce(Topology):
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a merge takes: a sum on its way, or bodies that go round once, all as long as the longest."""
+        if stage.fragments:
+            parts = (stage.fragment(k) for k in range(len(stage.fragments)))
+            return max(self.exchange_ns(part, network, rank) for part in parts)
         if stage.link.adds_up:
             nbytes = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
             return network.all_reduce_ns(stage.workers, nbytes, 0)
@@ -75,7 +79,7 @@ class AllReduce(Topology):
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if stage.delayed is not None:
-            return delayed
+            return streaming.worker if stage.fragments else delayed
         return pipelined.worker if stage.overlap.crosses else worker
 
 
@@ -94,6 +98,7 @@ class PeerState(WorkerState):
     in_time: InTime | None = None  # once a merge has come too late
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
+    fragment_ends: tuple[Ends, ...] = ()  # what the codec keeps here of each, where fragments are exchanged
     pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when the work that is pending was begun
     epoch: int = 0  # of the team
     kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges

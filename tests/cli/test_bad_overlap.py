@@ -4,6 +4,7 @@ import pytest
 
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002"
 RING = "topology=all_reduce sync=bsp"
+STREAM = "topology=all_reduce sync=local_sgd overlap=streaming overlap.fragments=2"
 LAYERS = f"{RING} overlap=layerwise"
 
 
@@ -64,6 +65,11 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (f"{RING} overlap=late overlap.own=1.5", "overlap.own"),
         ("sync=local_sgd overlap=overlap_local_sgd overlap.alpha=1", "overlap.alpha"),
+        ("sync=local_sgd overlap=streaming", "a server takes and merges a push as a whole; take topology=all_reduce"),
+        (f"{RING} overlap=streaming", "gradients are exchanged; take sync=local_sgd"),
+        (f"{STREAM} overlap.fragments=9", "9 is more than the 3 layer groups that the model has; take at most 3"),
+        (f"{STREAM} overlap.delay=8", "has landed, of 8 from one to the next; take overlap.delay=7"),
+        (f"{STREAM} overlap.alpha=1", "overlap.alpha"),
         ("schedule=ashl overlap=dear", "makes no sense in stage ahl"),
         ("sync=bsp overlap=priority", "a server takes and merges a push as a whole; take topology=all_reduce"),
         (f"{RING} overlap=priority overlap.slice=9 overlap.credit=8", "slice=9 is larger than overlap.credit=8"),

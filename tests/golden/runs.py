@@ -120,6 +120,9 @@ def by_sums() -> dict[str, Row]:
         "ring-late": Row(f"{RING} sync=bsp optimizer.momentum=0.9 overlap=late {SLOW}"),
         "ring-late-steps": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=late compression=topk outer=co2"),
         "ring-anchor": Row(f"{RING} sync=local_sgd overlap=overlap_local_sgd outer=slowmo outer.beta=0.7 {LINKS}"),
+        "ring-streaming": Row(
+            f"{RING} sync=local_sgd sync.local_steps=3 overlap=streaming overlap.fragments=2 outer=nesterov {LINKS}"
+        ),
         "ring-bcd": Row(f"{RING} sync=bsp optimizer=bcd"),
     }
 

@@ -1,0 +1,40 @@
+"""Streaming DiLoCo: the model in fragments, one of which is exchanged at a time, while local steps go on.
+
+Rule: every H steps the next of P fragments p is exchanged, so that each is every P·H: Δ_p = θ_p^i − θ_p of each worker
+i, with θ the model as exchanges have landed in it. The outer optimizer, whose momentum every fragment has by itself,
+steps on Σ c_i·Δ_p^i, and that lands after τ more local steps: θ_p^i ← α·θ_p^i + (1 − α)·θ_p. Fragments hold every P-th
+layer group. H is `sync.local_steps`, τ = `delay` at most H − 1, and one exchange is under way at a time. So a link need
+carry but a P-th of the model within τ steps. What is evaluated is θ; what was learned in fragments since their last
+exchange is not in it, and is lost when the run ends.
+
+Limits: one fragment with delay = 0 and alpha = 0 is local SGD with this outer optimizer, DiLoCo, to the bit and the
+nanosecond. With a codec each fragment has a residual of its own.
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025. Its H is P·H here,
+and its fragments are of whole transformer blocks. α = 0.5 and τ = 1 are as recalled; its 4-bit floats are not built,
+`compression=uniform` or `grid` have as few bits.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ashl.option import Count, Natural, Number, option
+from ashl.overlap.contract import Delayed
+
+
+@option
+class Streaming(Delayed):
+    """One fragment at a time, beside the local steps."""
+
+    needs_steps: ClassVar[bool] = True
+    fragments: Count
+    delay: Natural
+    alpha: Annotated[float, Number, Field(ge=0, lt=1)]
+
+    def beside(self, steps: int) -> int:
+        return min(self.delay, steps - 1)
+
+    def mixed(self, own: Any, landed: Any) -> Any:
+        return own * self.alpha + landed * (1 - self.alpha) if self.alpha else landed

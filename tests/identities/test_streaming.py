@@ -1,0 +1,72 @@
+"""A model exchanged in fragments, beside local steps: DiLoCo at its limit, the rule as a plain loop, time and bytes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ashl.planning.build import assemble
+from tests.support import simulated
+
+BASE = (
+    "model.hidden=[16]",
+    "optimizer.lr=0.05",
+    "optimizer.momentum=0.9",
+    "cluster.compute=[1,1,3]",
+    "cluster.link=null",
+    "topology=all_reduce",
+    "sync=local_sgd",
+    "sync.local_steps=3",
+)
+run = partial(simulated, *BASE)
+stream = partial(run, "overlap=streaming")
+WHOLE = ("overlap.fragments=1", "overlap.delay=0", "overlap.alpha=0")
+
+
+def test_one_fragment_without_delay_is_diloco() -> None:
+    at = ("outer=nesterov", "stop.steps=31", "compression=topk", "compression.ratio=0.2")
+    one, diloco = stream(*at, *WHOLE), run(*at)
+    assert (one.sha256, one.time_ns, one.end) == (diloco.sha256, diloco.time_ns, diloco.end)
+
+
+def test_fragments_land_as_the_rule_says() -> None:
+    h, tau, alpha, rounds = 3, 2, 0.25, 6
+    at = ("overlap.fragments=2", f"overlap.delay={tau}", f"overlap.alpha={alpha}")
+    ran = stream(*at, "outer=heavy_ball", "outer.momentum=0.5", f"stop.steps={3 * h * rounds}")
+    stage = assemble(ran.plan, "cpu").stages[0]
+    trainer, fragments = stage.trainer, stage.fragments
+    assert sum(fragment.size for fragment in fragments) == trainer.num_params
+    model, moments = trainer.init()
+    own, kept, speed, due = [model] * 3, [moments] * 3, torch.zeros_like(model), None
+    for step in range(h * rounds + tau):
+        for worker in range(3):
+            _, kept[worker], own[worker] = trainer.local_step(own[worker], kept[worker], worker, step, 0.05)
+        if due is not None and step % h == tau - 1:
+            part = fragments[(step // h - 1) % 2]
+            pace = 0.5 * part.of(speed) + due
+            speed, model = part.put(speed, pace), part.put(model, part.of(model) + pace)
+            own = [part.put(x, alpha * part.of(x) + (1 - alpha) * part.of(model)) for x in own]
+        if step % h == h - 1:
+            part = fragments[(step // h) % 2]
+            due = sum(part.of(x) - part.of(model) for x in own) / 3
+    torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-5)
+    assert ran.end["stale_max"] == [1, 1, 1]
+
+
+def test_an_exchange_is_hidden_by_as_many_steps_as_it_may_take() -> None:
+    """To the nanosecond: a piece, then rounds of its steps with what of an exchange they do not hide, and the last."""
+    h, tau, rounds, step = 3, 2, 4, 30_000_000  # of the slowest
+    at = ("cluster.step_s=0.01", "cluster.exchange_s=0.2", f"stop.steps={3 * h * rounds}")
+    serial, ran = run(*at), stream(*at, *WHOLE[:1], f"overlap.delay={tau}")
+    exchange = (serial.time_ns - rounds * h * step) // rounds
+    one = (h - tau) * step + max(tau * step, exchange)
+    assert ran.time_ns == h * step + (rounds - 1) * one + exchange
+    assert ran.plan.stages[0].predicted_steps_per_s == pytest.approx(3 * h / one * 1e9)
+
+
+def test_each_exchange_is_of_a_fragment() -> None:
+    at = ("stop.steps=54", "runtime.gradients=false")
+    ran, whole = stream(*at, "overlap.fragments=3"), run(*at)
+    assert "3 fragments" in ran.plan.notes[0]
+    for one, other in zip(ran.of("ledger"), whole.of("ledger"), strict=True):
+        assert one["bytes_up"] == pytest.approx(other["bytes_up"] / 3, rel=0.02)
