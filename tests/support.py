@@ -136,7 +136,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     stage = stages[0]
     ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None, learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
+    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), ran)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)
     ran.events = sim.events

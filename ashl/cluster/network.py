@@ -11,7 +11,8 @@ A collective is a ring, machine by machine and within one in rank order, so that
 reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of bytes / g to the next as soon as the last
 one has come from the one before; an all-gather takes g − 1 rounds. Its cost is that of these messages one by one, until
 the last has come, and it holds the ports that the ring runs over from its start to its end: it begins when what was
-sent before has left them, and what is sent afterwards queues behind it.
+sent before has left them, and what is sent afterwards queues behind it. Sums by another algorithm that was asked for
+cost what `ashl.cluster.summing` says, and hold the same ports.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 
 from ashl.cluster.spec import Cluster, Fitted, Measured
 from ashl.cluster.speed import NS, Factors
+from ashl.cluster.sum_rounds import Round
+from ashl.cluster.summing import CostOf, Summing, over_ports
 
 KEPT = 4096  # costs of rings that are remembered
 
@@ -53,20 +56,21 @@ class Exchange:
 
     ports = False
 
-    def __init__(self, cluster: Cluster, dense_bytes: int) -> None:
+    def __init__(self, cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> None:
         assert cluster.exchange_s is not None
         self.half_s = cluster.exchange_s / 2
         self.dense_bytes = dense_bytes
         self.num_workers = len(cluster.compute)
         self.factors = Factors(cluster, "link")
         self.outages = bool(self.factors.outages)
-        self._plain = not cluster.events
+        self.steady = not cluster.events
         self._cache: dict[tuple[int, int, int], int] = {}
+        self.summing = None if algorithm is None else Summing(algorithm, cluster.node, self)
 
     def cost_ns(self, src: int, dst: int, nbytes: int, now_ns: int) -> int:
         if not nbytes and not self.outages:
             return 0
-        if self._plain and (cost := self._cache.get((src, dst, nbytes))) is not None:
+        if self.steady and (cost := self._cache.get((src, dst, nbytes))) is not None:
             return cost
         ends = [rank for rank in (src, dst) if rank < self.num_workers]
         factor = max((self.factors.at(rank, now_ns) for rank in ends), default=1.0)
@@ -79,14 +83,28 @@ class Exchange:
         return self.cost_ns(src, dst, nbytes, 0)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
+        return self.summing.cost_ns(group, nbytes, now_ns) if self.summing else self.ring_ns(group, nbytes, now_ns)
+
+    def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
+        """An all-reduce on a ring."""
         g = len(group)
         factor = max(self.factors.at(rank, now_ns) for rank in group)
         cost = round(2 * self.half_s * factor * (g - 1) / g * (nbytes / self.dense_bytes) * NS)
         return self.factors.stretched(group, cost, now_ns)
 
+    def round_ns(self, group: tuple[int, ...], now_ns: int) -> CostOf:
+        """What the rounds of an all-reduce take."""
+        factors = np.array([self.factors.at(rank, now_ns) for rank in group])
+
+        def cost_ns(one: Round, nbytes: np.ndarray) -> int:
+            slower = np.maximum(factors[one.src], factors[one.dst])
+            return round(float((slower * self.half_s * (nbytes / self.dense_bytes) * NS).max()))
+
+        return cost_ns
+
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
-        """Half an all-reduce of as many bytes as all members have together."""
-        return self.all_reduce_ns(group, total, now_ns) // 2
+        """Half a ring's all-reduce of as many bytes as all members have together."""
+        return self.ring_ns(group, total, now_ns) // 2
 
     def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
         """When the ports that a group's collectives need are free, of all members or of one."""
@@ -109,7 +127,7 @@ class Ports:
 
     ports = True
 
-    def __init__(self, cluster: Cluster, dense_bytes: int) -> None:
+    def __init__(self, cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> None:
         self.cluster = cluster
         self.factors = Factors(cluster, "link")
         self._sums = cluster.all_reduce if isinstance(cluster, Measured) else None
@@ -120,9 +138,10 @@ class Ports:
         self._free: dict[Port, int] = {}
         self._coming: dict[Port, list[Coming]] = {}  # heaps: what is on its way to a receiver's port
         self._posted = 0
-        self._plain = not cluster.events
+        self.steady = not cluster.events
         self._rings: dict[tuple[int, ...], Ring] = {}
         self._costs: dict[tuple[tuple[int, ...], int, int], int] = {}
+        self.summing = None if algorithm is None else Summing(algorithm, cluster.node, self)
 
     def inner(self, src: int, dst: int) -> bool:
         return src < len(self._first) and self.machine(src) == self.machine(dst)
@@ -192,10 +211,27 @@ class Ports:
         return self.latency_ns(src, dst, 0) + max(self.service_ns(end, nbytes, 0, inner, out) for end, out in ends)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """On a ring whose ports are free; of all workers as it was measured, where it was."""
+        """By ports that are free: as the algorithm that was asked for; else of all workers as it was measured, where it
+        was; else on a ring."""
+        if self.summing:
+            return self.summing.cost_ns(group, nbytes, now_ns)
         if self._sums is not None and len(group) == len(self.cluster.compute):
             return round((self._sums.latency_s + self._sums.s_per_byte * nbytes) * NS)
+        return self.ring_ns(group, nbytes, now_ns)
+
+    def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
+        """An all-reduce on a ring, by the links."""
         return self._rounds_ns(group, nbytes, 2 * (len(group) - 1), now_ns)
+
+    def round_ns(self, group: tuple[int, ...], now_ns: int) -> CostOf:
+        """What the rounds of an all-reduce take."""
+        factors = np.array([self.factors.at(rank, now_ns) for rank in group])
+        home = np.unique([self.machine(rank) for rank in group], return_inverse=True)[1]
+        kinds = (False, len(set(home)) < len(group))  # of links between machines, and inside them if there are any
+        latency = [[self.cluster.latency_of(rank, inner) for rank in group] for inner in kinds]
+        bytes_s = self.cluster.bytes_s
+        out, into = ([[bytes_s(rank, way, inner) for rank in group] for inner in kinds] for way in (True, False))
+        return over_ports(home, factors * latency, factors / out, factors / into)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
         """The same, once round the ring, with as many bytes as all members have together."""
@@ -241,7 +277,7 @@ class Ports:
 
     def _rounds_ns(self, group: tuple[int, ...], nbytes: int, rounds: int, now_ns: int) -> int:
         key = (group, nbytes, rounds)
-        if self._plain and (cost := self._costs.get(key)) is not None:
+        if self.steady and (cost := self._costs.get(key)) is not None:
             return cost
         if len(self._costs) >= KEPT:
             self._costs.clear()
@@ -262,8 +298,8 @@ class FittedPorts(Ports):
     """As a full profile has it: each way has a latency of its own, a message holds the server's port beyond its bytes,
     and sums cost what sums over as many workers did."""
 
-    def __init__(self, cluster: Fitted, dense_bytes: int) -> None:
-        super().__init__(cluster, dense_bytes)
+    def __init__(self, cluster: Fitted, dense_bytes: int, algorithm: str | None = None) -> None:
+        super().__init__(cluster, dense_bytes, algorithm)
         self._fitted, self._server = cluster, len(cluster.compute)
         self._group_sums = {own.group: own for own in cluster.group_sums}
 
@@ -279,7 +315,7 @@ class FittedPorts(Ports):
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         known = self._group_sums.get(len(group))
-        if known is None:
+        if known is None or self.summing:
             return super().all_reduce_ns(group, nbytes, now_ns)
         return round((known.latency_s + known.s_per_byte * nbytes) * NS)
 
@@ -306,7 +342,10 @@ def ring_ns(edges: list[Edge], rounds: int) -> int:
     return int(had.max(initial=0))
 
 
-def network(cluster: Cluster, dense_bytes: int) -> Exchange | Ports:
+def network(cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> Exchange | Ports:
+    """`algorithm`: the one of sums, where one was asked for."""
     if cluster.exchange_s is not None:
-        return Exchange(cluster, dense_bytes)
-    return FittedPorts(cluster, dense_bytes) if isinstance(cluster, Fitted) else Ports(cluster, dense_bytes)
+        return Exchange(cluster, dense_bytes, algorithm)
+    if isinstance(cluster, Fitted):
+        return FittedPorts(cluster, dense_bytes, algorithm)
+    return Ports(cluster, dense_bytes, algorithm)

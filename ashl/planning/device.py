@@ -57,6 +57,8 @@ def by_nccl(runtime: Any, topology: Topology) -> bool:
         raise UsageError("runtime.backend=nccl carries vectors between GPUs, and this run is on CPUs; take auto")
     if not nccl_is_there():
         why = "this build of torch has no NCCL"
+    elif topology.algorithm is not None:
+        why = f"topology.algorithm={topology.algorithm} has messages of its own, which go by gloo; NCCL chooses alone"
     elif not isinstance(topology, AllReduce):
         why = "NCCL carries the sums of topology=all_reduce alone; others exchange messages, which go by gloo"
     else:

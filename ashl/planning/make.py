@@ -55,6 +55,7 @@ from ashl.planning.legal_compression import check_compression
 from ashl.planning.overlapping import overlapped
 from ashl.planning.predict import predict
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
+from ashl.planning.summing import sums_of
 from ashl.schedule.choices import Choices
 from ashl.stage.rule import extra_ranks
 
@@ -234,7 +235,9 @@ def name_of(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
 def predicted(
     plan: Plan, parts: Parts, cluster: Any, deal: Deal, epoch_samples: int, batch: int, known: Profile | None
 ) -> Plan:
-    """The plan with what each stage should reach, where this cluster, chosen or the profile's, says what it costs."""
+    """The plan with what each stage should reach, where this cluster, chosen or the profile's, says what it costs.
+    Raises UsageError where sums cannot go as they were asked to."""
+    plan = replace(plan, notes=plan.notes + sums_of(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan
     size_only = size_only_trainer(plan, parts, epoch_samples)

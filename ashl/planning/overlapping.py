@@ -72,7 +72,7 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
                 "cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with cluster.bandwidth_mbit_s "
                 "and cluster.latency_s"
             )
-        chain = chain_of(plan.stages[index], clock, groups, link, server=own.topology.has_server)
+        chain = chain_of(plan.stages[index], clock, groups, link, own.topology.has_server, own.topology.algorithm)
         if chain is None and own.overlap.timed:
             raise UsageError(
                 f"overlap={plan.choices['overlap']} as it is set weighs the cost of a message against that of a step, "
@@ -115,7 +115,12 @@ def spec_of(spec: Spec, option: Overlap) -> Spec:
 
 
 def chain_of(
-    stage: StagePlan, cluster: Any, groups: Sequence[Part], link: LinkOf | None = None, *, server: bool = False
+    stage: StagePlan,
+    cluster: Any,
+    groups: Sequence[Part],
+    link: LinkOf | None = None,
+    server: bool = False,
+    algorithm: str | None = None,
 ) -> Chain | None:
     """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a message's `link` where it
     is compressed; or pushes and pulls of all at once through a server's port, where messages under way at once share
@@ -124,7 +129,7 @@ def chain_of(
         return None
     steady = replace(cluster, jitter=0.0, events=())
     batch, team, d = stage.workers[0].batch, tuple(range(len(stage.workers))), groups[0].stop
-    speed, costs = speed_of(steady, batch, seed=0), Uncontended(network(steady, 4 * d))
+    speed, costs = speed_of(steady, batch, seed=0), Uncontended(network(steady, 4 * d, algorithm))
     step_ns = [speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in team]
 
     def ready_ns(group: Part) -> int:

@@ -98,7 +98,8 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits, elastic=False)
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
-    sim = Sim(num_ranks, speed_of(cluster, batch, seed=0), network(cluster, stage.trainer.dense_bytes), seen)
+    costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+    sim = Sim(num_ranks, speed_of(cluster, batch, seed=0), costs, seen)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
 
@@ -152,7 +153,7 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     seen = timed(stage, drawn, cycles * sum(local_steps), cycles, batch)
     half, whole = seen.half_and_whole()
     span_ns, waited_ns = whole.time_ns - half.time_ns, seen.waited_ns(whole) - seen.waited_ns(half)
-    costs = Uncontended(network(steady, stage.trainer.dense_bytes))
+    costs = Uncontended(network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
     workers = []
     for rank, worker in enumerate(plan.workers):
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)

@@ -32,6 +32,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
 from ashl.planning.device import by_nccl, device_of, use_device
 from ashl.planning.legal_checkpoints import in_lockstep
+from ashl.planning.summing import machines_of
 from ashl.run.interface import Chosen, use
 from ashl.run.reporter import Reporter
 from ashl.run.roll import Roll
@@ -46,6 +47,7 @@ from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, StopAsked
+from ashl.runtime.sum_messages import OwnSums
 from ashl.stage.program import peers_of, program
 from ashl.stage.stage import Stage
 
@@ -193,18 +195,20 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         )
     peers = peers_of(job.stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
+    algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
     kernel = TorchKernel(
         place.rank,
         reporter,
-        lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock, store),
+        lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock, store, algorithm),
         peers=peers,
         max_bytes=max(stage.most_bytes for stage in job.stages),
-        exact=parts.runtime.sums == "exact",
+        exact=exact,
         groups={} if place.life else process_groups(job.stages),
         device=place.device,
         settle=None if place.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
         keeper=reporter.keeper,
+        own_sums=OwnSums(place.rank, algorithm, machines_of(parts.cluster), exact) if algorithm else None,
     )
     saved = None
     if place.saved is not None:

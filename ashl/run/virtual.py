@@ -38,7 +38,8 @@ def simulate(
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), monitor)
+    costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+    sim = Sim(plan.num_ranks, speed, costs, monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
     run_dir = monitor.recorder.run_dir
 

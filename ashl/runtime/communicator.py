@@ -24,6 +24,7 @@ from ashl.runtime.channel import Collective, committed
 from ashl.runtime.effects import AllReduce
 from ashl.runtime.kernel import waiting_for
 from ashl.runtime.pace import Pace
+from ashl.runtime.sum_messages import OwnSums
 from ashl.runtime.sums import HALVES_OF_A_SUM
 
 BATCHED = 64  # unpaced collectives whose waiting is found out together
@@ -38,7 +39,7 @@ class Outcome(NamedTuple):
     value: Any
     begin_ns: int
     end_ns: int
-    moved: int
+    moved: tuple[int, int]
     waited_ns: list[int]
 
 
@@ -149,11 +150,13 @@ class Communicator:
         clock_ns: Callable[[], int],
         max_bytes: int,
         settle: Callable[[], None] | None = None,
+        own_sums: OwnSums | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. They carry what
-        lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done."""
+        lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done. With
+        `own_sums` sums go by these."""
         self._rank, self._groups, self._exact, self._pace, self._clock = rank, groups, exact, pace, clock_ns
-        self._max_bytes, self._settle = max_bytes, settle
+        self._max_bytes, self._settle, self._own_sums = max_bytes, settle, own_sums
         self._ends: dict[Team, End] = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
         self._starts: list[Start] = []
@@ -212,8 +215,8 @@ class Communicator:
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self._groups.get(team))
         return -int(told[0]), int(told[1])
 
-    def _transfer(self, effect: Collective, number: int, asked_ns: int) -> tuple[Any, int, int, int | None]:
-        """(value where it was carried, bytes moved each way, when it began, declared cost if there is one)."""
+    def _transfer(self, effect: Collective, number: int, asked_ns: int) -> tuple[Any, tuple[int, int], int, int | None]:
+        """(value where it was carried, bytes sent and received, when it began, declared cost if there is one)."""
         group, g = effect.group, len(effect.group)
         tensor = effect.tensor if self._settle is not None else to_host(effect.tensor)
         pg, loose = self._groups.get(group), self._loose(group)
@@ -224,18 +227,25 @@ class Communicator:
                 gathers = effect.op == "gather"
                 value = (collectives.gathered if gathers else collectives.scattered)(tensor, g, pg)
                 total = g * nbytes if gathers else g * value.nbytes
-                return value, total * (g - 1) // g, *self._pace.all_gathered(group, number, total, asked_ns)
+                moved = total * (g - 1) // g
+                return value, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
             begin, cost = self._pace.all_reduced(group, number, nbytes, asked_ns)
+            if self._own_sums is not None and g > 1:
+                tag = subset_sum.tag(self._tag(group), subset_sum.CHUNKS)
+                own = self._own_sums.all_reduce(tensor, group, effect.op, nbytes, self._pace.network, tag)
+                return *own, begin, cost
             if loose and g > 1:
                 assert effect.op == "sum"
                 value = subset_sum.all_reduce(tensor, group, self._rank, self._tag(group))
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact)
-            return value, 2 * (g - 1) * nbytes // g, begin, cost
+            moved = 2 * (g - 1) * nbytes // g
+            return value, (moved, moved), begin, cost
         assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
         parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes)
         total = g * (longest - effect.riders)  # known only now
-        return parts, total * (g - 1) // g, *self._pace.all_gathered(group, number, total, asked_ns)
+        moved = total * (g - 1) // g
+        return parts, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
 
     def _loose(self, team: Team) -> bool:
         """Whether nobody has made a process group for it."""

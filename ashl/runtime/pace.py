@@ -56,8 +56,10 @@ class Pace:
         dense_bytes: int,
         clock_ns: Callable[[], int],
         store: dist.Store,
+        algorithm: str | None = None,
     ) -> None:
-        """In `store` the job's processes tell each other when the ports are free that they share."""
+        """In `store` the job's processes tell each other when the ports are free that they share; `algorithm`: the one
+        of sums, where one was asked for."""
         self.rank, self.clock = rank, clock_ns
         self.steps, self.encodings = Punctuality(), Punctuality()
         self.transfers: defaultdict[int, Punctuality] = defaultdict(Punctuality)  # by the rank that they came from
@@ -69,7 +71,7 @@ class Pace:
             self.speed = Speed(cluster, batch, seed)
             self.compute, self.link = Factors(cluster, "compute"), Factors(cluster, "link")
             if cluster.exchange_s is not None or cluster.bandwidth_mbit_s is not None:
-                self.network = network(cluster, dense_bytes)
+                self.network = network(cluster, dense_bytes, algorithm)
         shares = isinstance(self.network, Ports) and cluster.node is not None
         self._shared = SharedPorts(store, rank) if shares else None
 

@@ -32,6 +32,7 @@ from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
 from ashl.runtime.records import Beat, Missed
+from ashl.runtime.sum_messages import OwnSums
 
 KEPT_UP_NS = 2_000_000
 LINGER_S = 0.01  # between two looks at whether it is over
@@ -54,6 +55,7 @@ class TorchKernel:
         settle: Callable[[], None] | None = None,
         nccl: bool = False,
         keeper: Keeper | None = None,
+        own_sums: OwnSums | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
         goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
@@ -65,7 +67,7 @@ class TorchKernel:
         self._entry: Entry | None = None  # where it comes while others run
         self.pace = make_pace(self.clock_ns)
         self._communicator = Communicator(
-            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None
+            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None, own_sums
         )
         self._peers, self._max_bytes, self._device = peers, max_bytes, device
         self._settle, self._unsettled = settle, False
@@ -335,7 +337,7 @@ class TorchKernel:
     def _collected(self, outcome: Outcome, main: bool) -> Any:
         """Enter a collective into the books; returns its value."""
         ledger = self.node.ledger
-        ledger.traffic(outcome.begin_ns, outcome.moved, outcome.moved)
+        ledger.traffic(outcome.begin_ns, *outcome.moved)
         ledger.collective(outcome.begin_ns, outcome.end_ns, main)
         self._rebook(outcome.waited_ns)
         return outcome.value

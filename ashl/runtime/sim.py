@@ -18,13 +18,13 @@ from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.runtime import effects as fx
-from ashl.runtime.channel import Channel, Channels, Collective
+from ashl.runtime.channel import Channel, Channels
 from ashl.runtime.checkpoint import Saving, resume
+from ashl.runtime.collected import collected
 from ashl.runtime.effects import Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
 from ashl.runtime.node import Node, Observer
-from ashl.runtime.sums import HALVES_OF_A_SUM, chunk, sum_in_rank_order, together
-from ashl.size_only import SizeOnly
+from ashl.runtime.sums import chunk
 
 T = TypeVar("T")
 LAST = 2**62  # what the end of an instant adds to a place in the order of events
@@ -371,28 +371,16 @@ class Sim:
         """Carry out the collective that is next."""
         posted = channel.take(self.now_ns)
         effect, group = posted.effect, channel.team
-        result, cost, moved = self._collected(effect, [posted.arrived[rank][1] for rank in group])
+        tensors = [posted.arrived[rank][1] for rank in group]
+        result, cost, moved, own = collected(effect, tensors, self.network, self.now_ns)
         start = self.network.hold(group, cost, self.now_ns)
         channel.free_ns = end = start + cost
         scattered = isinstance(effect, fx.AllReduce) and effect.op == "scatter"
         for place, rank in enumerate(group):
             member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
-            ledger.traffic(start, moved, moved)
+            if own is None:
+                ledger.traffic(start, moved, moved)
+            else:
+                ledger.traffic(start, own.sent[place], own.received[place])
             ledger.collective(start, end, member.main)
             self._at(end, member, chunk(result, len(group), place) if scattered else result)
-
-    def _collected(self, effect: Collective, tensors: list[Any]) -> tuple[Any, int, int]:
-        """(result, cost in ns, bytes that each member of the ring sends and receives)."""
-        g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
-        if isinstance(effect, fx.AllReduce):
-            nbytes = tensors[0].nbytes - (0 if size_only else effect.riders * tensors[0].element_size())
-            if effect.op in HALVES_OF_A_SUM:
-                gathers = effect.op == "gather"
-                total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
-                cost, moved = self.network.all_gather_ns(group, total, self.now_ns), total * (g - 1) // g
-                return together(tensors) if gathers else sum_in_rank_order(tensors), cost, moved
-            cost = self.network.all_reduce_ns(group, nbytes, self.now_ns)
-            return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g
-        longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.riders)  # as which all of them travel
-        total = g * longest
-        return tensors, self.network.all_gather_ns(group, total, self.now_ns), total * (g - 1) // g

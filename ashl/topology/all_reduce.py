@@ -2,8 +2,9 @@
 
 Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker. A ring moves
 2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest. Where workers are lost or come it
-goes on as `ashl.topology.regrouping` says.
+goes on as `ashl.topology.regrouping` says. By which `algorithm` a sum travels is `ashl.cluster.sum_rounds`'s to say.
 
+Limit: all algorithms give the same model, bit for bit, where sums are exact.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 """
 
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ashl.cluster.sum_rounds import Algorithm
 from ashl.option import option
 from ashl.runtime.node import Node
 from ashl.stage.link import Ends
@@ -49,6 +51,7 @@ class AllReduce(Topology):
 
     asks: ClassVar[type[Rule]] = StepRule
     carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, CHURN})
+    algorithm: Algorithm | None = None  # so that an option of one's own which extends this may say nothing
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""

@@ -1,0 +1,145 @@
+"""Who sends what to whom while a vector is summed over all, round by round, by each algorithm.
+
+A vector is cut into equal pieces, and a message is some of them in a row. Members are taken machine by machine, and
+within one in rank order. With n members, latency α, β seconds per byte and S bytes, where all links are equal:
+
+- ring: 2(n − 1) rounds of S/n. 2(n − 1)·α + 2(n − 1)/n·Sβ.
+- halving: recursive halving of the vector, then doubling, with neighbours at the distances 1, 2, 4 … of the largest
+  power of two p ≤ n. 2·log₂p·α + 2(p − 1)/p·Sβ. Where n > p, n − p members hand all they have to a neighbour first and
+  are handed the sum last: 2(α + Sβ) more.
+- tree: a binomial tree, up and down again. 2⌈log₂n⌉·(α + Sβ).
+- hierarchical: reduce-scatter inside each machine, all-reduce of each shard over the machines, all-gather inside. With
+  m machines of k members: 2(k − 1)·α' + 2(k − 1)/k·Sβ' inside, and 2(m − 1)·α + 2(m − 1)/m·Sβ through each machine's
+  port. Where machines have different numbers of members there are as many shards as the smallest one has members.
+
+Sources: Patarasuk and Yuan, JPDC 2009 (ring); Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", IJHPCA 2005 (halving, tree); Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50
+Training in a Flash", 2018 (2D-torus: hierarchical).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Algorithm = Literal["auto", "ring", "halving", "tree", "hierarchical"]
+
+
+class Round(NamedTuple):
+    """Messages under way at once: pieces [start, stop) from one member to another, both by their place in the group.
+    They are added to what the other has of these pieces, or take its place."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    adds: bool
+
+
+def ring(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+    """(pieces, rounds)."""
+    members = np.concatenate(machines)
+    n, at = len(members), np.arange(len(members))
+    following = np.roll(members, -1)
+
+    def rounds() -> Iterator[Round]:
+        for first, adds in ((0, True), (1, False)):
+            for t in range(n - 1):
+                piece = (at + first - t) % n
+                yield Round(members, following, piece, piece + 1, adds)
+
+    return n, rounds()
+
+
+def halving(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+    """(pieces, rounds)."""
+    members = np.concatenate(machines)
+    levels = len(members).bit_length() - 1
+    p = 1 << levels
+    beyond = len(members) - p
+    near, far = members[: 2 * beyond : 2], members[1 : 2 * beyond : 2]
+    core = np.concatenate([near, members[2 * beyond :]])
+
+    def rounds() -> Iterator[Round]:
+        at, nothing, all_of_it = np.arange(p), np.zeros(beyond, dtype=int), np.full(beyond, p)
+        low = np.zeros(p, dtype=int)  # of the pieces that each is left with
+        if beyond:
+            yield Round(far, near, nothing, all_of_it, True)
+        for level in range(levels):
+            half, upper = p >> (level + 1), (at >> level) & 1
+            yield Round(core, core[at ^ (1 << level)], low + (1 - upper) * half, low + (2 - upper) * half, True)
+            low = low + upper * half
+        for level in reversed(range(levels)):
+            half, upper = p >> (level + 1), (at >> level) & 1
+            yield Round(core, core[at ^ (1 << level)], low, low + half, False)
+            low = low - upper * half
+        if beyond:
+            yield Round(near, far, nothing, all_of_it, False)
+
+    return p, rounds()
+
+
+def tree(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+    """(pieces, rounds)."""
+    members = np.concatenate(machines)
+    levels = range((len(members) - 1).bit_length())
+
+    def rounds() -> Iterator[Round]:
+        for adds in (True, False):
+            for level in levels if adds else reversed(levels):
+                lower = np.arange(1 << level, len(members), 2 << level)
+                ends = members[lower], members[lower - (1 << level)]
+                yield Round(*(ends if adds else ends[::-1]), np.zeros_like(lower), np.ones_like(lower), adds)
+
+    return 1, rounds()
+
+
+def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+    """(pieces, rounds). Within each of the three parts everybody sends straight to whom it is for."""
+    m, shards, most = len(machines), min(map(len, machines)), max(map(len, machines))
+    owners = np.stack([members[:shards] for members in machines])
+
+    def inside(adds: bool) -> Iterator[Round]:
+        for t in range(1, most):
+            ends = []
+            for members in (members for members in machines if len(members) > t):
+                at = np.arange(len(members))
+                to = (at + t) % len(members)
+                shard = to if adds else at
+                ends.append(np.stack([members[at], members[to], shard])[:, shard < shards])
+            src, dst, shard = np.concatenate(ends, axis=1)
+            yield Round(src, dst, shard * m, (shard + 1) * m, adds)
+
+    def across(adds: bool) -> Iterator[Round]:
+        at, first = np.arange(m), np.arange(shards) * m
+        for t in range(1, m):
+            to = (at + t) % m
+            piece = (first + (to if adds else at)[:, None]).ravel()
+            yield Round(owners.ravel(), owners[to].ravel(), piece, piece + 1, adds)
+
+    def rounds() -> Iterator[Round]:
+        for part, adds in ((inside, True), (across, True), (across, False), (inside, False)):
+            yield from part(adds)
+
+    return shards * m, rounds()
+
+
+BY_NAME: dict[str, Callable[[Sequence[np.ndarray]], tuple[int, Iterator[Round]]]] = {
+    "ring": ring,
+    "halving": halving,
+    "tree": tree,
+    "hierarchical": hierarchical,
+}
+
+
+def rounds_of(algorithm: str, homes: Sequence[int]) -> tuple[int, Iterator[Round]]:
+    """(pieces, rounds) of a group whose members are on these machines."""
+    at = np.array(homes)
+    return BY_NAME[algorithm]([np.flatnonzero(at == home) for home in dict.fromkeys(homes)])
+
+
+def homes_of(group: Sequence[int], node: Sequence[int] | None) -> tuple[int, ...]:
+    """The machine of each member; where nobody says, each is on its own."""
+    return tuple(group) if node is None else tuple(node[rank] for rank in group)

@@ -1,0 +1,102 @@
+"""What a sum over all costs and moves by a chosen algorithm, see `ashl.cluster.sum_rounds`.
+
+A round takes as long as its slowest message, and a sum as long as its rounds one after the other; a ring's, where
+nobody waits for a round of others to end, as long as `ashl.cluster.network` says. `auto` is whichever takes least for
+so many bytes over the links as they are when the run begins; of equals, the first of `BY_NAME`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ashl.cluster.speed import NS, Factors
+from ashl.cluster.sum_rounds import BY_NAME, Round, homes_of, rounds_of
+
+KEPT = 4096  # sums that are remembered
+
+Group = tuple[int, ...]
+CostOf = Callable[[Round, np.ndarray], int]  # of a round with so many bytes in each message
+
+
+def over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray) -> CostOf:
+    """Of members on these machines: each one's latency, and seconds per byte out of its port and into it, between
+    machines and inside (rows). Of messages that share a port, as a machine's members do, one goes after the other."""
+    g = len(home)
+
+    def cost_ns(one: Round, nbytes: np.ndarray) -> int:
+        inner = (home[one.src] == home[one.dst]).astype(int)
+        held_s = []
+        for rank, s_per_byte in ((one.src, out), (one.dst, into)):
+            port = np.where(inner, g + rank, home[rank])
+            held_s.append(np.bincount(port, s_per_byte[inner, rank] * nbytes)[port])
+        latency_s = np.maximum(latency[inner, one.src], latency[inner, one.dst])
+        return int((np.rint(latency_s * NS) + np.rint(np.maximum(*held_s) * NS)).max())
+
+    return cost_ns
+
+
+class Known(NamedTuple):
+    """A sum's algorithm, its cost at the beginning, and the bytes that each member sends and receives."""
+
+    algorithm: str
+    cost_ns: int
+    sent: list[int]
+    received: list[int]
+
+
+class Costs(Protocol):
+    """What a network knows of sums. `steady`: whether it is always the same."""
+
+    steady: bool
+    factors: Factors
+
+    def ring_ns(self, group: Group, nbytes: int, now_ns: int) -> int: ...
+
+    def round_ns(self, group: Group, now_ns: int) -> CostOf: ...
+
+
+class Summing:
+    """The sums of a network."""
+
+    def __init__(self, algorithm: str, node: Sequence[int] | None, network: Costs) -> None:
+        self.algorithm, self.node, self._network = algorithm, node, network
+        self._known: dict[tuple[Group, int], Known] = {}
+
+    def candidates(self, group: Group) -> list[str]:
+        """The algorithms that `auto` weighs: without machines of several members there is no hierarchy."""
+        homes = homes_of(group, self.node)
+        return [name for name in BY_NAME if name != "hierarchical" or 1 < len(set(homes)) < len(homes)]
+
+    def known(self, group: Group, nbytes: int) -> Known:
+        """The sum of so many bytes."""
+        if (found := self._known.get((group, nbytes))) is None:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            names = self.candidates(group) if self.algorithm == "auto" else [self.algorithm]
+            found = min((self.by(name, group, nbytes, 0) for name in names), key=lambda known: known.cost_ns)
+            self._known[group, nbytes] = found
+        return found
+
+    def cost_ns(self, group: Group, nbytes: int, now_ns: int) -> int:
+        """What it takes now."""
+        known = self.known(group, nbytes)
+        return known.cost_ns if self._network.steady else self.by(known.algorithm, group, nbytes, now_ns).cost_ns
+
+    def by(self, algorithm: str, group: Group, nbytes: int, now_ns: int) -> Known:
+        """What it takes now by this algorithm."""
+        g = len(group)
+        if algorithm == "ring":
+            moved = [2 * (g - 1) * nbytes // g] * g
+            return Known(algorithm, self._network.ring_ns(group, nbytes, now_ns), moved, moved)
+        pieces, rounds = rounds_of(algorithm, homes_of(group, self.node))
+        round_ns, cost_ns, sent, received = self._network.round_ns(group, now_ns), 0, np.zeros(g), np.zeros(g)
+        for one in rounds:
+            count = one.stop - one.start
+            cost_ns += round_ns(one, nbytes * (count / pieces))
+            sent += np.bincount(one.src, count, g)
+            received += np.bincount(one.dst, count, g)
+        moved = ([nbytes * int(count) // pieces for count in way] for way in (sent, received))
+        return Known(algorithm, self._network.factors.stretched(group, cost_ns, now_ns), *moved)

@@ -1,0 +1,94 @@
+"""By which algorithm the sums of an all-reduce go: what makes no sense of it, and what it comes to, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ashl.cluster.network import network
+from ashl.cluster.spec import Cluster, RealCluster
+from ashl.compression.contract import Layout, size_of
+from ashl.errors import UsageError
+from ashl.plan.plan import Plan, StagePlan
+from ashl.planning.build import Parts, StageParts, layout_of, link_of
+from ashl.planning.legal import chosen
+
+LINKS = {"bandwidth_mbit_s", "latency_s", "inner_bandwidth_mbit_s"}
+DROP = "or drop topology.algorithm"
+
+
+def machines_of(cluster: Any) -> tuple[int, ...] | None:
+    """The machine of each worker; None where nobody says."""
+    if isinstance(cluster, RealCluster) and cluster.hosts is not None:
+        return tuple(map(cluster.hosts.index, cluster.hosts))
+    return cluster.node
+
+
+def check_summing(parts: Parts, stages: Sequence[StagePlan], layout: Layout) -> None:
+    """Raises UsageError, with what to take instead."""
+    algorithm = parts.stages[0].topology.algorithm
+    for stage, own in zip(stages, parts.stages, strict=True):
+        if own.topology.algorithm != algorithm:
+            raise UsageError(
+                f"stage {stage.name} has topology.algorithm={own.topology.algorithm or 'null'} and stage "
+                f"{stages[0].name} has {algorithm or 'null'}; give all stages of a run one"
+            )
+        if algorithm is not None:
+            check_stage(algorithm, stage, own, parts.cluster, layout)
+
+
+def check_stage(algorithm: str, stage: StagePlan, own: StageParts, cluster: Any, layout: Layout) -> None:
+    """Refuse a hierarchy without machines, a choice without costs, and what travels by no sum at all."""
+    name = f"topology.algorithm={algorithm}"
+    if algorithm == "hierarchical" and machines_of(cluster) is None:
+        where = "cluster.hosts" if isinstance(cluster, RealCluster) else "cluster.node"
+        raise UsageError(
+            f"{name} sums inside each machine first, and {where} does not say who shares one; give the machine of each "
+            f"worker, as in '{where}=[{'a,a,b,b' if where == 'cluster.hosts' else '0,0,1,1'}]', or take "
+            "topology.algorithm=ring"
+        )
+    missing = LINKS & set(cluster.missing()) if isinstance(cluster, Cluster) else LINKS
+    if missing and isinstance(cluster, Cluster) and cluster.bandwidth_mbit_s is not None:
+        raise UsageError(f"{name} costs what its links do; give cluster.{min(missing)} a value")
+    if missing and algorithm == "auto":
+        raise UsageError(
+            f"{name} weighs declared costs, and this cluster does not say what its links are; declare "
+            "cluster.bandwidth_mbit_s and cluster.latency_s, or name the algorithm, as in topology.algorithm=halving"
+        )
+    if own.overlap.halves:
+        raise UsageError(
+            f"{name} makes no sense with overlap={chosen(own.overlap)}, which sends sums in two halves round a ring; "
+            f"take overlap=priority, {DROP}"
+        )
+    if not link_of(own.compression, layout, 0, size_of(layout)).adds_up:
+        raise UsageError(
+            f"{name} makes no sense with compression={chosen(own.compression)} in stage {stage.name}: what does not "
+            f"add up is gathered round a ring; take compression=none, random_mask or power_sgd, {DROP}"
+        )
+
+
+def sums_of(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
+    """What a sum of all takes by the algorithm that was asked for, beside the others; and what exact ones cost. Raises
+    UsageError where they cannot go so."""
+    check_summing(parts, plan.stages, layout_of(plan.layers))
+    algorithm, found = parts.stages[0].topology.algorithm, list[str]()
+    if algorithm is None or plan.num_workers == 1:
+        return ()
+    if isinstance(clock, Cluster) and not LINKS & set(clock.missing()):
+        nbytes, group = plan.stages[-1].workers[0].message_bytes or 0, tuple(range(plan.num_workers))
+        summing = network(replace(clock, events=()), 4 * plan.num_params, algorithm).summing
+        assert summing is not None
+        taken = [summing.by(name, group, nbytes, 0) for name in summing.candidates(group)]
+        best = summing.known(group, nbytes)
+        if best.algorithm not in {known.algorithm for known in taken}:
+            taken.append(best)
+        said = f"topology.algorithm={algorithm}" + (f" picks {best.algorithm}" if algorithm == "auto" else "")
+        times = ", ".join(f"{known.algorithm} {known.cost_ns / 1e6:.4g}" for known in taken)
+        found.append(f"{said}: a sum of {nbytes} bytes takes {best.cost_ns / 1e6:.4g} ms (ms: {times})")
+    if isinstance(parts.cluster, RealCluster) and parts.runtime.name != "sim" and parts.runtime.sums == "exact":
+        found.append(
+            f"topology.algorithm={algorithm} with runtime.sums=exact carries terms unsummed to whoever adds them up in "
+            "rank order; runtime.sums=native adds on the way, and moves fewer bytes"
+        )
+    return tuple(found)

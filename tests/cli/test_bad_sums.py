@@ -1,0 +1,26 @@
+"""Algorithms of sums asked for wrongly: one sentence with the way out, exit code 2."""
+
+import pytest
+
+SUMS = "topology=all_reduce sync=bsp topology.algorithm="
+PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002"
+HOSTLESS = "runtime=local cluster=real cluster.num_workers=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (f"{SUMS}hierarchical", "cluster.node does not say who shares one; give the machine of each worker"),
+        (f"{SUMS}hierarchical {HOSTLESS}", "cluster.hosts does not say who shares one"),
+        (f"{SUMS}auto {HOSTLESS}", "weighs declared costs, and this cluster does not say what its links are"),
+        (f"{SUMS}tree overlap=dear {PORTS}", "sends sums in two halves round a ring; take overlap=priority"),
+        (f"{SUMS}tree compression=topk", "gathered round a ring; take compression=none"),
+        (f"{SUMS}star", "topology.algorithm"),
+        ("sync=bsp topology.algorithm=tree", "algorithm"),
+        (f"{SUMS}hierarchical cluster.node=[0,0,1,1] runtime=local {PORTS}", "inner_bandwidth_mbit_s"),
+    ],
+)
+def test_a_wrong_algorithm(overrides, says, said) -> None:
+    code, sentence = said(*overrides.split())
+    assert code == 2
+    assert says in sentence
