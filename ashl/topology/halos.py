@@ -98,7 +98,8 @@ class Halos(Topology):
             return
         if follows:
             raise UsageError("topology=halos: no server sees all workers, and planner=online wants one; take another")
-        if sync.in_rounds or type(sync).loop is not Rule.loop or type(sync.messages()) is not Updates:
+        waits = sync.in_rounds or type(sync).closes_s is not ServerRule.closes_s
+        if waits or type(sync).loop is not Rule.loop or type(sync.messages()) is not Updates:
             raise UsageError(
                 "with topology=halos the server of a region merges updates as they come, and this sync mode wants "
                 "rounds or messages of its own; take sync=async_local_sgd, sync=asp or sync=ssp, or "

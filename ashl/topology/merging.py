@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +11,7 @@ from ashl.aggregate.weighted import Push
 from ashl.plan.plan import assigned
 from ashl.planner.assignment import Planner
 from ashl.planner.online import Averages
-from ashl.runtime.effects import Message
+from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.stage import GO, Stage
@@ -19,6 +21,8 @@ from ashl.topology.sliced import head, put_together
 
 if TYPE_CHECKING:
     from ashl.topology.parameter_server import ServerRule, ServerState
+
+CLOSE: Tag = ("close", 0, 0)  # from a server to itself: what has come is merged now
 
 
 def rule_of(stage: Stage) -> ServerRule:
@@ -41,6 +45,20 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
         tally.drop(worker, steps)
         return False
     return await rule.messages().absorb(node, stage, state, message)
+
+
+async def more(node: Node, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
+    """What else has come, where the rule takes in all of it, or comes until what has come is merged."""
+    closes_s, deadline_s = rule_of(stage).closes_s(state.rule_state, state.tally), stage.judge.deadline_s
+    message = await node.recv(*tags, before_s=max(node.now, min(closes_s, deadline_s)))
+    due = message is None and -math.inf < closes_s <= deadline_s
+    return Message(node.rank, CLOSE, None, (), int(node.now_ns)) if due else message
+
+
+async def close(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Merge what has come, however few."""
+    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+    return True
 
 
 async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:

@@ -30,7 +30,7 @@ from ashl.topology.dismissal import call_in, dismiss
 from ashl.topology.ending import leave, record_end, verdict
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work
 from ashl.topology.membership import come, gather, membership, welcome
-from ashl.topology.merging import merge, merged, receive, reply, rule_of
+from ashl.topology.merging import CLOSE, close, merge, merged, more, receive, reply, rule_of
 from ashl.topology.replies import Orders, Pull
 from ashl.topology.sliced import following, settled, sliced
 
@@ -98,6 +98,11 @@ class ServerRule(Rule, contract=True):
     def observe(self, stage: Stage, state: Any, tally: Tally, push: Push) -> Any:
         """A push has been taken in, at `tally.now_s`: the rule's state from here on."""
         return state
+
+    def closes_s(self, state: Any, tally: Tally) -> float:
+        """With `takes_all`: when what has come is merged, however few; until then more is taken in. -inf: by a quorum
+        alone."""
+        return -math.inf
 
     def steer(self, stage: Stage, state: Any, tally: Tally, rank: int) -> Orders | None:
         """What this worker, which goes on at `tally.now_s`, does next; None = as planned."""
@@ -277,7 +282,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        take_in = receive if message.tag == push else membership
+        take_in = receive if message.tag == push else close if message.tag == CLOSE else membership
         if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
             node.snapshot(state.params, counts=tally.report())
         word, reason = verdict(node, stage, tally)
@@ -293,7 +298,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
                 break
             continue
         if rule.takes_all:
-            state.ahead = await node.recv(*incoming, before_s=node.now)
+            state.ahead = await more(node, stage, state, incoming)
         if state.ahead is None:
             ranks = [
                 rank for rank in sorted(rule.admit(state.rule_state, tally)) if await reply(node, stage, state, rank)

@@ -12,10 +12,11 @@ MODES = [
     ["topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", "compression=topk", "overlap=overlap_local_sgd"],
     ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=late"],
     ["topology=all_reduce", "sync=local_sgd", "overlap=streaming", "overlap.fragments=2", "compression=topk"],
+    ["sync=decoupled", "sync.local_steps=3", "sync.grace_s=0.1", "outer=nesterov", "overlap=late"],
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server", "fragments"])
+@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server", "fragments", "quorum"])
 def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> None:
     summary, sim = real(tmp_path / "run", *TWO, *mode), simulated(*TWO, *mode)
     assert summary["params_sha256"] == sim.sha256

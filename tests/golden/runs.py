@@ -91,6 +91,7 @@ def by_server() -> dict[str, Row]:
         "spy-minibatch": Row(f"sync=spy sync.estimator=minibatch sync.share=0.5 {PLAIN}", by_bits=True, twin=True),
         "async-local-sgd": Row("sync=async_local_sgd sync.max_delay=24"),
         "fedbuff": Row("sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform aggregate.discount=0.5"),
+        "decoupled": Row("sync=decoupled sync.local_steps=2 sync.grace_s=0.01 outer=nesterov"),
         "lb-bsp": Row("sync=lb_bsp dataset.partition=dirichlet dataset.alpha=0.5"),
         "lb-bsp-jitter": Row("sync=lb_bsp sync.alpha=1 aggregate=samples cluster.jitter=0.2", twin=True),
         "qsr": Row(f"sync=qsr sync.alpha=0.05 {COSINE} stop.epochs=3"),
