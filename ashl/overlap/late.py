@@ -7,7 +7,8 @@ learned is computed away: y' is the average of the snapshots plus the own progre
 is that of local SGD on the same updates. At a parameter server z is the model of the last pull.
 
 Limits: where exchanges take no time it is still one late. own = 0 starts every piece from z alone, which
-needs far smaller steps: what a worker has just learned is learned once more, and lands twice.
+needs far smaller steps: what a worker has just learned is learned once more, and lands twice. Where a stage gives way
+to another, those who wait hand in what they have computed meanwhile, so that SSP's lead may there be a commit longer.
 Source: Li et al., "Pipe-SGD", NeurIPS 2018 (gradients); Shen et al., "Faster Distributed Deep Net Training: Computation
 and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI 2019. `own` is ours.
 """

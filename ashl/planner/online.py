@@ -34,6 +34,11 @@ class Averages:
     profile: Profile
     commits: int = 0  # since the assignment was last judged
 
+    def of(self, ranks: Sequence[int]) -> Averages:
+        """What is known of these workers."""
+        workers = self.profile.workers
+        return replace(self, profile=replace(self.profile, workers=tuple(workers[rank] for rank in ranks)))
+
 
 @option
 class Online(Planner):

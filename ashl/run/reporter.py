@@ -20,7 +20,7 @@ from torch import Tensor
 from ashl.run import vectors
 from ashl.run.sealed import Sealed
 from ashl.run.watch import DROPPED, Watch, leave
-from ashl.runtime.keeping import Keeper, Wanted
+from ashl.runtime.keeping import Due, Keeper
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
 from ashl.runtime.records import Alive, RankError, Record, Snapshot, UpdateShown, dumps
@@ -139,7 +139,7 @@ class Reporter:
             if news.end:
                 self._store.push(NOTED, sender(self._rank, self._life), b"")
             if self.keeper is not None and news.wanted is not None:
-                self.keeper.asked = Wanted(*news.wanted)
+                self.keeper.asked = Due(*news.wanted)
             if news.end and news.end.code:
                 (self.dropped if news.end.code == DROPPED else leave)(news.end)
         self._watch.answered()

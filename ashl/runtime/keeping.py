@@ -21,7 +21,7 @@ from ashl.runtime.plane import first_line
 from ashl.runtime.records import Kept
 
 
-class Wanted(NamedTuple):
+class Due(NamedTuple):
     """The checkpoint of this number is to be of this version of the model."""
 
     number: int
@@ -34,10 +34,10 @@ class Keeper:
     def __init__(self, run_dir: Path, rank: int, emit: Callable[[Kept], None]) -> None:
         self._run_dir, self._rank, self._emit = run_dir, rank, emit
         self._done = -1  # the last number that has been kept
-        self.asked: Wanted | None = None  # by home
+        self.asked: Due | None = None  # by home
 
     @property
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> Due | None:
         """What is to be kept and has not been."""
         asked = self.asked
         return asked if asked is not None and asked.number > self._done else None

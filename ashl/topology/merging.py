@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -105,7 +106,8 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
 
 
 def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
-    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on."""
+    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on, of
+    those who are there."""
     payload = stage.payload(state.workers[push.worker].compression_ratio)
     if state.averages is None:
         profile = state.profile or stage.profile
@@ -114,9 +116,13 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Pl
     averages = planner.observe(state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
-    state.averages, rows = planner.replan(averages, state.workers, *presets, stage.payload)
+    there = [rank for rank in stage.workers if rank not in state.tally.gone]
+    current = [state.workers[rank] for rank in there]
+    seen, rows = planner.replan(averages.of(there), current, *presets, stage.payload)
+    state.averages = replace(averages, commits=seen.commits)
     if rows is not None:
-        state.workers = assigned(state.workers, rows, resharded=False)  # shards are cut at borders only
+        anew = dict(zip(there, assigned(current, rows, resharded=False), strict=True))  # shards are cut at borders only
+        state.workers = tuple(anew.get(rank, worker) for rank, worker in enumerate(state.workers))
         ratios = [w.compression_ratio for w in state.workers]
         node.emit(Replan(node.rank, stage.index, ratios, [w.local_steps for w in state.workers], node.now_ns))
 

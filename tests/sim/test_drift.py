@@ -31,3 +31,14 @@ def test_online_planning_recovers_what_a_static_plan_loses() -> None:
     assert static < 0.6 * fresh, "else the case proves nothing"
     assert online >= 0.8 * fresh
     assert 1 <= plans <= 4, "it settles"
+
+
+def test_a_plan_made_anew_is_for_those_who_are_there() -> None:
+    """Worker 0 turns thirty times slower and is lost, then worker 1 turns three times slower."""
+    drifts = ["{time_s: 2, worker: 0, compute: 30}", "{time_s: 6, worker: 0, fail: true}"]
+    drifts.append("{time_s: 10, worker: 1, compute: 3}")
+    events = f"cluster.events=[{', '.join(drifts)}]"
+    ran = simulated(*BASE, "planner=online", "planner.h_max=null", "stop.seconds=25", events)
+    fresh = planned(*BASE, "planner=balanced", "cluster.compute=[3,1,1]").stages[0].workers
+    assert ran.of("replan")[-1]["local_steps"][1:] == [worker.local_steps for worker in fresh]
+    assert len({plan["local_steps"][0] for plan in ran.of("replan")}) == 1, "who is gone is given nothing new"

@@ -4,6 +4,7 @@ balance, and every step is in the model once, or dropped, or was under way at th
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -11,6 +12,7 @@ from ashl.cluster.spec import Churn, Cluster
 from ashl.compression.around.wrapped import wrapped
 from ashl.errors import AshlError
 from ashl.planning.predict import WITHOUT
+from ashl.runtime.sim import Sim
 from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.partial_all_reduce import PartialAllReduce
@@ -60,29 +62,44 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
     return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
 
 
-def check_ring(seed: int) -> None:
-    cluster, stages = drawn_rings(seed)
-    n = cluster.num_workers
+class Over(NamedTuple):
+    """A drawn run that has ended."""
+
+    sim: Sim
+    end: dict
+    merged: Counter  # steps of each rank's rounds that were not dropped
+    lives: Counter  # how often each was lost
+    most: int  # steps of a round
+
+
+def over(seed: int, cluster: Cluster, stages: list[Stage]) -> Over | None:
+    """How it ended, its books checked; None where it ended in one of the sentences that may end it."""
     try:
         sim, seen = run(cluster, stages, seed)
     except AshlError as error:
         if not any(words in str(error) for words in ENDS):
             raise
-        return
+        return None
     end = seen.of("stage")[-1]
-    check_books(seen, n, end["end_ns"])
+    check_books(seen, cluster.num_workers, end["end_ns"])
     assert end["steps"] == sum(end["steps_by"])
+    assert not sim.channels.waiting()
     merged, lives = Counter(), Counter(record["rank"] for record in seen.of("lost"))
     for record in seen.of("round"):
         merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
-    most = max(worker.local_steps for stage in stages for worker in stage.plan.workers)
-    for rank in range(n):
-        if end["reason"] == "steps":
-            counted = end["steps_by"][rank]
-            assert merged[rank] <= counted <= merged[rank] + most * lives[rank], "or lost before it could say so"
-            assert end["dropped_by"][rank] <= most * (lives[rank] + len(stages) - 1)
-    assert not sim.channels.waiting()
-    for mail in sim._mail:
+    return Over(sim, end, merged, lives, max(worker.local_steps for stage in stages for worker in stage.plan.workers))
+
+
+def check_ring(seed: int) -> None:
+    cluster, stages = drawn_rings(seed)
+    if (ran := over(seed, cluster, stages)) is None:
+        return
+    for rank in range(cluster.num_workers):
+        if ran.end["reason"] == "steps":
+            lost, counted = ran.most * ran.lives[rank], ran.end["steps_by"][rank]
+            assert ran.merged[rank] <= counted <= ran.merged[rank] + lost, "or lost before it could say so"
+            assert ran.end["dropped_by"][rank] <= lost + ran.most * (len(stages) - 1)
+    for mail in ran.sim._mail:
         assert not mail.waiters
         assert {tag[0] for tag in mail.messages} <= {"lost", "welcome"}, "but what was for an earlier life"
 
@@ -120,25 +137,11 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
 
 def check_groups(seed: int) -> None:
     cluster, stages = drawn_groups(seed)
-    n = cluster.num_workers
-    try:
-        sim, seen = run(cluster, stages, seed)
-    except AshlError as error:
-        if not any(words in str(error) for words in ENDS):
-            raise
+    if (ran := over(seed, cluster, stages)) is None:
         return
-    end = seen.of("stage")[-1]
-    check_books(seen, n, end["end_ns"])
-    assert end["steps"] == sum(end["steps_by"])
-    merged, lives = Counter(), Counter(record["rank"] for record in seen.of("lost"))
-    for record in seen.of("round"):
-        merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
-    most = max(worker.local_steps for stage in stages for worker in stage.plan.workers)
-    for rank in range(n):
-        counted = end["steps_by"][rank]
-        assert abs(counted - merged[rank]) <= most * lives[rank], "but for what it was lost with"
-    assert not sim.channels.waiting()
-    for mail in sim._mail[:-1]:
+    for rank, counted in enumerate(ran.end["steps_by"]):
+        assert abs(counted - ran.merged[rank]) <= ran.most * ran.lives[rank], "but for what it was lost with"
+    for mail in ran.sim._mail[:-1]:
         assert not mail.waiters
         assert {tag[0] for tag in mail.messages} <= {"lost", "welcome", "model", "group"}, "but for an earlier life"
 
