@@ -242,7 +242,7 @@ TINY = ["cluster=one_slow", "model.hidden=[8]", "tracking=none", "run.dir=study"
         (["--target", "1.5"], 2, "--target 1.5 is no accuracy; give a share, as in --target 0.9"),
         (["seed=0,1"], 2, "seed=0,1 gives several values, and advise chooses"),
         (["optimizer.lr=a,b"], 2, "a learning rate is a number"),
-        (["profile=broken.json"], 2, "profile=broken.json is no usable profile: the profile is not JSON"),
+        (["profile=broken.json"], 2, "profile=broken.json is no usable profile: line 1 is not JSON"),
         (["cluster=real", "runtime=sim"], 2, "cluster=real is what is there, and virtual time needs declared costs"),
     ],
 )

@@ -171,7 +171,7 @@ def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch
         ("sync=qsr", "nothing of what is calibrated goes with sync=qsr"),
         ("profile=none.json", "cannot be read: No such file"),
         ("profile=cnn.json", "profile=cnn.json is of the model cnn, and what is calibrated is mlp and lenet"),
-        ("profile=broken.json", "profile=broken.json is no usable profile: the profile is not JSON"),
+        ("profile=broken.json", "profile=broken.json is no usable profile: line 1 is not JSON"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_with_the_fix(overrides: str, words: str, workplace, capsys) -> None:

@@ -12,6 +12,7 @@ import csv
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from ashl.errors import UsageError
@@ -41,7 +42,7 @@ def events_in(lines: csv.DictReader, cluster: Mapping[str, Any], name: str) -> I
     columns = lines.fieldnames or ()
     unknown = [column for column in columns if column not in COLUMNS]
     if unknown or "time_s" not in columns or not set(FACTORS) & set(columns):
-        found = f"it has {', '.join(map(repr, columns))}" if columns else "it is empty"
+        found = f"it has {shorten(', '.join(map(repr, columns)), 80)}" if columns else "it is empty"
         raise UsageError(
             f"{name}: the first line names the columns, time_s and any of {', '.join(COLUMNS[1:])}, and {found}"
         )

@@ -18,6 +18,7 @@ import yaml
 from ashl.errors import UsageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+A_FEW = 12  # names that a sentence may list
 CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())  # where installed, in a checkout
 
 Catalog = Mapping[str, Mapping[str, Path]]  # group -> option -> its file
@@ -147,8 +148,11 @@ def meant(word: str, known: Iterable[str], otherwise: str = ".") -> str:
 
 def lacking(kind: str, word: str, known: Iterable[str]) -> UsageError:
     """The error about a group, or an option of a group, that does not exist."""
-    names = ", ".join(known)
-    return UsageError(f"There is no {kind} '{word}' among {names or 'none at all'}{meant(word, known)}")
+    names, begins = list(known), f"There is no {kind} '{word}'"
+    if len(names) <= A_FEW:
+        return UsageError(f"{begins} among {', '.join(names) or 'none at all'}{meant(word, names)}")
+    shown = f"`ashl list{'' if kind == 'group' else f' {kind}'}` shows the {len(names)} there are."
+    return UsageError(f"{begins}; " + (f"did you mean {near}? {shown}" if (near := nearest(word, names)) else shown))
 
 
 def _parsed(parse, text: str, file: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ def read(path: str, key: str, parse: Callable[[str], T]) -> T:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"{key}={path} cannot be read: {reason}") from error
+    except JSONDecodeError as error:
+        raise UsageError(f"{key}={path} is no usable {key}: line {error.lineno} is not JSON") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{key}={path} is no usable {key}: {reason}") from error

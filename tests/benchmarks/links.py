@@ -7,6 +7,7 @@ DistributedDataParallel train the same model in turn, one thread each; start-up 
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -58,17 +59,16 @@ def main() -> None:
     asked = parser.parse_args()
     if why := missing():
         sys.exit(f"not run: {why}")
-    rows = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the namespaces taken away
     for model in [asked.model] if asked.model else MODELS:
-        for mbit_s in asked.mbit_s:
-            rows += Study(model, mbit_s, asked.steps).rows(asked.options, asked.turns)
-    show(
-        "An iteration of two ranks in namespaces of their own",
-        ["", "ms", "/ none", "DDP /", "best DDP /", "predicted / ms"],
-        rows,
-        f"medians of {asked.turns} turns; ratios are taken within a turn: median (quartiles); best DDP: of the bucket "
-        f"sizes {', '.join(map(str, CAPS_MB))} MiB",
-    )
+        for mbit_s in asked.mbit_s:  # each takes minutes, so it is shown at once
+            show(
+                f"{model} at {mbit_s:g} Mbit/s: an iteration of two ranks in namespaces of their own",
+                ["", "ms", "/ none", "DDP /", "best DDP /", "predicted / ms"],
+                Study(model, mbit_s, asked.steps).rows(asked.options, asked.turns),
+                f"medians of {asked.turns} turns; ratios are taken within a turn: median (quartiles); best DDP: of the "
+                f"bucket sizes {', '.join(map(str, CAPS_MB))} MiB",
+            )
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Study:
     def row(self, name: str, found: dict[str, list[float]], best: str) -> list[str]:
         ms, said = statistics.median(found[name]), self.predicted_ms.get(name)
         return [
-            f"{self.model}, {self.mbit_s:g} Mbit/s: {name}",
+            name,
             f"{ms:.1f}",
             ratio(found[name], found["none"]),
             ratio(found["DDP"], found[name]),
