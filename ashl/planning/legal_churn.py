@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL
 from ashl.compression.contract import Collective
 from ashl.errors import UsageError
+from ashl.learn.device import HOST
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
+from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
@@ -25,16 +27,36 @@ def beside(own: StageParts) -> bool:
     return isinstance(own.overlap, Delayed) or not own.overlap.serial
 
 
-def virtual_only(own: StageParts) -> bool:
-    """Whether it goes on without a worker in virtual time, and not yet on processes."""
-    return isinstance(own.topology, AllReduce | PartialAllReduce) or isinstance(own.sync, RoundRule)
+def virtual_only(own: StageParts, parts: Parts) -> bool:
+    """Whether it goes on without a worker in virtual time, and not on such processes: sums do where home sees all of
+    them, and gloo carries the sums."""
+    if not by_sums(own):
+        return isinstance(own.topology, PartialAllReduce)
+    gloo = parts.runtime.backend == "gloo" or device_of(parts.runtime) == HOST
+    return not (gloo and parts.runtime.name == "local" and own.topology.algorithm is None)
+
+
+def by_sums(own: StageParts) -> bool:
+    """Whether workers exchange by sums, for which processes need a group of all who take part."""
+    return isinstance(own.topology, AllReduce)
+
+
+def talks(own: StageParts) -> bool:
+    """Whether compression has a protocol of messages between the workers."""
+    return isinstance(own.compression, Collective) and bool(own.compression.peers(0, 2))
 
 
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
     return all(
-        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or virtual_only(own)) for own in parts.stages
+        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or talks(own) or virtual_only(own, parts))
+        for own in parts.stages
     )
+
+
+def lets_in(parts: Parts) -> bool:
+    """... and lets it, or another in its place, come back."""
+    return goes_on(parts) and not any(by_sums(own) or isinstance(own.sync, RoundRule) for own in parts.stages)
 
 
 def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
@@ -74,13 +96,13 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 f"cluster.events ({named}): stage {stage.name} has sync={chosen(own.sync)}, where a worker that is "
                 "lost cannot come back yet; take sync=ad_psgd, or events of fail alone"
             )
-        if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own):
+        if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
             raise UsageError(
-                f"cluster.events ({named}): stage {stage.name} has topology={chosen(own.topology)} and "
-                f"sync={chosen(own.sync)}, which go on without a worker in virtual time only; take runtime=sim, or "
-                "topology=parameter_server"
+                f"cluster.events ({named}): stage {stage.name} has topology={chosen(own.topology)}, which goes on "
+                "without a worker in virtual time only; take runtime=sim, or topology=parameter_server"
+                + (" (processes do where topology.algorithm=null and gloo carries sums)" if by_sums(own) else "")
             )
-        if befalls & MEMBERS and isinstance(own.compression, Collective) and own.compression.peers(0, n):
+        if befalls & MEMBERS and talks(own):
             raise UsageError(
                 f"cluster.events ({named}) with compression={chosen(own.compression)}: its workers wait for messages "
                 "of each other, and not for a sum; take compression=topk"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.planning.legal_churn import goes_on
+from ashl.planning.legal_churn import goes_on, lets_in
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.lives import away_until, nothing_yet, with_earlier
@@ -64,8 +64,11 @@ class Attendance:
     processes: dict[int, BaseProcess]  # of the ranks that run here
     places: Mapping[int, Place]  # ... in their first life
     start: Callable[[int, int], None]  # here, a rank in this life
+    goes_on: bool  # whether it may, without a worker
+    lets_in: bool  # ... and that may come back
     left: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
+    lost_at: float = 0.0  # when the last of them was
     coming: dict[int, bool] = field(
         default_factory=dict
     )  # those of them that are coming back, and whether all is ready
@@ -119,8 +122,7 @@ class Attendance:
     def lose(self, monitor: Monitor, timeout_s: float) -> None:
         """Workers that were killed, failed as declared, or fell silent alone, and without which the run goes on, once
         it has begun."""
-        home = monitor.beats.get(self.plan.home)
-        if home is None or home.counts is None or not goes_on(monitor.job.parts):
+        if not self.goes_on or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
             return
         for rank, how in self.gone().items():
             if rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
@@ -132,10 +134,13 @@ class Attendance:
             self.without(monitor, rank, "vanished")
         alike = {*self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))}
         there = {*range(self.plan.num_workers)} - self.left - self.lost.keys()
-        if self.plan.home not in alike and alike < there and monitor.job.parts.runtime.name == "local":
+        served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
+        if not (served and self.plan.home in alike) and alike < there and monitor.job.parts.runtime.name == "local":
             for rank in self.silent(timeout_s):
                 how = f"was not heard of for {timeout_s:g} s"
                 self.desk.drop(rank, End(DROPPED, f"worker {rank} {how} (runtime.timeout_s), and the run went on"))
+                if not self.lets_in:  # others may wait for it in the middle of a sum
+                    self.processes[rank].kill()
                 self.without(monitor, rank, how)
 
     def without(self, monitor: Monitor, rank: int, how: str) -> None:
@@ -143,7 +148,7 @@ class Attendance:
         self.coming.pop(rank, None)
         if rank in self.lost:
             return self.tell()
-        self.lost[rank] = how
+        self.lost[rank], self.lost_at = how, time.monotonic()
         self.earlier[rank] = monitor.beats.get(rank) or nothing_yet(rank)
         latest = max(beat.time_ns for beat in monitor.beats.values())
         monitor.emit(Lost(rank, latest, "declared" if how == DECLARED else how))
@@ -157,7 +162,7 @@ class Attendance:
     def bring_back(self, respawn: int) -> None:
         """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
         way."""
-        for rank in [rank for rank in self.lost if rank in self.processes]:
+        for rank in [rank for rank in self.lost if rank in self.processes and self.lets_in]:
             code = self.processes[rank].exitcode
             if code is None:
                 continue
@@ -202,9 +207,9 @@ def attend(
     start: Callable[[int, int], None],
 ) -> dict | None:
     """Take in what the ranks tell until all have left, as `conduct` says."""
-    runtime = monitor.job.parts.runtime
-    timeout_s = runtime.timeout_s
-    seen = Attendance(plan, desk, processes, {place.rank: place for place in places}, start)
+    parts, runtime = monitor.job.parts, monitor.job.parts.runtime
+    timeout_s, by_rank = runtime.timeout_s, {place.rank: place for place in places}
+    seen = Attendance(plan, desk, processes, by_rank, start, goes_on(parts), lets_in(parts))
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     told, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
@@ -248,6 +253,9 @@ def attend(
             desk.tell(desk.news._replace(wanted=wanted))
         monitor.tick()
         time.sleep(POLL_S)
+    if monitor.final is None and seen.lost:
+        rank, how = [*seen.lost.items()][-1]
+        raise AshlError(f"worker {rank} {how} when the run had ended, and with it the last model")
     for rank, process in processes.items():
         if rank not in seen.lost:
             process.join(PATIENCE_S)
@@ -315,6 +323,6 @@ def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float)
     there = [rank for rank in range(plan.num_ranks) if rank not in seen.lost]
     beats = [monitor.beats.get(rank) for rank in there]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
-    if len(stuck) == len(there):
+    if len(stuck) == len(there) and time.monotonic() - seen.lost_at > timeout_s:
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
         raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")

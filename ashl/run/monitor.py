@@ -287,10 +287,10 @@ class Monitor:
         return [beat for rank, beat in sorted(self.beats.items()) if rank < self.plan.num_workers]
 
     def counts(self) -> Counts | None:
-        """The latest counts of the home rank."""
-        beat = self.beats.get(self.plan.home)
-        stages = self.books.stages
-        return self.final or (beat and beat.counts) or (stages[-1].counts if stages else None)
+        """The latest counts of the home rank, or of the one that stands in for it."""
+        stages, beats = self.books.stages, sorted(self.beats.values(), key=lambda beat: beat.time_ns)
+        latest = next((beat.counts for beat in reversed(beats) if beat.counts), None)
+        return self.final or latest or (stages[-1].counts if stages else None)
 
     def tick(self) -> None:
         """Draw the progress where it is due."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ashl.planning.legal import chosen
-from ashl.planning.legal_churn import goes_on
+from ashl.planning.legal_churn import lets_in
 from ashl.run.doors import Answer, Ask
 from ashl.run.monitor import Monitor
 
@@ -27,7 +27,7 @@ def answer(seen: Attendance, monitor: Monitor, ask: Ask, keeps: bool) -> Answer:
 
 def refusal(seen: Attendance, monitor: Monitor, worker: int | None, keeps: bool) -> str | None:
     plan, parts, home = seen.plan, monitor.job.parts, monitor.beats.get(seen.plan.home)
-    if not goes_on(parts):
+    if not lets_in(parts):
         options = (option for own in parts.stages for option in (own.topology, own.sync, own.overlap))
         modes = " ".join(dict.fromkeys(chosen(option) for option in options))
         return f"a run with {modes} takes nobody yet."

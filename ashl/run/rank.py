@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -32,6 +33,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
 from ashl.planning.device import by_nccl, device_of, use_device
 from ashl.planning.legal_checkpoints import in_lockstep
+from ashl.planning.legal_churn import by_sums, goes_on
 from ashl.planning.summing import machines_of
 from ashl.run.interface import Chosen, use
 from ashl.run.reporter import Reporter
@@ -39,6 +41,7 @@ from ashl.run.roll import Roll
 from ashl.run.sealed import Sealed, Secret
 from ashl.run.watch import ALONE, Watch, handled, leave
 from ashl.runtime import keeping
+from ashl.runtime.agreement import Agreement
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.keeping import Keeper
 from ashl.runtime.meeting import come_in
@@ -176,14 +179,23 @@ def blame(error: Exception) -> tuple[bool, int | None]:
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
 
 
+def playable(place: Place, plan: Plan, parts: Parts, store: Sealed) -> tuple[tuple[Stage, ...], Agreement | None]:
+    """The stages as this rank plays them; where sums may lack a worker that is lost, its part in going on."""
+    stages = assemble(plan, place.device, parts).stages
+    if place.keeps or not goes_on(parts):
+        return stages, None
+    agreement = Agreement(store, place.rank, stages[0].workers) if any(map(by_sums, parts.stages)) else None
+    return tuple(replace(stage, elastic=True) for stage in stages), agreement
+
+
 def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Callable[[str], None]) -> None:
     """Set up, run, leave."""
     parts = parts_of(plan)
     reporter.emit(Placed(place.rank, platform.node(), use_device(place.device)))
     torch.set_num_threads(parts.runtime.threads)
-    job = assemble(plan, place.device, parts)
+    stages, agreement = playable(place, plan, parts, store)
     use(place.interface)
-    stage = job.stages[0]
+    stage = stages[0]
     nccl = place.one_each and by_nccl(parts.runtime, stage.topology)
     if not place.life:
         dist.init_process_group(
@@ -193,7 +205,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
             world_size=plan.num_ranks,
             timeout=NEVER,
         )
-    peers = peers_of(job.stages, place.rank)
+    peers = peers_of(stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
     kernel = TorchKernel(
@@ -201,14 +213,15 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         reporter,
         lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock, store, algorithm),
         peers=peers,
-        max_bytes=max(stage.most_bytes for stage in job.stages),
+        max_bytes=max(stage.most_bytes for stage in stages),
         exact=exact,
-        groups={} if place.life else process_groups(job.stages),
+        groups={} if place.life else process_groups(stages),
         device=place.device,
         settle=None if place.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
         keeper=reporter.keeper,
         own_sums=OwnSums(place.rank, algorithm, machines_of(parts.cluster), exact) if algorithm else None,
+        agreement=agreement,
     )
     saved = None
     if place.saved is not None:
@@ -226,16 +239,16 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         kernel.enter(entry)
         reporter.emit(Joined(place.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
-    roll = Roll(kernel, place.rank, peers, store)
+    roll = Roll(kernel, place.rank, peers, store, agreement)
     reporter.heard, reporter.beat = roll.hear, kernel.beat
     for event in parts.cluster.events if parts.cluster.befalls else ():
         late = place.life and event.time_s * 1e9 < kernel.now_ns
         if event.fail and event.worker == place.rank and not late:
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
     anew = saved is not None and not in_lockstep(parts, plan.num_workers)
-    kernel.run(partial(program, stages=job.stages, saved=saved, comes=anew or place.life > 0))
+    kernel.run(partial(program, stages=stages, saved=saved, comes=anew or place.life > 0))
     reporter.emit(kernel.pace.report())
-    leave_together(place, plan, store, kernel, roll, answers=place.rank == stage.server)
+    leave_together(place, plan, store, kernel, roll, answers=stage.elastic or place.rank == stage.server)
 
 
 def leave_together(place: Place, plan: Plan, store: Sealed, kernel: TorchKernel, roll: Roll, answers: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from ashl.run.sealed import Sealed
+from ashl.runtime.agreement import Agreement
 from ashl.runtime.meeting import let_in
 from ashl.runtime.news import News
 from ashl.runtime.process import TorchKernel
@@ -13,8 +14,10 @@ from ashl.runtime.process import TorchKernel
 class Roll:
     """Hears the news in the reporter's thread, and acts on what they say of this rank's peers."""
 
-    def __init__(self, kernel: TorchKernel, rank: int, peers: tuple[int, ...], store: Sealed) -> None:
-        self._kernel, self._rank, self._peers, self._store = kernel, rank, peers, store
+    def __init__(
+        self, kernel: TorchKernel, rank: int, peers: tuple[int, ...], store: Sealed, agreement: Agreement | None
+    ) -> None:
+        self._kernel, self._rank, self._peers, self._store, self._agreement = kernel, rank, peers, store, agreement
         self._lives = dict.fromkeys(peers, 0)  # the last one of each peer that was let in
         self._gone: dict[int, int] = {}  # the last one of each that is over
         self._lock = threading.Lock()
@@ -32,6 +35,8 @@ class Roll:
         for rank, life in lost.items():
             if life >= self._lives.get(rank, 0) and before.get(rank) != life:
                 self._kernel.lose(rank, "the run goes on without it")
+                if self._agreement is not None:
+                    self._agreement.lose(rank)
         for rank, life in news.ready:
             if rank in self._peers and life > self._lives[rank]:
                 with self._lock:

@@ -4,6 +4,7 @@ A collective is carried out inline, in the thread that asks, while nothing else 
 on a thread of its team's own. The rule of `ashl.runtime.channel` holds either way, so members need not agree on which:
 each knows what the others have posted before, and where a key above 0 leaves a choice, or a paced run has to know when
 the last member has come, they tell each other how many they have posted and when their ports are free, in one hop.
+Where a member is lost, see `ashl.runtime.agreement`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,9 @@ import torch.distributed as dist
 from ashl.errors import AshlError
 from ashl.learn.device import to_device, to_host
 from ashl.runtime import collectives, subset_sum
+from ashl.runtime.agreement import Agreement
 from ashl.runtime.channel import Collective, committed
-from ashl.runtime.effects import AllReduce
+from ashl.runtime.effects import AllReduce, Formed, Regroup
 from ashl.runtime.kernel import waiting_for
 from ashl.runtime.pace import Pace
 from ashl.runtime.sum_messages import OwnSums
@@ -151,15 +154,21 @@ class Communicator:
         max_bytes: int,
         settle: Callable[[], None] | None = None,
         own_sums: OwnSums | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. They carry what
         lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done. With
-        `own_sums` sums go by these."""
-        self._rank, self._groups, self._exact, self._pace, self._clock = rank, groups, exact, pace, clock_ns
-        self._max_bytes, self._settle, self._own_sums = max_bytes, settle, own_sums
+        `own_sums` sums go by these. With an `agreement` a collective that lacks a member comes to `Broken`."""
+        self._rank, self._groups, self._exact, self._pace, self._clock = rank, dict(groups), exact, pace, clock_ns
+        self._max_bytes, self._settle, self._own_sums, self._agreement = max_bytes, settle, own_sums, agreement
         self._ends: dict[Team, End] = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
         self._starts: list[Start] = []
+
+    @cached_property
+    def _all(self) -> Team:
+        """Who is there."""
+        return tuple(range(dist.get_world_size()))
 
     def end(self, team: Team) -> End:
         """This rank's end of the channel of a team."""
@@ -176,10 +185,38 @@ class Communicator:
         until_s = time.monotonic() + LINGER_S
         if stuck := [words for end in self._ends.values() if (words := end.close(until_s))]:
             raise AshlError(f"rank {self._rank} has ended and still {stuck[0]}, to which not all of them came")
-        return self._waited()
+        try:
+            return self._waited()
+        except RuntimeError:  # somebody is lost in the last moment
+            if self._agreement is None:
+                raise
+            return []
+
+    def regroup(self, asked: Regroup) -> Formed:
+        """Agree with all who are left how to go on."""
+        assert self._agreement is not None
+        formed, group = self._agreement.regroup(asked, self._clock)
+        if formed.lost:
+            self._all, self._groups, self._ends, self._starts = formed.ranks, {formed.ranks: group}, {}, []
+        return formed
 
     def _carry_out(self, end: End) -> tuple[Pending, Outcome]:
         """Whatever is next in a team's channel."""
+        agreement = self._agreement
+        if agreement is None:
+            return self._carried_out(end)
+        try:
+            if agreement.lost.intersection(end.team) and not self._loose(end.team):
+                raise RuntimeError("a member of the team is lost")
+            return self._carried_out(end)
+        except RuntimeError as error:
+            pending, broken = (end.committed or end.pending)[0], agreement.broken(end.team, error)
+        end.drop(pending)
+        now = self._clock()
+        return pending, Outcome(broken, now, now, (0, 0), [])
+
+    def _carried_out(self, end: End) -> tuple[Pending, Outcome]:
+        """The same, where nobody is lost. Raises RuntimeError where somebody is."""
         pending, g, free_ns = end.pending[0], len(end.team), 0
         paced = g > 1 and self._pace.network is not None
         if g > 1 and (paced or (pending.effect.key and not end.committed)):
@@ -200,7 +237,7 @@ class Communicator:
                 time.sleep((begin + cost - end_ns) / 1e9)
                 end_ns = begin + cost
         waited = []
-        if not paced and g == dist.get_world_size() > 1:
+        if not paced and g == len(self._all) > 1:
             self._starts.append(Start(begin, end_ns, pending.main))
             waited = self._waited() if len(self._starts) == BATCHED else []
         end.drop(pending)
@@ -212,20 +249,26 @@ class Communicator:
         if self._loose(team):
             told = subset_sum.greatest(told, team, self._rank, self._tag(team))
         else:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._groups.get(team))
+            told = self._greatest(told, team)
         return -int(told[0]), int(told[1])
+
+    def _greatest(self, told: torch.Tensor, team: Team) -> torch.Tensor:
+        return collectives.all_reduce(told, team, "max", self._groups.get(team), self._exact, self._wait(team))
+
+    def _wait(self, team: Team) -> collectives.Wait | None:
+        return None if self._agreement is None else partial(self._agreement.wait, team)
 
     def _transfer(self, effect: Collective, number: int, asked_ns: int) -> tuple[Any, tuple[int, int], int, int | None]:
         """(value where it was carried, bytes sent and received, when it began, declared cost if there is one)."""
         group, g = effect.group, len(effect.group)
         tensor = effect.tensor if self._settle is not None else to_host(effect.tensor)
-        pg, loose = self._groups.get(group), self._loose(group)
+        pg, loose, wait = self._groups.get(group), self._loose(group), self._wait(group)
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.riders * tensor.element_size()
             if effect.op in HALVES_OF_A_SUM:
                 assert not loose, "half a sum is of all ranks, or of a group that the plan lists"
                 gathers = effect.op == "gather"
-                value = (collectives.gathered if gathers else collectives.scattered)(tensor, g, pg)
+                value = (collectives.gathered if gathers else collectives.scattered)(tensor, g, pg, wait)
                 total = g * nbytes if gathers else g * value.nbytes
                 moved = total * (g - 1) // g
                 return value, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
@@ -238,18 +281,18 @@ class Communicator:
                 assert effect.op == "sum"
                 value = subset_sum.all_reduce(tensor, group, self._rank, self._tag(group))
             else:
-                value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact)
+                value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
             moved = 2 * (g - 1) * nbytes // g
             return value, (moved, moved), begin, cost
         assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
-        parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes)
+        parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
         total = g * (longest - effect.riders)  # known only now
         moved = total * (g - 1) // g
         return parts, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
 
     def _loose(self, team: Team) -> bool:
         """Whether nobody has made a process group for it."""
-        return len(team) < dist.get_world_size() and team not in self._groups
+        return len(team) < len(self._all) and team not in self._groups
 
     def _tag(self, team: Team) -> int:
         """What marks the messages of a team without a process group. Raises AshlError where two are marked alike."""
@@ -266,8 +309,8 @@ class Communicator:
         starts, self._starts = self._starts, []
         if not starts:
             return []
-        last = torch.tensor([start.begin_ns for start in starts])
-        dist.all_reduce(last, dist.ReduceOp.MAX)
+        begun = torch.tensor([start.begin_ns for start in starts])
+        last = self._greatest(begun, self._all)
         return [
             max(0, min(latest, start.end_ns) - start.begin_ns)
             for start, latest in zip(starts, last.tolist(), strict=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
+from ashl.runtime.agreement import Agreement
 from ashl.runtime.channel import Collective
 from ashl.runtime.checkpoint import put_back
 from ashl.runtime.communicator import Communicator, End, Outcome
@@ -56,6 +57,7 @@ class TorchKernel:
         nccl: bool = False,
         keeper: Keeper | None = None,
         own_sums: OwnSums | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
         goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
@@ -67,7 +69,7 @@ class TorchKernel:
         self._entry: Entry | None = None  # where it comes while others run
         self.pace = make_pace(self.clock_ns)
         self._communicator = Communicator(
-            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None, own_sums
+            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None, own_sums, agreement
         )
         self._peers, self._max_bytes, self._device = peers, max_bytes, device
         self._settle, self._unsettled = settle, False
@@ -77,8 +79,7 @@ class TorchKernel:
         self._ready: deque[tuple[Task, Any]] = deque()
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         self._seq = itertools.count()
-        self._live = 0
-        self._push_end = 0
+        self._live = self._push_end = 0
         self._main: Task | None = None
         self._unit = ComputeUnit(rank, self.pace, self._inbox, self._mail)
         self._moved = time.monotonic_ns()  # when a task last went on
@@ -190,9 +191,7 @@ class TorchKernel:
 
     def _next(self) -> None:
         """Wait for the world: a message, a result, or a timer."""
-        timeout = None
-        if self._timers:
-            timeout = max(0.0, (self._timers[0][0] - self.now_ns) / 1e9)
+        timeout = max(0.0, (self._timers[0][0] - self.now_ns) / 1e9) if self._timers else None
         try:
             self._take_in(self._inbox.get(timeout=timeout))
         except queue.Empty:
@@ -206,8 +205,7 @@ class TorchKernel:
                 return self._take_own(item)
             if item.body is not None:
                 self.node.ledger.traffic(item.start_ns, 0, item.body.nbytes)
-            task = None if self._unit.deliver(item) else self._mail.put(item)
-            if task is not None:
+            if not self._unit.deliver(item) and (task := self._mail.put(item)):
                 self._unblock(task, item.start_ns)
                 self._ready.append((task, item))
         elif isinstance(item, Delivered):
@@ -271,6 +269,8 @@ class TorchKernel:
                 value = self._cancel(effect.task)
             elif isinstance(effect, fx.Drop):
                 value = self._mail.drop(effect.tags)
+            elif isinstance(effect, fx.Regroup):
+                value = self._communicator.regroup(effect)
             else:
                 raise TypeError(f"{effect!r} is not an effect")
 
@@ -374,7 +374,9 @@ class TorchKernel:
         while not self._inbox.empty():
             self._take_in(self._inbox.get())
         message = self._mail.take(effect)
-        if message is None:
+        if message is None and effect.before_s <= self.now_ns / 1e9:
+            self._ready.append((task, None))
+        elif message is None:
             self._mail.waiters.append(task)
             if effect.before_s != math.inf:
                 self._timer(deadline_ns(effect.before_s), lambda: self._expire(task, effect))

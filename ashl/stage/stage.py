@@ -32,6 +32,7 @@ Replan = Callable[
 ]
 SERIAL = Serial()
 GO, NEXT, STOP, LAST = 0, 1, 2, 3  # the word that every reply carries; LAST: hand in what you have, and no more
+WORDS = 2**20  # bytes of what workers may tell each other of those who are lost
 OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
 
 
@@ -109,7 +110,7 @@ class Stage:
     @property
     def most_bytes(self) -> int:
         """Bytes that no message exceeds."""
-        return max(self.link.most_bytes, LARGE[-1] if self.sync.by_part else 0)
+        return max(self.link.most_bytes, LARGE[-1] if self.sync.by_part else 0, WORDS if self.elastic else 0)
 
     @property
     def server(self) -> int:

@@ -85,5 +85,5 @@ def test_failures_at_random_never_end_a_run() -> None:
 def test_on_processes_it_is_refused_as_yet() -> None:
     plan = with_events(planned(*SIZES), lost(0, 0.1))
     local = SimpleNamespace(name="local", min_workers=1)
-    with pytest.raises(UsageError, match="which go on without a worker in virtual time only"):
+    with pytest.raises(UsageError, match="which goes on without a worker in virtual time only"):
         check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)

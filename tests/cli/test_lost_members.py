@@ -1,0 +1,96 @@
+"""Workers of real sums and of gossip in rounds that are lost: the others go on, and nobody comes back."""
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ashl.cli.app import main
+from ashl.plan.plan import Plan
+from ashl.planning.build import assemble
+from tests.disturbed import LONG, check_records, ranks_of
+from tests.sim.test_regrouping import Alone
+
+THREE = "cluster.compute=[1,1.5,1]"
+RING = ("topology=all_reduce", "aggregate=uniform", THREE)
+GRAPH = ("topology=gossip", "topology.graph=complete", THREE)
+ROUNDS = ("d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum")
+pytestmark = pytest.mark.timeout(90)
+
+
+def fails(*events: tuple[int, float]) -> str:
+    each = (f"{{time_s: {time_s}, worker: {worker}, fail: true}}" for worker, time_s in events)
+    return f"cluster.events=[{', '.join(each)}]"
+
+
+@pytest.mark.parametrize(
+    ("worker", "mode"),
+    [
+        (0, ("sync=bsp", "optimizer.momentum=0.9")),
+        *(
+            pytest.param(worker, mode, marks=pytest.mark.slow)
+            for worker, mode in (
+                (2, ("sync=bsp", "optimizer.momentum=0.9")),
+                (1, ("sync=bsp", "compression=topk", "compression.ratio=0.1")),
+                (0, ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov")),
+                (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
+            )
+        ),
+    ],
+)
+def test_sums_after_a_loss_are_those_of_the_others_alone(worker: int, mode: tuple[str, ...], workplace: Path) -> None:
+    """To the bit: each round by the formula, with all up to the loss, and with the others from then on."""
+    assert main(["train", *LONG, *RING, *mode, fails((worker, 0.3)), "stop.seconds=0.6"]) == 0
+    summary = check_records(workplace / "run", "finished")
+    ((_, why),) = [(of["worker"], of["why"]) for of in summary["lost_workers"]]
+    assert why == "declared"
+    alone = Alone(assemble(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0])
+    with_it, others = summary["workers"][worker]["commits"], [rank for rank in range(3) if rank != worker]
+    assert 5 < with_it < summary["commits"] - 5
+    for number in range(summary["commits"]):
+        alone.round([0, 1, 2] if number < with_it else others)
+    assert isinstance(alone.params, torch.Tensor)
+    assert summary["params_sha256"] == hashlib.sha256(alone.params.numpy().tobytes()).hexdigest()
+    assert summary["workers"][worker]["dropped"] == alone.stage.round_steps[worker]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart_s", [0.0, 0.005, 0.1])
+def test_a_second_loss_while_the_others_regroup(apart_s: float, workplace: Path) -> None:
+    events = fails((0, 0.5), (2, 0.5 + apart_s))
+    assert main(["train", *LONG, *RING, "cluster.compute=[1,1,1,1]", "sync=bsp", events, "stop.seconds=2"]) == 0
+    summary = check_records(workplace / "run", "finished")
+    assert sorted(of["worker"] for of in summary["lost_workers"]) == [0, 2]
+    commits = [worker["commits"] for worker in summary["workers"]]
+    assert commits[1] == commits[3] == summary["commits"] > max(commits[0], commits[2]) + 10
+
+
+def check_lost(run: Path, rank: int, why: str) -> None:
+    summary = check_records(run, "finished")
+    assert [(of["worker"], of["why"], of["back_s"]) for of in summary["lost_workers"]] == [(rank, why, None)]
+    commits = [worker["commits"] for worker in summary["workers"]]
+    assert min(commits[:rank] + commits[rank + 1 :]) > commits[rank]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), *((*GRAPH, f"sync={of}") for of in ROUNDS)]
+)
+def test_the_others_go_on_without_a_killed_worker(mode: tuple[str, ...], rank: int, train, workplace: Path) -> None:
+    """Mostly in the middle of an exchange."""
+    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode, "stop.seconds=3")
+    assert (code, err) == (0, ""), err
+    check_lost(workplace / "run", rank, "was killed by SIGKILL")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [(*RING, "sync=bsp"), (*GRAPH, "sync=d_psgd")])
+def test_who_stands_still_for_too_long_is_dropped_for_good(mode: tuple[str, ...], train, workplace: Path) -> None:
+    own = ("runtime.timeout_s=4", "stop.seconds=8", "runtime.respawn=1")
+    code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *mode, *own)
+    assert (code, err) == (0, ""), err
+    check_lost(workplace / "run", 0, "was not heard of for 4 s")
