@@ -18,6 +18,7 @@ class Overlap(Contract, group="overlap", strict=True):
     halves: ClassVar[bool] = False  # ... and sums are scattered during backward, and gathered during that
     pulls: ClassVar[bool] = False  # ... at a parameter server, whose model comes back in parts
     fragments: ClassVar[int] = 0  # into how many the model is cut, each exchanged by itself; 0 = it is exchanged whole
+    share: ClassVar[float | None] = None  # of the elements, that each exchange draws anew as its fragment
     untimed: ClassVar[str] = "plan=bytes"  # what to take where its plan would follow from costs, and none are known
 
     @property
@@ -77,7 +78,3 @@ class Delayed(Overlap, contract=True):
     def beside(self, steps: int) -> int:
         """How many of so many local steps an exchange has before it lands."""
         return steps
-
-    def mixed(self, own: Any, landed: Any) -> Any:
-        """With fragments: what a worker goes on from where an exchange has landed, of its own and of the model."""
-        raise NotImplementedError

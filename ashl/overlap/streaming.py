@@ -25,16 +25,27 @@ from ashl.overlap.contract import Delayed
 
 
 @option
-class Streaming(Delayed):
-    """One fragment at a time, beside the local steps."""
+class Fragmented(Delayed, contract=True):
+    """One fragment of the model at a time, which lands `delay` local steps later."""
 
     needs_steps: ClassVar[bool] = True
-    fragments: Count
     delay: Natural
-    alpha: Annotated[float, Number, Field(ge=0, lt=1)]
 
     def beside(self, steps: int) -> int:
         return min(self.delay, steps - 1)
 
-    def mixed(self, own: Any, landed: Any) -> Any:
+    def mixed(self, own: Any, landed: Any, sent: Any) -> Any:
+        """What a worker goes on from in a fragment where the model has landed: of its own parameters there now, and
+        when it sent them."""
+        raise NotImplementedError
+
+
+@option
+class Streaming(Fragmented):
+    """Mixes its own parameters with those that land."""
+
+    fragments: Count
+    alpha: Annotated[float, Number, Field(ge=0, lt=1)]
+
+    def mixed(self, own: Any, landed: Any, sent: Any) -> Any:
         return own * self.alpha + landed * (1 - self.alpha) if self.alpha else landed

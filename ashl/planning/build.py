@@ -13,6 +13,7 @@ import numpy as np
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster
 from ashl.compression.around.wrapped import wrapped
+from ashl.compression.base.code import kept
 from ashl.compression.contract import Codec, Layer, Layout, size_of
 from ashl.config.construct import Plain, construct
 from ashl.data.batches import Batches
@@ -162,7 +163,11 @@ def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
 
 
 def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
-    """Those of the model, where each is exchanged by itself: of P, the k-th has every P-th layer group."""
+    """Those of the model, where each is exchanged by itself: of P, the k-th has every P-th layer group. One that is
+    drawn is elements and no layers."""
+    if own.overlap.share is not None:
+        elements = Layer("elements", (kept(own.overlap.share, plan.num_params),))
+        return (Fragment(((0, plan.num_params),), (elements,), own.compression, outer_of(own, trainer, (elements,))),)
     found, layout, groups = [], layout_of(plan.layers), layer_groups(plan)[::-1]
     bounds = [0, *accumulate(layer.size for layer in layout)]
     for k in range(own.overlap.fragments):

@@ -18,13 +18,14 @@ from ashl.compression.contract import Codec, Collective, Layout, Turn
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.optimizer.contract import Optimizer
+from ashl.outer.average import Average
 from ashl.overlap.chain import Chain, Compressed, Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import Merged
 from ashl.overlap.none import Serial
 from ashl.overlap.priority import Priority
-from ashl.overlap.streaming import Streaming
+from ashl.overlap.streaming import Fragmented
 from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
@@ -215,6 +216,10 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "it is made for local steps, and gradients are exchanged", "sync=local_sgd, or overlap=late"
     elif overlap.fragments and own.topology.has_server:
         why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=late"
+    elif overlap.share is not None and not own.compression.flags.lossless:
+        why, instead = "the elements that it draws are its compression", "compression=none"
+    elif overlap.share is not None and not isinstance(own.outer, Average):
+        why, instead = "elements are drawn anew each time, and momentum would be of others", "outer=average"
     else:
         return
     raise UsageError(f"overlap={choices['overlap']} makes no sense in stage {stage.name}: {why}; take {instead}")
@@ -234,10 +239,15 @@ def streamed(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
             "schedule=single"
         )
     steps = [worker.local_steps for worker in stage.workers]
-    if isinstance(overlap, Streaming) and overlap.delay >= min(steps):
+    if isinstance(overlap, Fragmented) and overlap.delay >= min(steps):
         raise UsageError(
             f"overlap.delay={overlap.delay} leaves no step after an exchange has landed, of {min(steps)} from one to "
             f"the next; take overlap.delay={min(steps) - 1}, or more sync.local_steps"
+        )
+    if overlap.share is not None:
+        return (
+            f"overlap={name} changes what is learned: {overlap.share:.3g} of the elements, drawn anew each time, are "
+            "averaged beside the steps"
         )
     sizes = [4e-6 * sum(group.stop - group.start for group in groups[k::count]) for k in range(count)]
     every = " to ".join(map(str, sorted({count * h for h in (min(steps), max(steps))})))

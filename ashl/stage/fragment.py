@@ -1,12 +1,18 @@
-"""A fragment of a model: some of its layer groups, which are exchanged as a model of their own."""
+"""A fragment of a model, which is exchanged as a model of its own: some of its layer groups, or elements that are drawn
+anew for each exchange."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
-from ashl.compression.contract import Codec, Layout, size_of
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression.base.seeded import new_seed, places_of
+from ashl.compression.contract import TURN, Codec, Layout, size_of
 from ashl.outer.contract import Outer
 from ashl.runtime.sums import piece, together
 from ashl.size_only import SizeOnly, Vector
@@ -20,13 +26,22 @@ class Fragment:
     layout: Layout
     codec: Codec
     outer: Outer
+    places: Tensor | None = None  # of its elements, where they are drawn
 
     @cached_property
     def size(self) -> int:
         return size_of(self.layout)
 
+    def drawn(self, seed: int, version: int) -> Fragment:
+        """The same at the places that all draw alike for the merge after this version."""
+        return replace(self, places=drawn(seed, version, self.size, self.runs[-1][1]))
+
     def of(self, whole: Vector) -> Any:
         """Its elements."""
+        if isinstance(whole, SizeOnly):
+            return SizeOnly(4 * self.size)
+        if self.places is not None:
+            return whole[self.places.to(whole.device)]
         return together([piece(whole, start, stop) for start, stop in self.runs])
 
     def put(self, whole: Vector, values: Vector) -> Vector:
@@ -34,7 +49,16 @@ class Fragment:
         if isinstance(whole, SizeOnly) or isinstance(values, SizeOnly):
             return whole
         changed, at = whole.clone(), 0
+        if self.places is not None:
+            changed[self.places.to(whole.device)] = values
+            return changed
         for start, stop in self.runs:
             changed[start:stop] = values[at : at + stop - start]
             at += stop - start
         return changed
+
+
+@lru_cache(maxsize=2)  # each is asked for by every worker, and twice
+def drawn(seed: int, version: int, size: int, whole: int) -> Tensor:
+    turn = TURN._replace(seed=seed, version=version)
+    return torch.from_numpy(places_of(new_seed(turn.shared()), size, whole).astype(np.int64))

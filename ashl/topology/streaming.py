@@ -1,4 +1,4 @@
-"""An all-reduce of one fragment of the model at a time, beside local steps, see `ashl.overlap.streaming`.
+"""An all-reduce of one fragment of the model at a time, beside local steps, see `ashl.overlap.streaming` and `loscar`.
 
 As in `ashl.topology.delayed` a worker holds one piece of work that is done and not exchanged, so that at the top of the
 loop nothing is under way. A fragment is exchanged and merged as a model is, and counts are those of all.
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ashl.overlap.streaming import Fragmented
 from ashl.runtime.node import Node
+from ashl.stage.fragment import Fragment
 from ashl.stage.link import Ends
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others; returns the last word."""
     stage, overlap, count = state.begin(node, stage), stage.delayed, len(stage.fragments)
-    assert overlap is not None
+    assert isinstance(overlap, Fragmented)
     state.fragment_ends = state.fragment_ends or tuple(Ends() for _ in range(count))
     while True:
         pending: Work | None = state.pending
@@ -38,10 +40,10 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             continue
         version = state.tally.version
         k, own = version % count, stage.cut(state.pending_rest)
-        part, staleness = own.fragment(k), version - pending.version
+        part, staleness, fragment = own.fragment(k), version - pending.version, fragment_at(stage, version)
         team = replace(Team.of(node, part), share=part.link.d / stage.link.d)
         team.begin(pending.loss / team.size, REASONS.index(state.word) if node.rank == stage.home else 0)
-        held = replace(state, params=stage.fragments[k].of(state.params), ends=state.fragment_ends[k])
+        held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
         exchange = exchanged(team, part, held, version, stage.aggregate.clip(pending.body))
         total, ahead = state.local_steps, None
         beside = 0 if state.rest is not None and state.rest[0] <= 0 else overlap.beside(total)
@@ -57,8 +59,8 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         state.params, state.outer_state, tally = node.alike(team.ranks, ("merge", stage.index, version), merge)
         state.tally, state.version, state.steps, state.samples = tally, tally.version, tally.steps, tally.samples
         if state.start is not None:
-            fragment, model = stage.fragments[k], state.params
-            state.start = fragment.put(state.start, overlap.mixed(fragment.of(state.start), fragment.of(model)))
+            places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
+            state.start = fragment.put(state.start, overlap.mixed(*places))
         reason = stage.judge.over(tally) or REASONS[int(team.word)]
         if reason and beside:  # nobody ends before the others
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
@@ -74,6 +76,12 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             state.word = foreseen(node, stage, tally)
 
 
+def fragment_at(stage: Stage, version: int) -> Fragment:
+    """That of the merge after this version."""
+    fragment = stage.fragments[version % len(stage.fragments)]
+    return fragment if stage.overlap.share is None else fragment.drawn(stage.seed, version)
+
+
 async def steps(node: Node, stage: Stage, state: PeerState, count: int) -> Work:
     """So many local steps, from where the worker stands, which they move."""
     start = state.params if state.start is None else state.start
@@ -86,7 +94,7 @@ async def steps(node: Node, stage: Stage, state: PeerState, count: int) -> Work:
 async def finish_piece(node: Node, stage: Stage, state: PeerState, ahead: Work | None, count: int) -> None:
     """The last steps of a piece, after those that were taken beside the last exchange: what has been learned in the
     next fragment since it was exchanged is pending from here on."""
-    fragment, start = stage.fragments[state.tally.version % len(stage.fragments)], state.start
+    fragment, start = fragment_at(stage, state.tally.version), state.start
     work = await steps(node, stage, state, count)
     body = fragment.of(work.body)
     if start is not None:
@@ -109,7 +117,7 @@ def landed(
     tally = stage.counted(state.tally, mean_loss, staleness)
     if tally.diverged:
         return state.params, state.outer_state, tally
-    fragment, held = stage.fragments[k], [*(state.outer_state or len(stage.fragments) * (None,))]
+    fragment, held = fragment_at(stage, state.tally.version), [*(state.outer_state or len(stage.fragments) * (None,))]
     before, lr = fragment.of(state.params), stage.trainer.rate(state.tally.samples)
     held[k], params = fragment.outer.step(held[k], before, update, lr)
     return fragment.put(state.params, params), tuple(held), tally

@@ -4,6 +4,7 @@ import pytest
 
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002"
 RING = "topology=all_reduce sync=bsp"
+LOSCAR = "topology=all_reduce sync=local_sgd overlap=loscar"
 STREAM = "topology=all_reduce sync=local_sgd overlap=streaming overlap.fragments=2"
 LAYERS = f"{RING} overlap=layerwise"
 
@@ -70,6 +71,9 @@ LAYERS = f"{RING} overlap=layerwise"
         (f"{STREAM} overlap.fragments=9", "9 is more than the 3 layer groups that the model has; take at most 3"),
         (f"{STREAM} overlap.delay=8", "has landed, of 8 from one to the next; take overlap.delay=7"),
         (f"{STREAM} overlap.alpha=1", "overlap.alpha"),
+        (f"{LOSCAR} compression=topk", "the elements that it draws are its compression; take compression=none"),
+        (f"{LOSCAR} outer=nesterov", "momentum would be of others; take outer=average"),
+        (f"{LOSCAR} overlap.share=0", "overlap.share"),
         ("schedule=ashl overlap=dear", "makes no sense in stage ahl"),
         ("sync=bsp overlap=priority", "a server takes and merges a push as a whole; take topology=all_reduce"),
         (f"{RING} overlap=priority overlap.slice=9 overlap.credit=8", "slice=9 is larger than overlap.credit=8"),

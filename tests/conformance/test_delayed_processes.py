@@ -7,16 +7,18 @@ from tests.conformance.test_stage_processes import COMMON, of_two
 from tests.support import simulated
 
 TWO = (*QUICK, "cluster=homogeneous", "cluster.num_workers=2", "cluster.exchange_s=0.004", "stop.steps=48")
+UNEQUAL = ("cluster.compute=[1,2]", "sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]")
 MODES = [
     ["topology=all_reduce", "sync=bsp", "optimizer.momentum=0.9", "overlap=late"],
     ["topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", "compression=topk", "overlap=overlap_local_sgd"],
     ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=late"],
     ["topology=all_reduce", "sync=local_sgd", "overlap=streaming", "overlap.fragments=2", "compression=topk"],
+    ["topology=all_reduce", "overlap=loscar", *UNEQUAL],
     ["sync=decoupled", "sync.local_steps=3", "sync.grace_s=0.1", "outer=nesterov", "overlap=late"],
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server", "fragments", "quorum"])
+@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server", "fragments", "drawn", "quorum"])
 def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> None:
     summary, sim = real(tmp_path / "run", *TWO, *mode), simulated(*TWO, *mode)
     assert summary["params_sha256"] == sim.sha256

@@ -124,6 +124,7 @@ def by_sums() -> dict[str, Row]:
         "ring-streaming": Row(
             f"{RING} sync=local_sgd sync.local_steps=3 overlap=streaming overlap.fragments=2 outer=nesterov {LINKS}"
         ),
+        "ring-loscar": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=loscar aggregate=uniform {LINKS}"),
         "ring-bcd": Row(f"{RING} sync=bsp optimizer=bcd"),
     }
 

@@ -70,3 +70,29 @@ def test_each_exchange_is_of_a_fragment() -> None:
     assert "3 fragments" in ran.plan.notes[0]
     for one, other in zip(ran.of("ledger"), whole.of("ledger"), strict=True):
         assert one["bytes_up"] == pytest.approx(other["bytes_up"] / 3, rel=0.02)
+
+
+def test_all_elements_without_delay_are_local_sgd() -> None:
+    loscar = run("overlap=loscar", "overlap.share=1", "overlap.delay=0", "stop.steps=31")
+    local = run("stop.steps=31")
+    assert (loscar.sha256, loscar.time_ns, loscar.end) == (local.sha256, local.time_ns, local.end)
+
+
+def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is_kept() -> None:
+    h, q, rounds = 3, 2, 5
+    ran = run("overlap=loscar", "overlap.share=0.3", f"overlap.delay={q}", f"stop.steps={3 * h * rounds}")
+    stage = assemble(ran.plan, "cpu").stages[0]
+    model, moments = stage.trainer.init()
+    own, kept, sent, drawn = [model] * 3, [moments] * 3, [], set()
+    for step in range(h * rounds + q):
+        for worker in range(3):
+            _, kept[worker], own[worker] = stage.trainer.local_step(own[worker], kept[worker], worker, step, 0.05)
+        if step >= h and step % h == q - 1:
+            part = stage.fragments[0].drawn(stage.seed, step // h - 1)
+            drawn.update(part.places.tolist())
+            model = part.put(model, sum(map(part.of, sent)) / 3)
+            own = [part.put(z, part.of(model) + part.of(z) - part.of(y)) for z, y in zip(own, sent, strict=True)]
+        if step % h == h - 1:
+            sent = [*own]
+    torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-5)
+    assert 0.7 < len(drawn) / stage.trainer.num_params < 0.95, "of which 0.3 each time"
