@@ -17,6 +17,7 @@ from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import make_plan
+from ashl.run.evaluation import rises
 from ashl.run.mean_model import ModelSet, Whole
 from ashl.runtime.churn import Churn
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
@@ -67,11 +68,14 @@ class Ran:
     @property
     def scores(self) -> dict[str, float | None] | None:
         """Of the last model, where a stage asks."""
-        if not self.snapshots or not any({"evaluated_loss", "accuracy"} & set(s.until) for s in self.plan.stages):
+        if not self.snapshots or not any(
+            {"evaluated_loss", "accuracy", "rises"} & set(s.until) for s in self.plan.stages
+        ):
             return None
-        if len(self.snapshots) not in self.scored:
+        for number in range(len(self.scored) + 1, len(self.snapshots) + 1):
             assert self.learner is not None
-            self.scored[len(self.snapshots)] = self.learner.evaluate(self.snapshots[-1][1])
+            found = self.scored[number] = self.learner.evaluate(self.snapshots[number - 1][1])
+            found["rises"] = rises([scores["train_loss"] for scores in self.scored.values()])
         return self.scored[len(self.snapshots)]
 
     def of(self, kind: str) -> list[dict]:

@@ -14,7 +14,7 @@ from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import Profile
 
 T = TypeVar("T")
-RULES = ("loss", "evaluated_loss", "accuracy", "plateau", "epochs", "commits", "seconds")
+RULES = ("loss", "evaluated_loss", "accuracy", "rises", "plateau", "epochs", "commits", "seconds")
 
 
 def read(path: str, key: str, parse: Callable[[str], T]) -> T:

@@ -38,7 +38,7 @@ TOPOLOGIES = {  # by the name of the option
 }
 NEAR = {"halos": Halos}  # ... that nobody is advised to take for a sync mode's sake
 INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}  # a mode that knows the topology
-NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "plateau"}  # rules by which a stage ends
+NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}  # rules by which a stage ends
 
 
 def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:

@@ -201,5 +201,5 @@ def monitor_of(saved: Saved, home: int, limits: Limits) -> dict[str, Any]:
         target = Target()
         for one in found:
             target.judge(limits, one)
-        state["books"] = replace(books, evaluations=found, best=None, target=target)
+        state["books"] = replace(books, evaluations=found, scores=None, best=None, target=target)
     return state

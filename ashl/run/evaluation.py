@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ashl.plan.plan import Limits
 
@@ -64,6 +66,11 @@ class Target:
             return None
         self.reached_s = found.time_s
         return reached[0]
+
+
+def rises(losses: Sequence[float]) -> float:
+    """How often the training loss was above that of the evaluation before."""
+    return float(sum(after > before for before, after in pairwise(losses)))
 
 
 def at_least(value: float | None, bound: float | None) -> bool:

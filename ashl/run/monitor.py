@@ -17,7 +17,7 @@ from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
 from ashl.planning.build import Job
 from ashl.run import weights
-from ashl.run.evaluation import Evaluation, Target, best_of
+from ashl.run.evaluation import Evaluation, Target, best_of, rises
 from ashl.run.health import Health
 from ashl.run.mean_model import ModelSet, Whole
 from ashl.run.measured import now, versions
@@ -222,10 +222,12 @@ class Monitor:
             self.recorder.metric(self.line(counts, found, found.time_s, waited))
 
     def score(self, params: Tensor, time_s: float, merges: int | None, distance: float | None = None) -> Evaluation:
-        scores = self.books.scores = self.job.learner.evaluate(params)
+        scores = self.job.learner.evaluate(params)
         train_loss, test_loss = scores["train_loss"], scores["test_loss"]
         assert train_loss is not None
         assert test_loss is not None
+        losses = [*(one.train_loss for one in self.books.evaluations), train_loss]
+        self.books.scores = {**scores, "rises": rises(losses)}
         found = Evaluation(
             time_s=time_s,
             merges=merges,

@@ -63,6 +63,7 @@ class Judge:
         """The rule by which this stage gives way to the next one (for the last stage: by which the run ends).
 
         loss: the running loss of the workers' minibatches is at most this. evaluated_loss, accuracy: as last evaluated.
+        rises: so many evaluations of the whole run saw a training loss above that of the evaluation before.
         plateau: so many commits per worker without the running loss falling by 1 %. epochs, commits (per worker) and
         seconds count from the stage's start.
         """
@@ -74,6 +75,7 @@ class Judge:
             "loss": -tally.loss,
             "evaluated_loss": -math.inf if loss is None else -loss,
             "accuracy": -math.inf if accuracy is None else accuracy,
+            "rises": scores.get("rises") or 0.0,
             "plateau": (tally.total_commits - tally.best[1]) / n,
             "epochs": (tally.samples - start.samples) / self.epoch_samples,
             "commits": (tally.total_commits - start.commits) / n,

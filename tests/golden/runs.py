@@ -264,6 +264,7 @@ def differences() -> dict[str, Row]:
 def stages() -> dict[str, Row]:
     """Every schedule, every planner, and what happens at a border."""
     soon = "schedule.loss_switch=1.5 schedule.profile_steps=3 stop.steps=160"
+    swings = "optimizer.lr=1 eval.every_commits=8 stop.steps=120"
     return {
         "ashl": Row(f"schedule=ashl {soon} {PAPER}", by_bits=True),
         "ashl-declared": Row("schedule=ashl schedule.profile_steps=0 schedule.loss_switch=0.001 stop.steps=200"),
@@ -276,6 +277,8 @@ def stages() -> dict[str, Row]:
             by_bits=True,
             twin=True,
         ),
+        "ashl-next": Row(f"schedule=ashl_next schedule.rungs=3 {swings}", by_bits=True),
+        "falling": Row(f"schedule=falling schedule.rungs=3 sync=local_sgd sync.local_steps=4 {swings}", by_bits=True),
         "ashl-reversed": Row(f"schedule=ashl_reversed {soon}", by_bits=True),
         "ashl-reversed-reset": Row(
             f"schedule=ashl_reversed schedule.momentum=reset schedule.residual=drop {soon}", by_bits=True, twin=True

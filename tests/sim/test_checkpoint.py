@@ -55,7 +55,7 @@ CASES = {
     ),
     "late": ("sync=bsp", "topology=all_reduce", "overlap=late"),
     "anchor": ("sync=local_sgd", "topology=all_reduce", "overlap=overlap_local_sgd", "outer=slowmo"),
-    "late-ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8", "overlap=late"),
+    "late-ladder": ("schedule=ashl_next", "schedule.rungs=3", "optimizer.lr=0.5", "stop.epochs=8"),
     "layerwise": (
         "sync=bsp",
         "topology=all_reduce",

@@ -1,0 +1,74 @@
+"""Schedules whose step falls down a ladder: where a rung gives way, and what they are at their limits."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ashl.errors import UsageError
+from tests.support import planned, simulated
+
+BASE = ("model.hidden=[16]", "cluster=ashl_paper", "stop.epochs=2", "eval.every_commits=10", "optimizer.lr=0.2")
+NEXT = (*BASE, "schedule=ashl_next")
+SWINGS = ("optimizer.lr=1", "eval.every_commits=5")
+ONE_H = ("sync=ssp", "sync.local_steps=plan", "schedule.h_preset=[2]", "compression=topk")
+
+
+@pytest.mark.parametrize("schedule", [("ashl_next",), ("falling", *ONE_H)], ids=lambda schedule: schedule[0])
+def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
+    name, *more = schedule
+    ran = simulated(*BASE, f"schedule={name}", "schedule.rungs=3", "schedule.fall=0.5", *SWINGS, *more)
+    stages = ran.of("stage")
+    assert [(stage["name"], stage["reason"]) for stage in stages] == [
+        ("rung1", "rises"),
+        ("rung2", "rises"),
+        ("rung3", "epochs"),
+    ]
+    assert [stage.aggregate["scale"] for stage in ran.plan.stages] == [1, 0.5, 0.25]
+    merges = [record["merges"] for record, _ in ran.snapshots]
+    losses = [scores["train_loss"] for scores in ran.scored.values()]
+    rose = [at for at, (before, after) in zip(merges[1:], pairwise(losses), strict=False) if after > before]
+    for at, stage in zip(rose, stages[:-1], strict=False):
+        assert at <= stage["merges"] <= at + 2 * ran.plan.num_workers, "the work that is under way counts still"
+
+
+def test_two_rungs_with_a_loss_between_are_ashl_plus():
+    alike = ("overlap=late", "schedule.h_preset=[2,1]")
+    own = simulated(*NEXT, *alike, "schedule.rungs=2", "schedule.loss_switch=[1.0]", "schedule.fall=0.4")
+    plus = ("schedule=ashl_plus", "schedule.profile_steps=0", "schedule.loss_switch=1.0", "schedule.shl_scale=0.4")
+    other = simulated(*BASE, *plus, *alike)
+    assert [stage["name"] for stage in own.of("stage")] == ["rung1", "rung2"]
+    assert (own.sha256, own.time_ns, own.ledgers) == (other.sha256, other.time_ns, other.ledgers)
+
+
+def test_one_rung_is_a_single_stage():
+    own = simulated(*NEXT, "schedule.rungs=1")
+    codec = ("compression=topk", "topology.pull_ratio=0.1", "aggregate=uniform", "planner=online", "overlap=late")
+    presets = ("schedule.h_preset=[1]", "schedule.r_preset=[0.1]")
+    single = simulated(*BASE, "schedule=single", "sync=shl", *codec, *presets)
+    assert (own.sha256, own.time_ns) == (single.sha256, single.time_ns)
+    falling = planned(*BASE, "schedule=falling", "schedule.rungs=1", *ONE_H).stages
+    assert [replace(stage, name="ssp") for stage in falling] == list(planned(*BASE, "schedule=single", *ONE_H).stages)
+
+
+def test_only_costs_that_nobody_declares_are_profiled():
+    plan = planned(*NEXT, "runtime=local", "cluster=real", "cluster.num_workers=2")
+    assert [stage.name for stage in plan.stages] == ["profile", *(f"rung{k}" for k in range(1, 9))]
+    assert planned(*NEXT).stages[0].name == "rung1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["schedule.loss_switch=[1.0]"], "give 7 falling losses"),
+        (["schedule.rungs=3", "schedule.loss_switch=[1.0,1.0]"], "at a lower loss than the one before"),
+        (["schedule.rungs=0"], "schedule.rungs"),
+        (["schedule.fall=1.5"], "schedule.fall"),
+        (["schedule.h_preset=[]"], "schedule.h_preset"),
+        (["topology=all_reduce"], "no rule for topology=all_reduce"),
+        (["runtime.gradients=false"], "ends by rises"),
+    ],
+)
+def test_what_is_no_ladder_is_refused(overrides, said):
+    with pytest.raises(UsageError, match=said.replace("[", r"\[")):
+        planned(*NEXT, *overrides)
