@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ashl.compression.around.feedback import Residual, rescaled, restored
 from ashl.compression.around.layers import with_layout
-from ashl.compression.base.code import Sparse, array_of
+from ashl.compression.base.code import Sparse
 from ashl.compression.contract import TURN, BodyError, Flags, Layer, Layout, State, Turn, size_of
+from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed, write_body
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Linear, Turn
+from ashl.compression.wire.arrays import Array, cast, uncast
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.levels import whole
 from ashl.option import option
@@ -35,19 +35,19 @@ class Cast(Code, Linear, Wrappers):
     """Rounds to the nearest of 16 bits."""
 
     code: ClassVar[int] = 10
+    on_host: ClassVar[bool] = False
     dtype: Literal["fp16", "bf16"]
 
     @property
     def flags(self) -> Flags:
         return Flags(contraction=self.dtype == "bf16", linear=True)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        return Parts(x.size, torch.from_numpy(x).to(TYPES[self.dtype]).view(torch.int16).numpy())
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        return Parts(len(x), cast(x, TYPES[self.dtype]))
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def unpack(self, parts: Parts, d: int) -> Array:
         typed(parts.scales, "u1", 0, "scales")
-        values = typed(whole(parts, d), "<i2", d, "values")
-        return torch.from_numpy(values).view(TYPES[self.dtype]).float().numpy()
+        return uncast(typed(whole(parts, d), "<i2", d, "values"), TYPES[self.dtype])
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 2 * d
@@ -65,4 +65,4 @@ class Cast(Code, Linear, Wrappers):
 
     def summed(self, body: Tensor, total: Tensor) -> Tensor:
         """A body like this one, with these values."""
-        return torch.cat([body[: HEADER.size], total.to("cpu", TYPES[self.dtype]).contiguous().view(torch.uint8)])
+        return torch.cat([body[: HEADER.size], total.to(TYPES[self.dtype]).contiguous().view(torch.uint8)])

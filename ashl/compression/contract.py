@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from ashl.data.by_index import ByIndex, by_index
 from ashl.data.rng import Purpose, quick
 from ashl.errors import AshlError
 from ashl.option import Contract
@@ -92,8 +93,12 @@ class Turn(NamedTuple):
     squares: Tensor | None = None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch
 
     def stream(self) -> np.random.Generator:
-        """This worker's own random numbers for this message."""
+        """This worker's own random numbers for this message, drawn one after the other by the host."""
         return quick(self.seed, Purpose.CODEC, self.worker, self.round, self.layer)
+
+    def words(self, *more: int) -> ByIndex:
+        """The same by element, wherever it lies; `more` tells streams of one message apart."""
+        return by_index(self.seed, Purpose.CODEC, self.worker, self.round, self.layer, *more)
 
     @property
     def common(self) -> int:
@@ -140,6 +145,11 @@ class Codec(Contract, group="compression"):
     def flags(self) -> Flags:
         """What may be relied on."""
         return Flags()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it works in the host's memory alone; else where x, or a body, lies."""
+        return True
 
     # --- what goes on the wire
 

@@ -57,7 +57,7 @@ def most(bits: int) -> int:
 
 def rounded(x: np.ndarray, bits: int, turn: Turn) -> Parts:
     """x on the grid of so many bits."""
-    rng, steps = turn.stream(), most(bits)
+    words, steps = turn.words(), most(bits)
     top = np.maximum(x.max(initial=0), -x.min(initial=0))
     levels = np.zeros(x.size, np.uint8 if bits <= 8 else np.uint16)
     buffer = np.empty(min(BLOCK, x.size), np.float32)
@@ -66,7 +66,7 @@ def rounded(x: np.ndarray, bits: int, turn: Turn) -> Parts:
         y = np.divide(part, top, out=buffer[: part.size])
         y *= np.float32(steps)
         np.clip(y, -steps, steps, out=y)
-        levels[start : start + BLOCK] = dithered(y, rng, steps)
+        levels[start : start + BLOCK] = dithered(y, words, start, steps)
     if not np.isfinite(top):
         top = np.nan
     return Parts(x.size, pack(levels, bits), scales=np.array([top], "<f4"), form=bits)

@@ -31,11 +31,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.base.code import array_of
 from ashl.compression.base.select import largest
 from ashl.compression.base.sparsifier import SPARSE
 from ashl.compression.contract import BodyError, CodecInput, Collective, Flags, Keeps, Outcome, Reduces, State, Team
 from ashl.compression.topk import TopK
+from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.body import EMPTY, Parts, read_body, typed, write_body
 from ashl.compression.wire.index_code import write_indices
 from ashl.option import option

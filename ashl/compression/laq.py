@@ -32,8 +32,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.base.code import array_of
 from ashl.compression.contract import TURN, BodyError, Codec, Estimator, Flags, Turn
+from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 from ashl.learn.device import to_host

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.levels import whole
 from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
@@ -31,12 +30,13 @@ class NaturalCompression(Code, Wrappers):
     """Keeps signs and exponents."""
 
     code: ClassVar[int] = 17
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(unbiased=True, contraction=True)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        return Parts(x.size, write_natural(x, turn.stream()))
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        return Parts(len(x), write_natural(x, turn.words()))
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def unpack(self, parts: Parts, d: int) -> Array:
         return read_natural(typed(whole(parts, d), "u1", natural_bytes(d), "signs and exponents"), d)
 
     def payload(self, ratio: float | None, d: int) -> int:

@@ -16,6 +16,7 @@ class Dense(Codec):
     """What goes in comes out."""
 
     flags: ClassVar[Flags] = Flags(unbiased=True, contraction=True, linear=True, lossless=True)
+    on_host: ClassVar[bool] = False
 
     def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         return sender, x

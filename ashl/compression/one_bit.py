@@ -19,14 +19,19 @@ from math import prod
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ashl.compression.around.layers import slices
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Layout, Turn
-from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
+from ashl.compression.wire.arrays import Array
+from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.levels import row_sums, whole
+from ashl.compression.wire.there import block_sums
+from ashl.learn.device import numbers
 from ashl.option import option
 
 Matrix = tuple[int, int, bool]  # rows, columns, and whether the columns are the parts
@@ -50,10 +55,14 @@ class OneBit(Code, Wrappers):
         columns = self.per == "column"
         return TwoMeans(tuple((s[0], prod(s[1:]), columns and s[0] > 1) for s in shapes))
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        return TwoMeans(((1, x.size, False),)).pack(x, turn)
+    @property
+    def on_host(self) -> bool:
+        return self.per in ("row", "column")
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        return TwoMeans(((1, len(x), False),)).pack(x, turn)
+
+    def unpack(self, parts: Parts, d: int) -> Array:
         return TwoMeans(((1, d, False),)).unpack(parts, d)
 
     def payload(self, ratio: float | None, d: int) -> int:
@@ -71,19 +80,27 @@ class TwoMeans(Code):
     flags: ClassVar[Flags] = OneBit.flags
     matrices: tuple[Matrix, ...]
 
-    def split(self, x: np.ndarray) -> Iterator[np.ndarray]:
+    @property
+    def on_host(self) -> bool:
+        return any(rows > 1 for rows, _, _ in self.matrices)
+
+    def split(self, x: Array) -> Iterator[Array]:
         """x as matrices whose rows are the parts: views."""
         sizes = [rows * columns for rows, columns, _ in self.matrices]
         for place, (rows, columns, turned) in zip(slices(sizes), self.matrices, strict=True):
             matrix = x[place].reshape(rows, columns)
             yield matrix.T if turned else matrix
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: Array, turn: Turn) -> Parts:
         means = [two_means(rows) for rows in self.split(x)]
-        return Parts(x.size, pack_signs(x), scales=np.concatenate(means).astype(np.float32))
+        return Parts(len(x), pack_signs(x), scales=np.concatenate(means).astype(np.float32))
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def unpack(self, parts: Parts, d: int) -> Array:
         stream = typed(whole(parts, d), "u1", packed_bytes(d, 1), "signs")
+        if isinstance(stream, Tensor):
+            sides = typed(parts.scales, "<f4", 2 * self._count(), "means").view(-1, 2)
+            parts_there = zip(self.split(unpack(stream, 1, d)), sides, strict=True)
+            return torch.cat([torch.where(negative[0] > 0, side[1], side[0]) for negative, side in parts_there])
         means = typed(parts.scales, "<u4", 2 * self._count(), "means").reshape(-1, 2)  # bits, of which some are flipped
         negative = np.unpackbits(stream, count=d, bitorder="little")
         x, start = np.empty(d, np.uint32), 0
@@ -108,8 +125,12 @@ class TwoMeans(Code):
         return sum(columns if turned else rows for rows, columns, turned in self.matrices)
 
 
-def two_means(rows: np.ndarray) -> np.ndarray:
-    """The means [n, 2], float64, of what is not negative and of what is, in each row."""
+def two_means(rows: Array) -> np.ndarray:
+    """The means [n, 2], float64, of what is not negative and of what is, in each row; on a device there is but one."""
+    if isinstance(rows, Tensor):
+        sides, fewer = (rows[0].clamp(min=0), rows[0].clamp(max=0)), numbers([torch.signbit(rows[0]).sum()])[0]
+        sums = np.array([sum(block_sums(side, BLOCK)) for side in sides])
+        return (sums / np.maximum([rows.shape[1] - fewer, fewer], 1))[None]
     sums, counts = np.zeros((2, len(rows))), np.zeros((2, len(rows)))
     for columns in column_blocks(rows):
         block = rows[:, columns]

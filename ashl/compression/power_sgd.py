@@ -34,8 +34,8 @@ from torch import Tensor
 from ashl.compression.around.layers import slices
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.alike import outer_sum
-from ashl.compression.base.code import array_of
 from ashl.compression.contract import TURN, BodyError, CodecInput, Collective, Flags, Layout, Outcome, State, Team, Turn
+from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 from ashl.option import Count, option
 

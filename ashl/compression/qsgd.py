@@ -17,10 +17,13 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
+from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array, over, zeros
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import level_bytes, packed, rounded, rows_of, spread, unpacked, whole
@@ -44,23 +47,27 @@ class QSGD(Code, Wrappers):
         small, variable = self.bound(None, self.bucket) < 1, self.entropy != "none"
         return Flags(unbiased=True, contraction=small, variable=variable)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        row, top, rng = min(self.bucket, x.size), 2 * self.levels, turn.stream()
-        norms = np.empty((-(-x.size // row), 1), np.float32)
+    @property
+    def on_host(self) -> bool:
+        return self.entropy != "none"
 
-        def numbers(where: slice, block: np.ndarray) -> np.ndarray:
-            norms[where] = lengths(block) if self.norm == "l2" else np.abs(block).max(1, keepdims=True)
-            return rounded(spread(block, norms[where], self.levels), rng, self.levels)
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        row, top, words = min(self.bucket, len(x)), 2 * self.levels, turn.words()
+        norms = zeros(x, -(-len(x) // row), 1)
 
-        stream = packed(x.size, top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
-        return Parts(x.size, stream, scales=norms)
+        def numbers(where: slice, block: Array) -> Array:
+            norms[where] = lengths(block) if self.norm == "l2" else largest(block)
+            return rounded(spread(block, norms[where], self.levels), words, where.start * row, self.levels)
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+        stream = packed(len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
+        return Parts(len(x), stream, scales=norms)
+
+    def unpack(self, parts: Parts, d: int) -> Array:
         row = min(self.bucket, d)
-        steps = typed(parts.scales, "<f4", -(-d // row), "norms")[:, None] / np.float32(self.levels)
+        steps = over(typed(parts.scales, "<f4", -(-d // row), "norms")[:, None], self.levels)
 
-        def meant(where: slice, block: np.ndarray) -> None:
-            block -= np.float32(self.levels)
+        def meant(where: slice, block: Array) -> None:
+            block -= self.levels
             block *= steps[where]
 
         return unpacked(whole(parts, d), d, row, 2 * self.levels, meant, self.entropy)
@@ -74,8 +81,16 @@ class QSGD(Code, Wrappers):
         return min(b / s**2, b**0.5 / s) if self.norm == "l2" else min(b / (2 * s) ** 2, (1 + b**0.5) / (2 * s))
 
 
-def lengths(rows: np.ndarray) -> np.ndarray:
-    """‖·‖₂ of each row [n, m] as float32 [n, 1]; of what is finite the largest float32, where it is beyond that."""
+def largest(rows: Array) -> Array:
+    """The largest magnitude of each row [n, m], [n, 1]."""
+    return rows.abs().amax(1, keepdim=True) if isinstance(rows, Tensor) else np.abs(rows).max(1, keepdims=True)
+
+
+def lengths(rows: Array) -> Array:
+    """‖·‖₂ of each row [n, m] as float32 [n, 1]; of what is finite the largest float32, where it is beyond that. On a
+    device it may be another in the last bit."""
+    if isinstance(rows, Tensor):
+        return there.lengths(rows)
     squares = np.einsum("ij,ij->i", rows, rows)
     if not ((squares > 2.0**-80) & (squares < 2.0**120)).all():
         wide = rows.astype(np.float64)

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import numpy as np
-
 from ashl.compression.base.seeded import Seeded, distinct
 from ashl.compression.base.sparsifier import SPARSE
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array, placed
 from ashl.compression.wire.body import Parts
-from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
+from ashl.compression.wire.index_code import ANYWHERE, VARIABLE, IndexCode, index_bytes, read_indices, write_indices
 from ashl.option import option
 
 
@@ -38,19 +37,23 @@ class RandomK(Seeded):
     def place_bytes(self, k: int, d: int) -> int:
         return super().place_bytes(k, d) if self.indices == "seed" else index_bytes(self.indices, k, d)
 
-    def read_places(self, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
+    def read_places(self, buffer: Array, k: int, d: int) -> Array:
         if self.indices == "seed":
             return super().read_places(buffer, k, d)
         return read_indices(self.indices, buffer, k, d)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    @property
+    def on_host(self) -> bool:
+        return super().on_host or self.indices not in ("seed", *ANYWHERE)
+
+    def pack(self, x: Array, turn: Turn) -> Parts:
         if self.indices == "seed":
             return self.drawn(x, turn.stream(), turn)
-        k = self.kept(turn.ratio, x.size)
-        if self.form(k, x.size) != SPARSE:
+        k = self.kept(turn.ratio, len(x))
+        if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, turn)
-        places = distinct(turn.stream(), k, x.size)
-        return self.parts_of(x, k, x[places], write_indices(self.indices, places, x.size), turn)
+        places = placed(x, distinct(turn.stream(), k, len(x)))
+        return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), turn)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.loss(self.kept(ratio, d), d)

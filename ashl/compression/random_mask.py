@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from ashl.compression.base.seeded import Seeded
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.body import Parts
 from ashl.option import option
 
@@ -32,7 +31,7 @@ class RandomMask(Seeded):
     def flags(self) -> Flags:
         return Flags(contraction=True, linear=self.values == "fp32")
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: Array, turn: Turn) -> Parts:
         return self.drawn(x, turn.shared(), turn)
 
     def bound(self, ratio: float | None, d: int) -> float:

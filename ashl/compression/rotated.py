@@ -22,15 +22,20 @@ from functools import cache
 from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base import alike
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Turn
 from ashl.compression.uniform import Levels, between, placed
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array, as_bytes, beside, joined, over, read, viewed, zeros
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import level_bytes, packed, rounded, rows_of, unpacked, whole
+from ashl.data.by_index import ByIndex
 from ashl.option import option
 
 LARGEST = 4096
@@ -52,30 +57,34 @@ class Rotated(Code, Wrappers):
         small, variable = self.bound(None, LARGEST) < 1, self.entropy != "none"
         return Flags(unbiased=True, contraction=small, variable=variable)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        row, top, rng = block_of(x.size), self.levels - 1, turn.stream()
-        rows, seed = -(-x.size // row), turn.shared().bit_generator.random_raw(1).astype(SEED)
-        ends, flips = np.empty((rows, 2), np.float32), signs(seed)
+    @property
+    def on_host(self) -> bool:
+        return self.entropy != "none"
 
-        def numbers(where: slice, block: np.ndarray) -> np.ndarray:
-            z = rotate(next_flipped(flips, block), row)
-            ends[where, 0], ends[where, 1] = z.min(1), z.max(1)
-            return rounded(placed(z, ends[where], top), rng)
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        row, top, words = block_of(len(x)), self.levels - 1, turn.words()
+        rows, seed = -(-len(x) // row), turn.shared().bit_generator.random_raw(1).astype(SEED)
+        ends, flips = zeros(x, rows, 2), ByIndex(int(seed[0]))
 
-        padded = x if rows * row == x.size else np.concatenate([x, np.zeros(rows * row - x.size, np.float32)])
-        blocks = (numbers(where, block) for where, block in rows_of(padded, row))
+        def numbers(where: slice, block: Array) -> Array:
+            z = rotate(flipped(flips, where.start * row, block), row)
+            ends[where, 0], ends[where, 1] = (z.amin(1), z.amax(1)) if isinstance(z, Tensor) else (z.min(1), z.max(1))
+            return rounded(placed(z, ends[where], top), words, where.start * row)
+
+        blocks = (numbers(where, block) for where, block in rows_of(x, row))
         stream = packed(rows * row, top, blocks, self.entropy)
-        return Parts(x.size, stream, scales=np.concatenate([seed.view(np.uint8), ends.view(np.uint8).reshape(-1)]))
+        return Parts(len(x), stream, scales=joined([beside(x, seed.view(np.uint8)), as_bytes(ends)]))
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def unpack(self, parts: Parts, d: int) -> Array:
         row, top = block_of(d), self.levels - 1
         rows = -(-d // row)
         scales = typed(parts.scales, "u1", SEED.itemsize + 8 * rows, "seed and ends")
-        ends = scales[SEED.itemsize :].view("<f4").reshape(rows, 2)
-        flips = signs(scales[: SEED.itemsize].view(SEED))
+        ends = viewed(scales[SEED.itemsize :], "<f4").reshape(rows, 2)
+        flips = ByIndex(int(read(scales[: SEED.itemsize]).view(SEED)[0]))
 
-        def meant(where: slice, block: np.ndarray) -> None:
-            block[:] = next_flipped(flips, rotated_back(between(block, ends[where], top), row))
+        def meant(where: slice, block: Array) -> None:
+            back = rotated_back(between(block, ends[where], top), row)
+            block[:] = flipped(flips, where.start * row, back)
 
         return unpacked(whole(parts, d), rows * row, row, top, meant, self.entropy)[:d]
 
@@ -94,32 +103,30 @@ def block_of(d: int) -> int:
     return min(LARGEST, 1 << (d - 1).bit_length())
 
 
-def signs(seed: np.ndarray) -> np.random.SFC64:
-    """Where both ends take their random signs from."""
-    return np.random.SFC64(int(seed[0]))
-
-
-def next_flipped(flips: np.random.SFC64, rows: np.ndarray) -> np.ndarray:
-    """diag(σ)·x of the next rows, in a new array."""
-    words = flips.random_raw(-(-rows.size // 64)).astype("<u8")
-    signs = np.unpackbits(words.view(np.uint8), count=rows.size).astype(np.uint32)
+def flipped(flips: ByIndex, start: int, rows: Array) -> Array:
+    """diag(σ)·x of these rows, in a new array; `start`, a multiple of 64, counts elements before them."""
+    if isinstance(rows, Tensor):
+        words = flips.words(rows, start // 64, -(-rows.numel() // 64)).view(torch.uint8)
+        return there.flipped(words, rows)
+    words = flips.words(rows, start // 64, -(-rows.size // 64))
+    signs = np.unpackbits(words.view(np.uint8), count=rows.size, bitorder="little").astype(np.uint32)
     signs <<= np.uint32(31)
     signs ^= np.ascontiguousarray(rows).view(np.uint32).reshape(-1)
     return signs.view(np.float32).reshape(rows.shape)
 
 
-def rotate(rows: np.ndarray, size: int) -> np.ndarray:
-    """b^(−1/2)·H·x of each row [n, b]: its own inverse."""
+def rotate(rows: Array, size: int) -> Array:
+    """b^(−1/2)·H·x of each row [n, b]: its own inverse. A product of matrices, so a device's last bits are its own."""
     left, right = hadamard(1 << size.bit_length() // 2), hadamard(1 << (size.bit_length() - 1) // 2)
     square = rows.reshape(-1, len(left), len(right))
-    return np.matmul(left, square @ right).reshape(rows.shape)
+    return (beside(rows, left) @ (square @ beside(rows, right))).reshape(rows.shape)
 
 
-def rotated_back(rows: np.ndarray, size: int) -> np.ndarray:
-    """The same, to the bit on every machine."""
+def rotated_back(rows: Array, size: int) -> Array:
+    """The same, to the bit on every machine and device."""
     left, right = signs_of(1 << size.bit_length() // 2), signs_of(1 << (size.bit_length() - 1) // 2)
     blocks = alike.between(left, rows.reshape(-1, len(left), len(right)), right, 0, BITS)
-    return (blocks / np.float32(math.sqrt(size))).reshape(rows.shape)
+    return over(blocks, math.sqrt(size)).reshape(rows.shape)
 
 
 @cache

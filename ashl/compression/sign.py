@@ -29,6 +29,7 @@ from torch import Tensor
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Reduces, State, Turn
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import pack_signs, packed_bytes, signed
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.wire.levels import mean_magnitude, whole
@@ -42,6 +43,7 @@ class Sign(Code, Reduces, Wrappers):
     """Sends signs."""
 
     code: ClassVar[int] = 11
+    on_host: ClassVar[bool] = False
     scale: Literal["none", "mean"]
     vote: Literal["mean", "majority"]
     beta: Fraction | None
@@ -56,13 +58,13 @@ class Sign(Code, Reduces, Wrappers):
         """The codec of pulls: signs of differences between models make no sense without a scale."""
         return replace(self, scale="mean", vote="mean")
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        return Parts(x.size, pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY)
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        return Parts(len(x), pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY)
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def unpack(self, parts: Parts, d: int) -> Array:
         bits = typed(whole(parts, d), "u1", packed_bytes(d, 1), "signs")
         scale = typed(parts.scales, "<f4", 1 if self.scale == "mean" else 0, "scales")
-        return signed(bits, d, scale if scale.size else ONE)
+        return signed(bits, d, scale if len(scale) else ONE)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + packed_bytes(d, 1) + (4 if self.scale == "mean" else 0)
@@ -72,7 +74,7 @@ class Sign(Code, Reduces, Wrappers):
 
     def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
         """The sign of the weighted sum of signs."""
-        total, most = torch.zeros(d), max(weights)
+        total, most = torch.zeros(d, device=str(bodies[0].device)), max(weights)
         for body, weight in zip(bodies, weights, strict=True):  # equal weights add up exactly, so that even is even
             replace(self, scale="none").add(total, body, weight / most)
         return memory, torch.sign(total)

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from ashl.compression.base.select import estimated, largest, reaching
 from ashl.compression.base.sparsifier import DENSE, Sparsifier
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.body import Parts
 from ashl.option import option
 
@@ -32,13 +31,17 @@ class SingleThreshold(Sparsifier):
     code: ClassVar[int] = 55
     promises: ClassVar[Flags] = Flags(contraction=True, variable=True)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        k = self.kept(turn.ratio, x.size)
+    @property
+    def on_host(self) -> bool:
+        return self.codes_on_host
+
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        k = self.kept(turn.ratio, len(x))
         bound = estimated(x, k)
-        places = reaching(x, bound) if bound > 0 and k < x.size else np.empty(0, np.int64)
-        if not k <= 2 * places.size <= 4 * k:
+        places = reaching(x, bound) if bound > 0 and k < len(x) else ()
+        if not k <= 2 * len(places) <= 4 * k:
             places = largest(x, k)
-        return self.written(x, places.size, places, turn)
+        return self.written(x, len(places), places, turn)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return self.room(min(d, 2 * self.kept(ratio, d)), d)

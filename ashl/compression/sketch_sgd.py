@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import array_of
 from ashl.compression.base.count_sketch import CountSketch, dense, recovered, sketched
 from ashl.compression.base.select import largest
 from ashl.compression.contract import CodecInput, Collective, Flags, Outcome, State, Team
+from ashl.compression.wire.arrays import array_of
 from ashl.option import Count, option
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-import numpy as np
-
 from ashl.compression.base.seeded import Seeded
 from ashl.compression.base.sparsifier import DENSE
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.body import Parts
 from ashl.compression.wire.value_code import value_bound
 from ashl.option import option
@@ -37,9 +36,9 @@ class Subsampling(Seeded):
         exact = self.values == "fp32"
         return Flags(unbiased=exact, linear=exact and self.shared)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: Array, turn: Turn) -> Parts:
         rng = turn.shared() if self.shared else turn.stream()
-        return self.drawn(x, rng, turn, scale=x.size / self.kept(turn.ratio, x.size))
+        return self.drawn(x, rng, turn, scale=len(x) / self.kept(turn.ratio, len(x)))
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ashl.compression.around.layers import slices
 from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code, array_of
+from ashl.compression.base.code import Code
 from ashl.compression.contract import (
     TURN,
     Codec,
@@ -41,6 +41,7 @@ from ashl.compression.contract import (
     Turn,
     size_of,
 )
+from ashl.compression.wire.arrays import Array, array_of
 from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.entropy_code import EntropyCode
@@ -70,14 +71,18 @@ class TernGrad(Code, Wrappers):
         sizes = tuple(layer.size for layer in layout) if self.layers else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        top, rng = self.top(x), turn.stream()
+    @property
+    def on_host(self) -> bool:
+        return self.entropy != "none" or self.clip_sigmas is not None
+
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        top, words = self.top(x), turn.words()
         if self.entropy == "none":
-            return Parts(x.size, write_ternary(x, top, rng), scales=top)
-        numbers = (ternary(x[where], top, rng) for where in blocks(x.size))
+            return Parts(len(x), write_ternary(x, top, words), scales=top)
+        numbers = (ternary(x[where], top, words, where.start) for where in blocks(x.size))
         return Parts(x.size, packed(x.size, 2, numbers, self.entropy), scales=top)
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def unpack(self, parts: Parts, d: int) -> Array:
         top = typed(parts.scales, "<f4", 1, "scales")
         if self.entropy == "none":
             return read_ternary(whole(parts, d), top, d)
@@ -94,9 +99,10 @@ class TernGrad(Code, Wrappers):
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
 
-    def top(self, x: np.ndarray) -> np.ndarray:
+    def top(self, x: Array) -> Array:
         """m, float32 [1]."""
-        top = np.abs(ends_of(x)).max(keepdims=True)
+        ends = ends_of(x)
+        top = ends.abs().amax(0, keepdim=True) if isinstance(ends, Tensor) else np.abs(ends).max(keepdims=True)
         if self.clip_sigmas is None or not 0 < top < np.inf:
             return top
         parts = (x[where] / top for where in blocks(x.size))
@@ -149,8 +155,8 @@ class SharedScale(Collective):
 
     def words(self, x: Tensor, tops: np.ndarray, turn: Turn, workers: int) -> Tensor:
         """int32: the ternaries of all parts, as numbers 0, 1 and 2 with room for the sum over all workers."""
-        array, rng = array_of(x), turn.stream()
-        numbers = [ternary(array[part], tops[i : i + 1], rng) for i, part in enumerate(slices(self.sizes))]
+        array, parts = array_of(x), enumerate(slices(self.sizes))
+        numbers = [ternary(array[part], tops[i : i + 1], turn.words(i)) for i, part in parts]
         stream = pack(np.concatenate(numbers), sum_width(workers))
         return torch.from_numpy(np.concatenate([stream, np.zeros(-stream.size % 4, np.uint8)]).view(np.int32))
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from ashl.compression.base.select import reaching
 from ashl.compression.base.sparsifier import Indexed
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.body import Parts
 from ashl.option import Positive, option
 
@@ -34,9 +33,13 @@ class Threshold(Indexed):
     promises: ClassVar[Flags] = Flags(drains=True, variable=True)
     threshold: Positive
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    @property
+    def on_host(self) -> bool:
+        return self.codes_on_host
+
+    def pack(self, x: Array, turn: Turn) -> Parts:
         places = reaching(x, self.threshold)
-        return self.written(x, places.size, places, turn)
+        return self.written(x, len(places), places, turn)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return self.room(d, d)

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from ashl.compression.base.select import largest
 from ashl.compression.base.sparsifier import SPARSE, Sparsifier
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.body import Parts
 from ashl.option import option
 
@@ -32,6 +31,10 @@ class TopK(Sparsifier):
     code: ClassVar[int] = 2
     promises: ClassVar[Flags] = Flags(contraction=True)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        k = self.kept(turn.ratio, x.size)
-        return self.written(x, k, largest(x, k) if self.form(k, x.size) == SPARSE else None, turn)
+    @property
+    def on_host(self) -> bool:
+        return self.codes_on_host
+
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        k = self.kept(turn.ratio, len(x))
+        return self.written(x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, turn)

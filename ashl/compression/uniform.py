@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import numpy as np
 from pydantic import Field
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Turn
+from ashl.compression.wire.arrays import Array, over
 from ashl.compression.wire.bits import BLOCK
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.entropy_code import EntropyCode
@@ -43,12 +43,17 @@ class StochasticUniform(Code, Wrappers):
     def flags(self) -> Flags:
         return Flags(unbiased=True, variable=self.entropy != "none")
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        ends, top, rng = ends_of(x)[None], self.levels - 1, turn.stream()
-        blocks = (rounded(placed(block, ends, top), rng) for _, block in rows_of(x, min(ROW, x.size)))
-        return Parts(x.size, packed(x.size, top, blocks, self.entropy), scales=ends)
+    @property
+    def on_host(self) -> bool:
+        return self.entropy != "none"
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        ends, top, row, words = ends_of(x)[None], self.levels - 1, min(ROW, len(x)), turn.words()
+        rows = rows_of(x, row)
+        blocks = (rounded(placed(block, ends, top), words, where.start * row) for where, block in rows)
+        return Parts(len(x), packed(len(x), top, blocks, self.entropy), scales=ends)
+
+    def unpack(self, parts: Parts, d: int) -> Array:
         ends, top = typed(parts.scales, "<f4", 2, "ends")[None], self.levels - 1
         row = min(ROW, d)
         return unpacked(whole(parts, d), d, row, top, lambda _, block: between(block, ends, top), self.entropy)
@@ -60,13 +65,13 @@ class StochasticUniform(Code, Wrappers):
         return d / (2 * (self.levels - 1) ** 2)
 
 
-def placed(rows: np.ndarray, ends: np.ndarray, top: int) -> np.ndarray:
+def placed(rows: Array, ends: Array, top: int) -> Array:
     """Where the elements of rows [n, m] lie between ends [n, 2], from 0 to top."""
     return spread(rows - ends[:, :1], ends[:, 1:] - ends[:, :1], top)
 
 
-def between(numbers: np.ndarray, ends: np.ndarray, top: int) -> np.ndarray:
+def between(numbers: Array, ends: Array, top: int) -> Array:
     """Back again, in place."""
-    numbers *= (ends[:, 1:] - ends[:, :1]) / np.float32(top)
+    numbers *= over(ends[:, 1:] - ends[:, :1], top)
     numbers += ends[:, :1]
     return numbers

@@ -25,8 +25,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression.around.feedback import rescaled
-from ashl.compression.base.code import Sparse, array_of
+from ashl.compression.base.code import Sparse
 from ashl.compression.contract import TURN, BodyError, Flags, Layout, Turn, size_of
+from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.body import HEADER, Parts, typed, write_body
 from ashl.errors import UsageError
 from ashl.learn.device import to_host

@@ -1,8 +1,8 @@
 """The doors between the host's memory and the device's: whatever crosses, crosses here.
 
 The vectors of a run (models, moments, gradients, what is summed of them) lie on `runtime.device` and stay there. The
-host sees what it must: losses, once for each exchange; what is encoded, sent by gloo or evaluated. Each way back waits
-until the device has come so far, so none lies inside a local step.
+host sees what it must: losses, once for each exchange; what is sent by gloo, evaluated, or encoded by a codec that
+works there alone. Each way back waits until the device has come so far, so none lies inside a local step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ def to_device(x: Placed, device: str) -> Placed:
 def to_host(x: Tensor) -> Tensor:
     """The same in the host's memory; itself where it is there."""
     return x.detach().to(HOST)
+
+
+def at_home(x: Tensor) -> bool:
+    """Whether it lies in the host's memory."""
+    return str(x.device) == HOST
 
 
 def numbers(scalars: Sequence[Tensor | float]) -> list[float]:

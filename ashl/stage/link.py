@@ -6,7 +6,8 @@ compressed, with h_i what worker i holds, C(w − h_i) is sent; both ends add it
 out is still in w − h_i at the next pull: h_i carries the residual, so C goes without error feedback. The first pull,
 and one that would be no shorter, is the model itself, hence a ratio of 1 is the plain pull, bit for bit.
 
-Codecs work in the host's memory, and what they keep lies there; vectors come from the device, and go back to it, here.
+A codec works where vectors lie, or in the host's memory alone (`on_host`); what it is given goes there, and what it
+makes comes back, here.
 
 `Ends` lies in a rank's state, so that a checkpoint has it, and nobody else touches it. Where a run is only timed, what
 goes in and comes out is `SizeOnly`, and the codec is asked for nothing but its `payload`.
@@ -102,22 +103,28 @@ class Link:
         if ends.memory is not None and isinstance(self.innermost, Reduces):
             worth = 1.0 if gradients == ends.gradients or not rate else -1 / rate if gradients else -rate
             memory = self.innermost.taken_over(ends.memory, keeps, worth)
-        sender = handed_over(ends.sender, self.codec) if keeps.residual else None
+        sender = self._moved(handed_over(ends.sender, self.codec)) if keeps.residual else None
         return Ends(sender, memory=memory, gradients=gradients, held=ends.held)
+
+    def _moved(self, state: State) -> State:
+        """What another codec kept, where this one works."""
+        if isinstance(state, Tensor):
+            return self.given(self.codec, state)
+        return type(state)(*map(self._moved, state)) if isinstance(state, tuple) else state
 
     # --- up
 
     def encode(self, ends: Ends, x: Vector, turn: Turn) -> Body:
         if isinstance(x, SizeOnly):
             return SizeOnly(self.codec.payload(self.codec.share(turn), self.d))
-        ends.sender, body = self.codec.encode(ends.sender, self.given(x), turn)
+        ends.sender, body = self.codec.encode(ends.sender, self.given(self.codec, x), turn)
         if turn.round == 0:
             self.check_size(body, turn)
         return body
 
-    def given(self, x: Tensor) -> Tensor:
-        """A vector as the codec is given it."""
-        return x if self.flags.lossless else to_host(x)
+    def given(self, codec: Codec, x: Tensor) -> Tensor:
+        """A vector, or a body, where a codec works."""
+        return to_host(x) if codec.on_host else to_device(x, self.device)
 
     def made(self, x: Tensor) -> Tensor:
         """A vector that the codec made."""
@@ -146,7 +153,9 @@ class Link:
         """What a worker sent. Raises BodyError."""
         if isinstance(body, SizeOnly):
             return SizeOnly(4 * self.d)
-        ends.receivers[worker], x = self.innermost.decode(ends.receivers.get(worker), body, self.d)
+        ends.receivers[worker], x = self.innermost.decode(
+            ends.receivers.get(worker), self.given(self.innermost, body), self.d
+        )
         return self.made(x)
 
     def arrived(self, ends: Ends, worker: int, body: Body) -> Vector | Body:
@@ -155,7 +164,7 @@ class Link:
 
     def reduce(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
         """What the bodies of a merge are together, with `flags.reduces`. Raises BodyError."""
-        real = [body for body in bodies if isinstance(body, Tensor)]
+        real = [self.given(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
         if len(real) < len(bodies):
             return SizeOnly(4 * self.d)
         assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
@@ -183,18 +192,18 @@ class Link:
         if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
             return SizeOnly(4 * self.d)
         assert isinstance(self.innermost, Linear)
-        whole = self.innermost.summed(body, to_host(total))
+        whole = self.innermost.summed(body, self.given(self.innermost, total))
         if self.flags.reduces:
             return self.reduce(ends, [whole], [1.0])
         return self.made(self.innermost.decode(None, whole, self.d)[1])
 
     def before(self, ends: Ends, x: Tensor, turn: Turn) -> CodecInput:
         """What a protocol of the codec's own is given of x."""
-        return before(self.codec, ends.sender, self.given(x), turn)
+        return before(self.codec, ends.sender, self.given(self.codec, x), turn)
 
     def after(self, ends: Ends, x: Tensor, turn: Turn, outcome: Outcome) -> Tensor:
         """The update that the protocol came to; the sender keeps what of x is not in it."""
-        ends.sender = after(self.codec, ends.sender, self.given(x), turn, outcome)
+        ends.sender = after(self.codec, ends.sender, self.given(self.codec, x), turn, outcome)
         return self.made(outcome.update)
 
     # --- differences between models
@@ -203,7 +212,7 @@ class Link:
         """x by the codec alone, without state."""
         if isinstance(x, SizeOnly):
             return SizeOnly(self.innermost.payload(turn.ratio, self.d))
-        return self.innermost.encode(None, self.given(x), turn)[1]
+        return self.innermost.encode(None, self.given(self.innermost, x), turn)[1]
 
     def added(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
         """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
@@ -221,7 +230,7 @@ class Link:
             return model
         if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
             return SizeOnly(self.down.payload(turn.ratio, self.d))
-        _, body = self.down.encode(None, self.given(model - held), turn)
+        _, body = self.down.encode(None, self.given(self.down, model - held), turn)
         ends.held[worker] = self.pulled(held, body)
         return body
 
@@ -241,7 +250,8 @@ class Link:
         total = vector.clone()
         for body, weight in bodies:
             assert isinstance(body, Tensor)
-            if self.device == HOST:
+            body = self.given(codec, body)
+            if not codec.on_host or self.device == HOST:
                 codec.add(total, body, weight)  # which need not make the whole vector of a sparse body
             else:
                 total.add_(self.made(codec.decode(None, body, self.d)[1]), alpha=weight)

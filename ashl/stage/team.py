@@ -115,11 +115,11 @@ class Team:
             parts = whole(await self.node.all_gather(SizeOnly(x.nbytes, int(self.word)), self.ranks, epoch=self.epoch))
             self._carry(0.0, sum(part.word for part in parts))
             return parts
-        tail = torch.tensor([self.loss, self.word], dtype=torch.float64).view(torch.uint8)
+        tail = torch.tensor([self.loss, self.word], dtype=torch.float64, device=str(x.device)).view(torch.uint8)
         sent = torch.cat([x, tail])
         parts = whole(await self.node.all_gather(sent, self.ranks, riders=tail.numel(), epoch=self.epoch))
         sums = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts])
-        self._carry(*sums.tolist())
+        self._carry(*to_host(sums).tolist())
         return [part[: -tail.numel()] for part in parts]
 
     async def send(self, place: int, name: str, body: Any, *numbers: float) -> None:

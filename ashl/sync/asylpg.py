@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.compression.base.code import array_of
 from ashl.compression.contract import Turn
 from ashl.compression.grid import MOST, WHOLE, Grid, read, rounded
+from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.body import HEADER, Parts, read_body, write_body
 from ashl.learn.device import numbers, to_host
 from ashl.option import Count, NonNegative, Positive, option

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.base.code import array_of
 from ashl.compression.contract import BodyError, Turn
+from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, read_body, typed, write_body
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
 from ashl.learn.device import to_device, to_host

@@ -143,11 +143,13 @@ def report_health(node: Node, stage: Stage, state: WorkerState, x: Vector, sent:
     every, codec = stage.health_every, stage.link.innermost
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
-    pieces = [(link.innermost, link.d, body) for link, body in sent if isinstance(body, Tensor)]
+    pieces = [(link.innermost, link.d, to_host(body)) for link, body in sent if isinstance(body, Tensor)]
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
         found = sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
     else:
-        found = measured_loss(pieces, stage.link.kept(state.ends), to_host(x), stage.layout, stage.health_layers)
+        kept = stage.link.kept(state.ends)
+        kept = None if kept is None else to_host(kept)
+        found = measured_loss(pieces, kept, to_host(x), stage.layout, stage.health_layers)
     node.emit(Health(node.rank, state.round, node.now_ns, **found))
 
 

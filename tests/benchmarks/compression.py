@@ -1,13 +1,16 @@
 """Every codec beside a copy of the vector, and Top-K beside torch.topk: `python -m tests.benchmarks.compression`.
 
-Two threads; turn about in one run. torch's side is its fastest: unsorted, into a buffer that is there already.
+Two threads; turn about in one run. torch's side is its fastest: unsorted, into a buffer that is there already. With
+`--device cuda` those codecs that work on a device, there, beside what is aimed at; with `--device cpu` the same kernels
+in the host's memory, which shows that they run, and of no device how fast.
 """
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,15 +25,20 @@ from tests.conf_option import CONF, conf_option
 TURNS = 5
 SIZES = (1_000_000, 25_600_000)
 RATIOS = (0.001, 0.01, 0.05)
+AIMS = {"sign": 3, "cast": 3, "qsgd": 5, "terngrad": 5, "natural": 5, "topk": 15}  # encodings on a device, in copies
+KINDS = ("ashl.compression.wire.arrays.at_home", "ashl.compression.wire.body.at_home")  # what tells arrays from tensors
 
 
 def turns(*tasks: Callable[[], object]) -> list[list[float]]:
     """Milliseconds of each task by turn, after one turn that does not count."""
+    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     taken: list[list[float]] = [[] for _ in tasks]
     for turn in range(TURNS + 1):
         for task, times in zip(tasks, taken, strict=True):
+            finish()
             start = time.perf_counter()
             task()
+            finish()
             if turn:
                 times.append(1e3 * (time.perf_counter() - start))
     return taken
@@ -75,6 +83,39 @@ def catalogue(x: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
     return rows
 
 
+def on_device(x: torch.Tensor, names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """The same of those that work where x lies, at a share of 1 % where they keep one; and the names of the others."""
+    d, buffer, elsewhere = x.numel(), torch.empty_like(x), []
+    layout = (Layer("weight", (d // 1024, 1024)),)
+    best, copy = turns(lambda: torch.topk(torch.abs(x, out=buffer), d // 100, sorted=False), lambda: buffer.copy_(x))
+    rows = [["torch.topk of 1 %", "", ms(best), ratio(best, copy), "", "", ""]]
+    for name in names:
+        codec = for_layers(conf_option("compression", name), layout)
+        if codec.on_host:
+            elsewhere.append(name)
+            continue
+        body = codec.encode(None, x, Turn(ratio=0.01))[1]
+        encode = partial(codec.encode, None, x, Turn(ratio=0.01, round=1))
+        encoding, decoding, copying = turns(encode, partial(codec.decode, None, body, d), lambda: buffer.copy_(x))
+        bits, aim = f"{32 * body.nbytes / x.nbytes:.3g}", f"{AIMS[name]}" if name in AIMS else ""
+        rows.append([name, bits, ms(encoding), ratio(encoding, copying), aim, ms(decoding), ratio(decoding, copying)])
+    return rows, elsewhere
+
+
+def show_device(device: str, x: torch.Tensor, names: Sequence[str]) -> None:
+    """Without a device, tensors of the host are taken for those of one."""
+    if device == "cuda":
+        rows, elsewhere = on_device(x.cuda(), names)
+        name = torch.cuda.get_device_name()
+    else:
+        with mock.patch(KINDS[0], return_value=False), mock.patch(KINDS[1], return_value=False):
+            rows, elsewhere = on_device(x, names)
+        name = "no device: the same kernels in the host's memory"
+    columns = ["codec", "bits", "encode, ms", "encode / copy", "aim", "decode, ms", "decode / copy"]
+    note = f"ms: median of {TURNS} turns; in the host's memory alone: {', '.join(elsewhere) or 'none'}"
+    show(f"codecs on tensors, {x.numel():,} elements, {name}", columns, rows, note)
+
+
 def floors(x: torch.Tensor) -> list[list[str]]:
     """What nothing can beat, and what most do."""
     d, buffer = x.numel(), torch.empty_like(x)
@@ -93,13 +134,24 @@ def floors(x: torch.Tensor) -> list[list[str]]:
 
 
 def main() -> None:
-    """With arguments: only these codecs, `python -m tests.benchmarks.compression qsgd topk`."""
+    """With names only these codecs: `python -m tests.benchmarks.compression qsgd topk`."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compression")
+    parser.add_argument("names", nargs="*", help="these codecs only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="codecs on tensors: of a GPU, or of the host")
+    asked = parser.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device on this machine; --device cpu runs the same kernels on its memory")
     torch.set_num_threads(2)
     keep_pages()  # as in every process of a run
-    names = sys.argv[1:] or sorted(file.stem for file in (CONF / "compression").glob("[!_]*.yaml"))
+    names = asked.names or sorted(file.stem for file in (CONF / "compression").glob("[!_]*.yaml"))
+    if unknown := [name for name in names if not (CONF / "compression" / f"{name}.yaml").is_file()]:
+        raise SystemExit(f"there is no compression={unknown[0]}; `ashl list compression` has those that there are")
     vectors = [torch.from_numpy(np.random.default_rng(0).standard_normal(d, dtype=np.float32)) for d in SIZES]
+    if asked.device:
+        show_device(asked.device, vectors[-1], names)
+        return
     note = f"ms: median of {TURNS} turns"
-    if not sys.argv[1:]:
+    if not asked.names:
         show(
             "the k largest magnitudes",
             ["elements", "torch.topk, ms", "ashl, ms", "torch / ashl", "ashl / copy"],

@@ -1,23 +1,55 @@
-"""Codecs between a CUDA device and the wire: the same bytes as from the host, and what is decoded is on the device."""
+"""Codecs on a CUDA device: the same bytes as in the host's memory, and what is decoded is on the device."""
 
+import numpy as np
 import pytest
 import torch
 
 from ashl.compression.contract import Turn
+from ashl.compression.wire.bits import pack, unpack
+from ashl.compression.wire.there import block_sums
+from ashl.data.by_index import ByIndex
 from ashl.stage.link import Ends, Link
 from tests.laws.codecs import ROWS, bits, every_codec, vector
+from tests.laws.test_codecs_there import KINDS, LAST_BIT, of_kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 
 @every_codec
-@pytest.mark.parametrize("d", [1, 1000, 70_001])
+@pytest.mark.parametrize("d", [1, 1000, 70_001, 300_000])
 def test_the_same_bytes(name: str, d: int) -> None:
-    x, turn = vector("normal", d), Turn(ratio=0.1, seed=3)
-    here, there = Link(ROWS[name], d), Link(ROWS[name], d, device="cuda")
-    body, same = here.encode(Ends(), x, turn), there.encode(Ends(), x.cuda(), turn)
-    assert bits(same.cpu()) == bits(body)
-    if not here.flags.reduces:
-        found = there.decode(Ends(), 0, same)
-        assert found.device.type == "cuda"
-        assert torch.equal(found.cpu(), here.decode(Ends(), 0, body))
+    for kind in KINDS if not ROWS[name].on_host else ("normal",):
+        x, turn = of_kind(kind, d), Turn(ratio=0.1, seed=3)
+        here, there = Link(ROWS[name], d), Link(ROWS[name], d, device="cuda")
+        body, same = here.encode(Ends(), x, turn), there.encode(Ends(), x.cuda(), turn)
+        assert same.is_cuda != ROWS[name].on_host
+        if name not in LAST_BIT and kind != "nan":
+            assert bits(same.cpu()) == bits(body), kind
+        if not here.flags.reduces:
+            found, expected = there.decode(Ends(), 0, body).cpu(), here.decode(Ends(), 0, body)
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found.nan_to_num(), expected.nan_to_num()), kind
+            assert there.decode(Ends(), 0, same).is_cuda
+
+
+@pytest.mark.parametrize("width", range(1, 33))
+def test_packing(width: int) -> None:
+    numbers = np.random.default_rng(width).integers(0, 2 ** min(width, 31), 70_001, np.uint32)
+    stream = pack(numbers, width)
+    there = pack(torch.from_numpy(numbers.astype(np.int64)).cuda(), width)
+    assert np.array_equal(there.cpu().numpy(), stream)
+    assert np.array_equal(unpack(there, width, numbers.size).cpu().numpy(), numbers.astype(np.int32))
+
+
+def test_random_words() -> None:
+    stream, like, places = Turn(seed=5).words(), np.empty(0), np.arange(0, 10**6, 7)
+    assert (
+        stream.words(torch.empty(0).cuda(), 3, 10**6).cpu().numpy().tobytes() == stream.words(like, 3, 10**6).tobytes()
+    )
+    assert stream.second(torch.from_numpy(places).cuda()).cpu().numpy().tobytes() == stream.second(places).tobytes()
+    assert ByIndex(0).words(torch.empty(0).cuda(), 0, 1).tolist() == [0]
+
+
+def test_sums() -> None:
+    x = vector("heavy", 1_000_003).abs()
+    assert block_sums(x.cuda(), 1 << 16) == block_sums(x, 1 << 16)

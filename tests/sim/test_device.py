@@ -19,6 +19,25 @@ RUNS = {
     "asp, adam": ("sync=asp", "optimizer=adam", "aggregate.clip_norm=0.1"),
     "ashl": ("schedule=ashl", "schedule.loss_switch=2.2", "stop.steps=120"),
     "all-reduce, QSGD": ("topology=all_reduce", "sync=bsp", "compression=qsgd"),
+    "all-reduce, 16 bits": ("topology=all_reduce", "sync=bsp", "compression=cast"),
+    "all-reduce, one mask": ("topology=all_reduce", "sync=bsp", "compression=random_mask"),
+    "all-reduce, signs": ("topology=all_reduce", "sync=bsp", "compression=sign", "compression.feedback=true"),
+    "majority": (
+        "sync=bsp",
+        "compression=sign",
+        "compression.scale=none",
+        "compression.vote=majority",
+        "compression.feedback=false",
+    ),
+    "velocities, clipped": (
+        "sync=bsp",
+        "compression=topk",
+        "compression.momentum=0.9",
+        "compression.feedback=false",
+        "compression.clip_norm=0.1",
+        "optimizer.momentum=0",
+    ),
+    "1 bit, measured": ("sync=asp", "compression=one_bit", "run.health_every=3", "run.health_layers=true"),
     "all-reduce, PowerSGD": ("topology=all_reduce", "sync=bsp", "compression=power_sgd"),
     "merged": ("topology=all_reduce", "sync=bsp", "overlap=merged"),
     "dear": ("topology=all_reduce", "sync=bsp", "overlap=dear", "overlap.plan=layers"),
@@ -44,6 +63,11 @@ RUNS = {
 }
 OFTEN = (
     "bsp",
+    "all-reduce, 16 bits",
+    "all-reduce, one mask",
+    "all-reduce, signs",
+    "majority",
+    "1 bit, measured",
     "ashl",
     "merged",
     "late",
@@ -61,9 +85,7 @@ OFTEN = (
     "1-bit Adam",
     "muon",
 )  # as others do
-ROUNDED = (
-    "choco",
-)  # there a weight and a sparse body are multiplied and added at once, on the host one after the other
+ROUNDED = ("all-reduce, QSGD",)  # whose lengths have last bits of their own there
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OFTEN)) for name in RUNS])

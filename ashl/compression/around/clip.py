@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ashl.compression.around.wrapper import Wrapper
 from ashl.compression.contract import TURN, State, Turn
+from ashl.learn.device import numbers
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,6 @@ class Clipped(Wrapper):
     norm: float
 
     def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
-        length = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        length = numbers([torch.linalg.vector_norm(x, dtype=torch.float64)])[0]
         bound = abs(turn.weight) * self.norm / turn.workers**0.5
         return self.codec.encode(sender, x if length <= bound else x * (bound / length), turn)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import TURN, BodyError, Codec, Flags, Layout, State, Turn
+from ashl.compression.wire.arrays import bytes_of, read, tensor_of
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 
 C = TypeVar("C", bound=Codec)
@@ -59,16 +60,20 @@ class Layerwise(Codec):
         return self.codec.flags._replace(linear=False, reduces=False)
 
     @property
+    def on_host(self) -> bool:
+        return self.codec.on_host
+
+    @property
     def ratio(self) -> float | None:
         return self.codec.ratio
 
     def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
         bodies = [
-            self.codec.encode(None, x[part], turn._replace(layer=turn.layer + layer))[1].numpy()
+            self.codec.encode(None, x[part], turn._replace(layer=turn.layer + layer))[1]
             for layer, part in enumerate(slices(self.sizes))
         ]
-        lengths = np.array([body.size for body in bodies])
-        parts = Parts(x.numel(), np.concatenate(bodies), scales=lengths.astype("<u4"))
+        lengths = np.array([len(body) for body in bodies])
+        parts = Parts(x.numel(), bytes_of(torch.cat(bodies)), scales=lengths.astype("<u4"))
         return sender, write_body(self.code, x.numel(), parts)
 
     def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
@@ -91,8 +96,8 @@ class Layerwise(Codec):
     def _pieces(self, body: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
         """Where each layer lies, and its body."""
         parts = read_body(body, self.code, d)
-        lengths = typed(parts.scales, "<u4", len(self.sizes), "lengths").astype(np.int64)
-        if lengths.sum() != parts.values.size or parts.indices.size:
-            raise BodyError(f"the layers that came are {lengths.sum()} bytes long in {parts.values.size}")
-        bodies = torch.from_numpy(parts.values).split(lengths.tolist())
+        lengths = typed(read(parts.scales), "<u4", len(self.sizes), "lengths").astype(np.int64)
+        if lengths.sum() != len(parts.values) or len(parts.indices):
+            raise BodyError(f"the layers that came are {lengths.sum()} bytes long in {len(parts.values)}")
+        bodies = tensor_of(parts.values).split(lengths.tolist())
         return zip(slices(self.sizes), bodies, strict=True)

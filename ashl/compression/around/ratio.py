@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ashl.compression.around.wrapper import Stateful, Wrapper
 from ashl.compression.contract import TURN, State, Turn
+from ashl.learn.device import numbers
 
 CHANGE = 0.5  # η
 
@@ -60,7 +61,7 @@ class Accordion(Stateful):
     def encode(self, sender: Regime | None, x: Tensor, turn: Turn = TURN) -> tuple[Regime, Tensor]:
         state = sender or Regime(epoch=int(turn.epoch))
         if int(turn.epoch) > state.epoch and state.total is not None:
-            norm = float(torch.linalg.vector_norm(state.total, dtype=torch.float64))
+            norm = numbers([torch.linalg.vector_norm(state.total, dtype=torch.float64)])[0]
             critical = state.before is None or abs(state.before - norm) >= CHANGE * state.before
             state = Regime(int(turn.epoch), None, norm, critical, state.inner)
         elif state.total is None:  # the first update of a stage

@@ -23,6 +23,10 @@ class Wrapper(Codec):
         return self.codec.flags
 
     @property
+    def on_host(self) -> bool:
+        return self.codec.on_host
+
+    @property
     def ratio(self) -> float | None:
         return self.codec.ratio
 

@@ -10,7 +10,10 @@ Source: the second is the fixed-point form of Demmel and Nguyen, "Fast Reproduci
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array, beside
 from ashl.compression.wire.bits import BLOCK
 
 
@@ -27,9 +30,11 @@ def outer_sum(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return total
 
 
-def between(left: np.ndarray, blocks: np.ndarray, right: np.ndarray, scale: int, bits: int) -> np.ndarray:
+def between(left: np.ndarray, blocks: Array, right: np.ndarray, scale: int, bits: int) -> Array:
     """left @ block @ right of each block, float32 [n, h, w]. `left` and `right` are whole numbers, 2^scale times what
     is meant; of a block's elements so many bits count, from the first one of its largest on."""
+    if isinstance(blocks, Tensor):
+        return there.between(beside(blocks, left), blocks, beside(blocks, right), scale, bits)
     with np.errstate(invalid="ignore"):
         shift = bits - np.frexp(np.abs(blocks).max((1, 2), keepdims=True))[1]
         whole = np.rint(np.ldexp(blocks.astype(np.float64), shift)) @ right

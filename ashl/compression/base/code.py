@@ -3,8 +3,10 @@
     pack(x, turn)    -> Parts    x float32 [d], finite or not, never changed
     unpack(parts, d) -> x        float32 [d]; of a `Sparse` codec (places, values), of which the others are 0
 
-`parts` come from anywhere: `unpack` checks each length and index before it believes them, and raises BodyError. What is
-not finite in x must show in what is decoded, as NaN or infinity somewhere, except where `flags.scale_free`.
+Where a codec is not `on_host`, x and the parts may be tensors on a device instead: it takes kernels and operators that
+arrays and tensors both have, and what it says of x is the same to the bit. `parts` come from anywhere: `unpack` checks
+each length and index before it believes them, and raises BodyError. What is not finite in x must show in what is
+decoded, as NaN or infinity somewhere, except where `flags.scale_free`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import TURN, Codec, State, Turn
+from ashl.compression.wire.arrays import Array, array_of, tensor_of
 from ashl.compression.wire.body import Parts, read_body, write_body
 
 
@@ -24,7 +27,7 @@ class Code(Codec, contract=True):
 
     code: ClassVar[int]  # its number on the wire, one for each codec
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: Array, turn: Turn) -> Parts:
         raise NotImplementedError
 
     def unpack(self, parts: Parts, d: int) -> Any:
@@ -38,7 +41,7 @@ class Code(Codec, contract=True):
     def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
         parts = read_body(body, self.code, d)
         with np.errstate(over="ignore", invalid="ignore"):
-            return receiver, torch.from_numpy(self.unpack(parts, d))
+            return receiver, tensor_of(self.unpack(parts, d))
 
 
 class Sparse(Code):
@@ -48,8 +51,8 @@ class Sparse(Code):
         parts = read_body(body, self.code, d)
         with np.errstate(over="ignore", invalid="ignore"):
             places, values = self.unpack(parts, d)
-        x = torch.zeros(d)
-        x.numpy()[places] = values
+        x = torch.zeros(d, device=str(body.device))
+        array_of(x)[places] = values
         return receiver, x
 
     def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
@@ -59,12 +62,7 @@ class Sparse(Code):
             return
         with np.errstate(over="ignore", invalid="ignore"):
             places, values = self.unpack(parts, out.numel())
-            out.numpy()[places] += np.float32(scale) * values
-
-
-def array_of(x: Tensor) -> np.ndarray:
-    """A vector in the host's memory of any floating type as a float32 array; one that is such already is not copied."""
-    return np.ascontiguousarray(x.detach().to(torch.float32).numpy())
+            array_of(out)[places] += values * float(scale)
 
 
 def kept(share: float, d: int) -> int:

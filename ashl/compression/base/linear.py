@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, float32, uint8
 
 from ashl.compression.contract import Linear
-from ashl.compression.wire.body import HEADER
+from ashl.compression.wire.body import HEADER, header_of
 
 
 class SummedValues(Linear):
@@ -22,10 +22,10 @@ class SummedValues(Linear):
     def summed(self, body: Tensor, total: Tensor) -> Tensor:
         """A body like this one, with these values."""
         whole = body.clone()
-        whole[_values(body)] = total.to("cpu", float32).contiguous().view(uint8)
+        whole[_values(body)] = total.to(float32).contiguous().view(uint8)
         return whole
 
 
 def _values(body: Tensor) -> slice:
-    *_, scale_bytes, value_bytes = HEADER.unpack_from(body.numpy().data)
+    *_, scale_bytes, value_bytes = header_of(body)
     return slice(HEADER.size + scale_bytes, HEADER.size + scale_bytes + value_bytes)

@@ -15,7 +15,9 @@ import numpy as np
 from ashl.compression.base.linear import SummedValues
 from ashl.compression.base.sparsifier import SPARSE, Selection, Share
 from ashl.compression.contract import BodyError, Turn
+from ashl.compression.wire.arrays import Array, placed, read
 from ashl.compression.wire.body import HEADER, Parts
+from ashl.compression.wire.value_code import ANYWHERE
 from ashl.option import option
 
 SEED_BYTES = 8
@@ -28,8 +30,12 @@ class Seeded(Selection, SummedValues, Share):
     def place_bytes(self, k: int, d: int) -> int:
         return SEED_BYTES
 
-    def read_places(self, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
-        return places_of(buffer, k, d)
+    def read_places(self, buffer: Array, k: int, d: int) -> Array:
+        return placed(buffer, places_of(read(buffer), k, d))
+
+    @property
+    def on_host(self) -> bool:
+        return self.values not in ANYWHERE
 
     def payload(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)
@@ -39,13 +45,13 @@ class Seeded(Selection, SummedValues, Share):
         seed = SEED_BYTES if self.form(self.kept(ratio, d), d) == SPARSE else 0
         return self.payload(ratio, d) - HEADER.size - seed
 
-    def drawn(self, x: np.ndarray, rng: np.random.Generator, turn: Turn, scale: float = 1.0) -> Parts:
+    def drawn(self, x: Array, rng: np.random.Generator, turn: Turn, scale: float = 1.0) -> Parts:
         """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""
-        k, seed = self.kept(turn.ratio, x.size), new_seed(rng)
-        if self.form(k, x.size) != SPARSE:
+        k, seed = self.kept(turn.ratio, len(x)), new_seed(rng)
+        if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, turn)
-        kept = x[places_of(seed, k, x.size)]
-        return self.parts_of(x, k, kept if scale == 1 else kept * np.float32(scale), seed, turn)
+        kept = x[placed(x, places_of(seed, k, len(x)))]
+        return self.parts_of(x, k, kept if scale == 1 else kept * scale, seed, turn)
 
 
 def new_seed(rng: np.random.Generator) -> np.ndarray:

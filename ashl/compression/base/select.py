@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from torch import Tensor
 
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import BLOCK
 
 SAMPLE = 1 << 15
@@ -26,13 +29,17 @@ POSITIVE: Order = (np.bitwise_xor, np.int32(0))  # negative numbers come last, i
 NEGATIVE: Order = (np.bitwise_xor, np.int32(-(2**31)))  # the most negative first
 
 
-def largest(x: np.ndarray, k: int, order: Order = MAGNITUDE) -> np.ndarray:
+def largest(x: Array, k: int, order: Order = MAGNITUDE) -> Array:
     """Ascending indices [k] of the k largest |x|, or of what else an order says, for x float32 [d] and 1 ≤ k ≤ d.
 
     Of equal ones the first are taken. A NaN counts as larger than all numbers, as in torch.topk.
     """
+    if isinstance(x, Tensor):
+        assert order is MAGNITUDE
+        sample = there.magnitudes(x)[_spread_out(len(x))]
+        return there.largest(x, k, _rank(len(sample), k, len(x)), sample)
     bits = x.view(np.int32)
-    bound = None if x.size < SMALL else _bound(bits, k, order)
+    bound = _bound(bits, k, order)
     if bound is not None:
         places, keys = _reaching(bits, bound, order)
         if keys.size >= k:
@@ -43,15 +50,18 @@ def largest(x: np.ndarray, k: int, order: Order = MAGNITUDE) -> np.ndarray:
     return _choose(_keys(bits, order), k)
 
 
-def reaching(x: np.ndarray, bound: float) -> np.ndarray:
+def reaching(x: Array, bound: float) -> Array:
     """Ascending indices of all |x| ≥ bound > 0, for x float32 [d]; a NaN reaches every bound."""
-    return _reaching(x.view(np.int32), np.maximum(np.float32(bound).view(np.int32), 1), MAGNITUDE)[0]
+    least = np.maximum(np.float32(bound).view(np.int32), 1)
+    if isinstance(x, Tensor):
+        return there.reaching(there.magnitudes(x), int(least))
+    return _reaching(x.view(np.int32), least, MAGNITUDE)[0]
 
 
-def estimated(x: np.ndarray, k: int) -> float:
+def estimated(x: Array, k: int) -> float:
     """A bound that about k of |x| reach, from a sample; for short vectors one that k reach. NaN where that is one."""
-    sample = _keys(_sample(x.view(np.int32)), MAGNITUDE)
-    rank = min(sample.size, max(1, round(k * sample.size / x.size)))
+    sample = _keys(there.read(x[_spread_out(len(x))]).view(np.int32), MAGNITUDE)
+    rank = min(sample.size, max(1, round(k * sample.size / len(x))))
     return float(np.partition(sample, sample.size - rank)[sample.size - rank].view(np.float32))
 
 
@@ -76,21 +86,28 @@ def _keys(bits: np.ndarray, order: Order) -> np.ndarray:
     return operation(bits, operand)
 
 
-def _sample(bits: np.ndarray) -> np.ndarray:
-    """Some elements, spread over all; of a short vector all."""
-    stride = max(1, bits.size // SAMPLE)
+def _spread_out(d: int) -> slice:
+    """Some of d elements, spread over all; of a short vector all."""
+    stride = max(1, d // SAMPLE)
     while math.gcd(stride, 210) > 1:  # a period of the layers' shapes would make the sample one-sided
         stride += 1
-    return bits[stride // 2 :: stride]
+    return slice(stride // 2, None, stride)
+
+
+def _rank(size: int, k: int, d: int) -> int | None:
+    """Of a bound in a sample of that size that more than k of d elements reach, in all likelihood; None where so many
+    would that it is no use."""
+    rank = k * size / d
+    rank = math.ceil(rank + SAFETY * (math.sqrt(rank) + 1))
+    return None if d < SMALL or rank >= size // 4 else rank
 
 
 def _bound(bits: np.ndarray, k: int, order: Order) -> np.int32 | None:
     """A key that more than k elements reach, in all likelihood; None where too many would. Not 0: of vectors that are
     sparse already, all elements reach it."""
-    sample = _keys(_sample(bits), order)
-    rank = k * sample.size / bits.size
-    rank = math.ceil(rank + SAFETY * (math.sqrt(rank) + 1))
-    if rank >= sample.size // 4:
+    sample = _keys(bits[_spread_out(bits.size)], order)
+    rank = _rank(sample.size, k, bits.size)
+    if rank is None:
         return None
     return np.partition(sample, sample.size - rank)[sample.size - rank] or np.int32(1)
 

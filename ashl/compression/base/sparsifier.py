@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
-
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Sparse, kept
 from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire import index_code, value_code
+from ashl.compression.wire.arrays import Array, viewed
 from ashl.compression.wire.body import EMPTY, HEADER, Parts
 from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
@@ -45,7 +45,7 @@ class Selection(Sparse, Wrappers):
         """The size of what says where k of d elements are."""
         raise NotImplementedError
 
-    def read_places(self, buffer: np.ndarray, k: int, d: int) -> Any:
+    def read_places(self, buffer: Array, k: int, d: int) -> Array:
         """The places [k] again, as an index of an array. Raises BodyError."""
         raise NotImplementedError
 
@@ -65,29 +65,29 @@ class Selection(Sparse, Wrappers):
     def _sparse_bytes(self, k: int, d: int) -> int:
         return value_bytes(self.values, k) + self.place_bytes(k, d)
 
-    def parts_of(self, x: np.ndarray, k: int, kept: Any, coded: Any, turn: Turn) -> Parts:
+    def parts_of(self, x: Array, k: int, kept: Any, coded: Any, turn: Turn) -> Parts:
         """k values `kept` of x, whose places are written as `coded`; neither is read where all of x is sent."""
-        form = self.form(k, x.size)
+        form = self.form(k, len(x))
         if form == DENSE:
-            return Parts(x.size, x, form=form)
+            return Parts(len(x), x, form=form)
         if not k:
-            return Parts(0, EMPTY)
+            return Parts(0, x[:0])
         values, scales = write_values(self.values, x if form == WHOLE else kept, turn)
         return Parts(k, values, coded if form == SPARSE else EMPTY, scales, form)
 
     def unpack(self, parts: Parts, d: int) -> Any:
         k, form = parts.count, parts.form
         if form in (WHOLE, DENSE):
-            if k != d or parts.indices.size:
+            if k != d or len(parts.indices):
                 raise BodyError(f"a whole vector of {d} elements says that it holds {k}")
             code = self.values if form == WHOLE else "fp32"
             return slice(None), read_values(code, parts.values, parts.scales, d)
         if form != SPARSE or not (k or self.flags.variable):
             raise BodyError(f"what came is no sparse vector: form {form}, {k} values of {d}")
         if not k:
-            if parts.values.size or parts.indices.size or parts.scales.size:
+            if len(parts.values) or len(parts.indices) or len(parts.scales):
                 raise BodyError("a vector without values says something all the same")
-            return slice(0), EMPTY.view(np.float32)
+            return slice(0), viewed(parts.values, "<f4")
         values = read_values(self.values, parts.values, parts.scales, k)
         return self.read_places(parts.indices, k, d), values
 
@@ -111,14 +111,19 @@ class Indexed(Selection):
         sparse = value_bytes(self.values, k) + index_room(self.indices, k, d)
         return HEADER.size + min(sparse, max(4 * d, value_bytes(self.values, d)))
 
-    def read_places(self, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
+    def read_places(self, buffer: Array, k: int, d: int) -> Array:
         return read_indices(self.indices, buffer, k, d)
 
-    def written(self, x: np.ndarray, k: int, places: Any, turn: Turn) -> Parts:
+    def written(self, x: Array, k: int, places: Any, turn: Turn) -> Parts:
         """x at these k ascending places; of `places` nothing is read where all of x is sent."""
-        if self.form(k, x.size) != SPARSE:
+        if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, turn)
-        return self.parts_of(x, k, x[places], write_indices(self.indices, places, x.size), turn)
+        return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), turn)
+
+    @property
+    def codes_on_host(self) -> bool:
+        """Whether what it writes values or places with does not work on a device."""
+        return self.values not in value_code.ANYWHERE or self.indices not in index_code.ANYWHERE
 
 
 @option

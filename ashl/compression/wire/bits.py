@@ -10,6 +10,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array
 
 GROUP = 32  # numbers of w bits fill w words of 32 bits
 BLOCK = 1 << 16  # elements: what lies between two passes over a block stays in the L2 cache
@@ -28,8 +33,10 @@ def packed_bytes(count: int, width: int) -> int:
     return -(-count * width // 8)
 
 
-def pack(numbers: np.ndarray, width: int) -> np.ndarray:
+def pack(numbers: Array, width: int) -> Array:
     """uint8 [packed_bytes] of the low `width` bits, 1 to 32, of each number."""
+    if isinstance(numbers, Tensor):
+        return there.pack(numbers, width)
     if width in (8, 16, 32):
         return numbers.astype(f"<u{width // 8}").view(np.uint8)
     write = _pack_bytes if width < 8 else _pack_words
@@ -40,20 +47,27 @@ def pack(numbers: np.ndarray, width: int) -> np.ndarray:
     return packed
 
 
-def unpack(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
-    """The first `count` numbers of such a stream, uint32; the stream must be long enough."""
+def unpack(buffer: Array, width: int, count: int) -> Array:
+    """The first `count` numbers of such a stream, uint32, on a device int32; the stream must be long
+    enough."""
+    if isinstance(buffer, Tensor):
+        return there.unpack(buffer, width, count).to(torch.int32)
     if width in (16, 32):
         return buffer[: count * width // 8].view(f"<u{width // 8}").astype(np.uint32)
     return _unpacked(_unpack_bytes if width <= 8 else _unpack_words, buffer, width, np.empty(count, np.uint32))
 
 
-def unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
+def unpack_bytes(buffer: Array, width: int, count: int) -> Array:
     """As `unpack`, for a width of at most 8: uint8."""
+    if isinstance(buffer, Tensor):
+        return there.unpack(buffer, width, count)
     return _unpacked(_unpack_bytes, buffer, width, np.empty(count, np.uint8))
 
 
-def pack_signs(x: np.ndarray) -> np.ndarray:
+def pack_signs(x: Array) -> Array:
     """uint8 [⌈d/8⌉]: 1 where x is negative; of zeros and NaNs it is the sign bit that counts."""
+    if isinstance(x, Tensor):
+        return there.pack_signs(x)
     packed, signs = np.empty(-(-x.size // 8), np.uint8), np.empty(min(BLOCK, x.size), bool)
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
@@ -62,8 +76,10 @@ def pack_signs(x: np.ndarray) -> np.ndarray:
     return packed
 
 
-def signed(buffer: np.ndarray, count: int, magnitude: np.ndarray) -> np.ndarray:
+def signed(buffer: Array, count: int, magnitude: Array) -> Array:
     """float32 [count]: a magnitude, float32 [1], with the signs of such a stream."""
+    if isinstance(buffer, Tensor):
+        return there.signed(buffer, count, magnitude)
     x = np.empty(count, np.uint32)
     pattern = magnitude.astype(np.float32).view(np.uint32)
     for start in range(0, count, BLOCK):

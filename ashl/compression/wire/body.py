@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import BodyError
+from ashl.compression.wire.arrays import Array, as_bytes, beside, viewed
 from ashl.errors import UsageError
+from ashl.learn.device import at_home, to_host
 
 HEADER = struct.Struct("<BBBBIIII")
 VERSION = 0xA2
@@ -32,12 +34,13 @@ EMPTY = np.empty(0, np.uint8)
 
 
 class Parts(NamedTuple):
-    """What a body holds. When written: arrays of any type; when read: uint8 views of the body. 0 ≤ count ≤ d."""
+    """What a body holds. When written: arrays of any type, on a device beside tensors; when read: uint8 views of the
+    body. 0 ≤ count ≤ d."""
 
     count: int
-    values: np.ndarray
-    indices: np.ndarray = EMPTY
-    scales: np.ndarray = EMPTY
+    values: Array
+    indices: Array = EMPTY
+    scales: Array = EMPTY
     form: int = 0
 
 
@@ -51,15 +54,20 @@ class Split(NamedTuple):
 
 
 def write_body(code: int, d: int, parts: Parts) -> Tensor:
-    """A new body, uint8. Raises UsageError where it is longer than its header can say."""
+    """A new body, uint8, where the values lie. Raises UsageError where it is longer than its header can say."""
     count, values, indices, scales, form = parts
     if max(d, scales.nbytes, values.nbytes) > MOST:
         raise UsageError(
             f"a message of {d} elements has {values.nbytes} bytes of values, and its header counts up to {MOST}; take "
             "compression=none, or a smaller model"
         )
+    said = VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes
+    if isinstance(values, Tensor):
+        head = np.frombuffer(bytearray(HEADER.pack(*said)), np.uint8)
+        there = [beside(values, part) for part in (head, scales, values, indices)]
+        return torch.cat([as_bytes(part) for part in there])
     body = np.empty(HEADER.size + scales.nbytes + values.nbytes + indices.nbytes, np.uint8)
-    HEADER.pack_into(body.data, 0, VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes)
+    HEADER.pack_into(body.data, 0, *said)
     start = HEADER.size
     for part in (scales, values, indices):
         if part.nbytes:
@@ -72,8 +80,8 @@ def read_body(body: Any, code: int, d: int) -> Parts:
     """What a body holds. Raises BodyError unless it is one of this codec with d elements."""
     if not isinstance(body, Tensor) or body.dtype != torch.uint8 or body.dim() != 1 or body.numel() < HEADER.size:
         raise BodyError(f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected")
-    memory = np.ascontiguousarray(body.numpy())
-    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = HEADER.unpack_from(memory.data)
+    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = header_of(body)
+    memory = np.ascontiguousarray(body.numpy()) if at_home(body) else body
     if version != VERSION:
         raise BodyError("what came was encoded by another version or program")
     if dtype != FLOAT32:
@@ -84,17 +92,22 @@ def read_body(body: Any, code: int, d: int) -> Parts:
         raise BodyError(f"an encoded vector of {elements} elements came where {d} were expected")
     values = HEADER.size + scale_bytes
     indices = values + value_bytes
-    if count > d or indices > memory.size:
+    if count > d or indices > len(memory):
         raise BodyError(
             f"an encoded vector of {d} elements says that it holds {count} values and {scale_bytes} and {value_bytes} "
-            f"bytes, in {memory.size} bytes"
+            f"bytes, in {len(memory)} bytes"
         )
     return Parts(count, memory[values:indices], memory[indices:], memory[HEADER.size : values], form)
 
 
-def typed(part: np.ndarray, dtype: str, count: int, what: str) -> np.ndarray:
+def header_of(body: Tensor) -> tuple[int, ...]:
+    """The numbers of a body's header, which the host reads."""
+    return HEADER.unpack(to_host(body[: HEADER.size]).numpy().tobytes())
+
+
+def typed(part: Array, dtype: str, count: int, what: str) -> Array:
     """`count` elements of a numpy type, as a view of a body's bytes. Raises BodyError where there are more or fewer."""
     size = np.dtype(dtype).itemsize
-    if part.size != size * count:
-        raise BodyError(f"an encoded vector holds {part.size} bytes of {what} where {size * count} were expected")
-    return part.view(dtype)
+    if len(part) != size * count:
+        raise BodyError(f"an encoded vector holds {len(part)} bytes of {what} where {size * count} were expected")
+    return viewed(part, dtype)

@@ -16,13 +16,17 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ashl.compression.contract import BodyError
+from ashl.compression.wire.arrays import Array, holds, viewed
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
 
 IndexCode = Literal["int32", "packed", "bitmap", "golomb"]
 INDEX_CODES: Sequence[IndexCode] = ("int32", "packed", "bitmap", "golomb")
 VARIABLE: Sequence[IndexCode] = ("golomb",)  # whose size depends on the indices
+ANYWHERE: Sequence[IndexCode] = ("int32", "packed", "bitmap")  # on a device too
 
 
 def width(d: int) -> int:
@@ -50,35 +54,41 @@ def index_room(code: IndexCode, k: int, d: int) -> int:
     return -(-27 * index_bytes(code, k, d) // 25) + 1 if code == "golomb" else index_bytes(code, k, d)
 
 
-def write_indices(code: IndexCode, indices: np.ndarray, d: int) -> np.ndarray:
+def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
     """uint8 [index_bytes], or fewer."""
     if code == "int32":
-        return indices.astype("<i4").view(np.uint8)
+        return indices.to(torch.int32) if isinstance(indices, Tensor) else indices.astype("<i4").view(np.uint8)
     if code == "packed":
         return pack(indices, width(d))
     if code == "golomb":
         return _write_golomb(indices, d)
+    if isinstance(indices, Tensor):
+        return pack(torch.zeros(d, dtype=torch.bool, device=str(indices.device)).index_fill_(0, indices, True), 1)
     mask = np.zeros(d, bool)
     mask[indices] = True
     return np.packbits(mask, bitorder="little")
 
 
-def read_indices(code: IndexCode, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
+def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
     """The indices [k], ascending. Raises BodyError where they are of another size, out of order or beyond d."""
     size = index_bytes(code, k, d)
-    if buffer.size > size or (buffer.size < size and code not in VARIABLE):
-        raise BodyError(f"{k} {code} indices below {d} take {size} bytes, but {buffer.size} came")
+    if len(buffer) > size or (len(buffer) < size and code not in VARIABLE):
+        raise BodyError(f"{k} {code} indices below {d} take {size} bytes, but {len(buffer)} came")
     if code == "int32":
-        indices = buffer.view("<i4")
+        indices = viewed(buffer, "<i4")
     elif code == "packed":
         indices = unpack(buffer, width(d), k)
     elif code == "golomb":
         indices = _read_golomb(buffer, k, d)
+    elif isinstance(buffer, Tensor):
+        indices = unpack(buffer, 1, d).nonzero().view(-1)
     else:
         indices = np.flatnonzero(np.unpackbits(buffer, count=d, bitorder="little").view(bool))
-    if k == 0 and not indices.size:
-        return np.empty(0, np.int64)
-    if indices.size != k or indices[0] < 0 or indices[-1] >= d or not (indices[1:] > indices[:-1]).all():
+    if k == 0 and not len(indices):
+        return indices if isinstance(indices, Tensor) else np.empty(0, np.int64)
+    if len(indices) != k or not holds(
+        (indices[0] >= 0) & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()  # one reading
+    ):
         raise BodyError(f"the indices that came are not {k} ascending numbers below {d}")
     return indices
 

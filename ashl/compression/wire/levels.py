@@ -14,17 +14,22 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ashl.compression.contract import BodyError
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array, holds
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack_bytes
 from ashl.compression.wire.body import Parts
 from ashl.compression.wire.entropy_code import EntropyCode, bound_bytes, folded, read_levels, unfolded, write_levels
+from ashl.data.by_index import ByIndex
 
 SMALL = np.float32(2.0**-64)  # below it float32 may have no reciprocal
 ENLARGED = np.float32(2.0**64)
 SHORT = 1 - 2.0**-22  # so that what is rounded on the way is not rounded up beyond the top level
 BITS = 16  # of u that are drawn for all
 UNITS = 1 << BITS
+LANES = 64 // BITS  # in a word
 
 
 def width(top: int) -> int:
@@ -32,8 +37,11 @@ def width(top: int) -> int:
     return top.bit_length()
 
 
-def rows_of(x: np.ndarray, row: int) -> Iterator[tuple[slice, np.ndarray]]:
+def rows_of(x: Array, row: int) -> Iterator[tuple[slice, Array]]:
     """Blocks of x as [n, row], and where their rows lie among all; the last row is filled up with zeros."""
+    if isinstance(x, Tensor):  # on a device all is one block
+        yield slice(0, -(-len(x) // row)), torch.nn.functional.pad(x, (0, -len(x) % row)).view(-1, row)
+        return
     step = row_step(row)
     for start in range(0, -(-x.size // row), step):
         part = x[start * row : (start + step) * row]
@@ -42,8 +50,10 @@ def rows_of(x: np.ndarray, row: int) -> Iterator[tuple[slice, np.ndarray]]:
         yield slice(start, start + part.size // row), part.reshape(-1, row)
 
 
-def spread(x: np.ndarray, span: np.ndarray, top: int) -> np.ndarray:
+def spread(x: Array, span: Array, top: int) -> Array:
     """x/span·top, for spans [n, 1] or [1, 1] of the rows of x [n, m]; 0 where a span is none."""
+    if isinstance(x, Tensor):
+        return there.spread(x, span, SHORT * top, float(SMALL), float(ENLARGED))
     small = span < SMALL
     if small.any():
         factor = np.where(small, ENLARGED, np.float32(1))
@@ -54,19 +64,24 @@ def spread(x: np.ndarray, span: np.ndarray, top: int) -> np.ndarray:
     return y
 
 
-def rounded(y: np.ndarray, rng: np.random.Generator, zero: int = 0) -> np.ndarray:
-    """uint8: ⌊y + u⌋ + zero, for y in any form, which is changed."""
-    return dithered(y, rng, zero).astype(np.uint8)
+def rounded(y: Array, words: ByIndex, start: int, zero: int = 0) -> Array:
+    """uint8: ⌊y + u⌋ + zero, for y in any form, which is changed; `start`, a multiple of 4, counts elements before."""
+    if isinstance(y, Tensor):
+        return there.dithered(y, words, start, zero, BITS).to(torch.uint8)
+    levels = dithered(y, words, start).astype(np.uint8)
+    levels += np.uint8(zero)  # modulo 256, so what was negative no longer is
+    return levels
 
 
-def dithered(y: np.ndarray, rng: np.random.Generator, zero: int = 0) -> np.ndarray:
+def dithered(y: np.ndarray, words: ByIndex, start: int, zero: int = 0) -> np.ndarray:
     """int32: ⌊y + u⌋ + zero, for |y| < 2¹⁵ in any form, which is changed."""
-    sums = rng.bit_generator.random_raw(-(-y.size // 4)).view(np.uint16)[: y.size].astype(np.int32).reshape(y.shape)
+    first = words.words(y, start // LANES, -(-y.size // LANES))
+    sums = first.view(np.uint16)[: y.size].astype(np.int32).reshape(y.shape)
     y *= np.float32(UNITS)  # exact
     sums += np.floor(y).astype(np.int32)
     ties = np.flatnonzero(sums & (UNITS - 1) == UNITS - 1)
     if ties.size:  # with what is behind these bits the sum may reach the next level
-        sums.reshape(-1)[ties] += rng.random(ties.size) + y.reshape(-1)[ties].astype(np.float64) % 1 >= 1
+        sums.reshape(-1)[ties] += words.second(ties + start) + y.reshape(-1)[ties].astype(np.float64) % 1 >= 1
     sums >>= BITS
     if zero:
         sums += zero
@@ -78,7 +93,7 @@ def level_bytes(count: int, top: int, entropy: EntropyCode) -> int:
     return bound_bytes(entropy, count, top + 1)
 
 
-def packed(count: int, top: int, blocks: Iterator[np.ndarray], entropy: EntropyCode = "none") -> np.ndarray:
+def packed(count: int, top: int, blocks: Iterator[Array], entropy: EntropyCode = "none") -> Array:
     """The numbers of blocks, each but the last a multiple of 8 long, as one stream of `count`."""
     if entropy != "none":
         from_middle = folded(np.arange(top + 1) - (top + 1) // 2).astype(np.uint8)
@@ -87,19 +102,21 @@ def packed(count: int, top: int, blocks: Iterator[np.ndarray], entropy: EntropyC
     stream, bits, start = np.empty(packed_bytes(count, width(top)), np.uint8), width(top), 0
     for numbers in blocks:
         piece = pack(numbers.reshape(-1)[: count - start], bits)
+        if isinstance(piece, Tensor):
+            return piece
         stream[start * bits // 8 :][: piece.size] = piece
         start += numbers.size
     return stream
 
 
 def unpacked(
-    stream: np.ndarray,
+    stream: Array,
     count: int,
     row: int,
     top: int,
-    meant: Callable[[slice, np.ndarray], object],
+    meant: Callable[[slice, Array], object],
     entropy: EntropyCode = "none",
-) -> np.ndarray:
+) -> Array:
     """float32 [count]: `meant` makes of the numbers [n, row] of some rows, in place, what they stand for.
 
     Raises BodyError where there are more or fewer numbers, or one beyond top.
@@ -108,23 +125,26 @@ def unpacked(
     if entropy != "none":
         to_middle = (unfolded(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
         stream, bits = to_middle.take(read_levels(entropy, stream, count, top + 1)), 8
-    if stream.size != packed_bytes(count, bits):
-        raise BodyError(f"{count} numbers of {bits} bits came in {stream.size} bytes")
-    x, step = np.empty((rows, row), np.float32), row_step(row)
+    if len(stream) != packed_bytes(count, bits):
+        raise BodyError(f"{count} numbers of {bits} bits came in {len(stream)} bytes")
+    there = isinstance(stream, Tensor)
+    x = torch.empty((rows, row), device=str(stream.device)) if there else np.empty((rows, row), np.float32)
+    step = rows if there else row_step(row)
     for start in range(0, rows, step):
         part = x[start : start + step]
-        numbers = unpack_bytes(stream[start * row * bits // 8 :], bits, min(part.size, count - start * row))
-        if numbers.max() > top:
-            raise BodyError(f"a number from 0 to {top} is {numbers.max()}")
-        part.reshape(-1)[: numbers.size] = numbers
-        part.reshape(-1)[numbers.size :] = 0
+        flat = part.reshape(-1)
+        numbers = unpack_bytes(stream[start * row * bits // 8 :], bits, min(len(flat), count - start * row))
+        if not holds(numbers.max() <= top):
+            raise BodyError(f"a number from 0 to {top} is larger")
+        flat[: len(numbers)] = numbers
+        flat[len(numbers) :] = 0
         meant(slice(start, start + len(part)), part)
     return x.reshape(-1)[:count]
 
 
-def whole(parts: Parts, d: int) -> np.ndarray:
+def whole(parts: Parts, d: int) -> Array:
     """The values of a body that says something of all d elements, and of no places. Raises BodyError."""
-    if parts.count != d or parts.form or parts.indices.size:
+    if parts.count != d or parts.form or len(parts.indices):
         raise BodyError(f"what came is no vector of {d} elements: form {parts.form}, {parts.count} values")
     return parts.values
 
@@ -134,13 +154,17 @@ def row_step(row: int) -> int:
     return max(8, BLOCK // row // 8 * 8)
 
 
-def ends_of(x: np.ndarray) -> np.ndarray:
+def ends_of(x: Array) -> Array:
     """The least and the largest element, float32 [2]; NaN where one is."""
-    return np.array([float(end) for end in torch.aminmax(torch.from_numpy(x))], np.float32)
+    if isinstance(x, Tensor):
+        return there.ends_of(x)
+    return np.array([float(end) for end in torch.aminmax(torch.from_numpy(x))], np.float32) + np.float32(0)  # no -0
 
 
-def mean_magnitude(x: np.ndarray) -> np.ndarray:
-    """‖x‖₁/d as float32 [1]; 0 of nothing."""
+def mean_magnitude(x: Array) -> np.ndarray:
+    """‖x‖₁/d as float32 [1], in the host's memory; 0 of nothing."""
+    if isinstance(x, Tensor):
+        return np.array([sum(there.block_sums(x.abs(), BLOCK)) / max(1, len(x))], np.float32)
     total, buffer = 0.0, np.empty(min(BLOCK, x.size), np.float32)
     for where in blocks(x.size):
         part = x[where]

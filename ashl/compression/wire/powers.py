@@ -6,8 +6,12 @@ Rule and limits: see `ashl.compression.natural`. E‖C(x) − x‖² ≤ OMEGA·
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
+from ashl.data.by_index import ByIndex
 
 OMEGA = 1 / 8
 MANTISSA = np.uint32(23)  # bits
@@ -20,8 +24,10 @@ def natural_bytes(d: int) -> int:
     return d + packed_bytes(d, 1)
 
 
-def write_natural(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def write_natural(x: Array, words: ByIndex) -> Array:
     """uint8 [natural_bytes]."""
+    if isinstance(x, Tensor):
+        return there.write_natural(x, words)
     stream = np.empty(natural_bytes(x.size), np.uint8)
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
@@ -29,7 +35,7 @@ def write_natural(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if not (part.max() < 2.0**127 and part.min() > -(2.0**127)):
             size = bits & np.uint32(0x7FFFFFFF)
             bits = np.where(size >= INFINITE, INFINITE, np.minimum(size, TOP))
-        dither = rng.bit_generator.random_raw(-(-part.size // 2)).view(np.uint32)[: part.size]
+        dither = words.words(bits, start // 2, -(-part.size // 2)).view(np.uint32)[: part.size]
         dither >>= np.uint32(32 - 23)
         dither += bits
         dither >>= MANTISSA
@@ -38,8 +44,10 @@ def write_natural(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return stream
 
 
-def read_natural(stream: np.ndarray, d: int) -> np.ndarray:
+def read_natural(stream: Array, d: int) -> Array:
     """float32 [d] again."""
+    if isinstance(stream, Tensor):
+        return there.read_natural(stream, d)
     x = np.empty(d, np.uint32)
     for start in range(0, d, BLOCK):
         part = x[start : start + BLOCK]

@@ -9,9 +9,13 @@ Source: the rounding of Wen et al., "TernGrad", NeurIPS 2017.
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
 from ashl.compression.contract import BodyError
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array, holds
 from ashl.compression.wire.levels import rounded, spread
+from ashl.data.by_index import ByIndex
 
 TRITS = 5  # in a byte, since 3⁵ ≤ 256
 BLOCK = TRITS << 14
@@ -22,11 +26,11 @@ def trit_bytes(count: int) -> int:
     return -(-count // TRITS)
 
 
-def ternary(x: np.ndarray, top: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def ternary(x: Array, top: Array, words: ByIndex, start: int = 0) -> Array:
     """uint8: 1 + sign(x)·[drawn], with probability |x|/top; beyond ±top for sure. top is float32 [1]."""
     y = spread(x[None], top[None], 1)[0]
-    np.clip(y, -1, 1, out=y)
-    return rounded(y, rng, 1)
+    y = y.clamp_(-1, 1) if isinstance(y, Tensor) else np.clip(y, -1, 1, out=y)
+    return rounded(y, words, start, 1)
 
 
 def pack_trits(numbers: np.ndarray) -> np.ndarray:
@@ -53,19 +57,25 @@ def unpack_trits(packed: np.ndarray, count: int) -> np.ndarray:
     return planes.reshape(-1)[:count]
 
 
-def write_ternary(x: np.ndarray, top: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def write_ternary(x: Array, top: Array, words: ByIndex) -> Array:
     """uint8 [trit_bytes]: x as ternary numbers."""
+    if isinstance(x, Tensor):
+        return there.pack_trits(ternary(x, top, words), TRITS, BLOCK)
     stream = np.empty(trit_bytes(x.size), np.uint8)
     for start in range(0, x.size, BLOCK):
-        packed = pack_trits(ternary(x[start : start + BLOCK], top, rng))
+        packed = pack_trits(ternary(x[start : start + BLOCK], top, words, start))
         stream[start // TRITS :][: packed.size] = packed
     return stream
 
 
-def read_ternary(stream: np.ndarray, top: np.ndarray, count: int) -> np.ndarray:
+def read_ternary(stream: Array, top: Array, count: int) -> Array:
     """float32 [count]: −top, 0 and top. Raises BodyError where the stream is of another length."""
-    if stream.size != trit_bytes(count):
-        raise BodyError(f"{count} ternary numbers came in {stream.size} bytes")
+    if len(stream) != trit_bytes(count):
+        raise BodyError(f"{count} ternary numbers came in {len(stream)} bytes")
+    if isinstance(stream, Tensor):
+        if not holds(stream.max() < 3**TRITS):
+            raise BodyError(f"five ternary numbers are {3**TRITS} or more")
+        return (there.unpack_trits(stream, count, TRITS, BLOCK).to(top.dtype) - 1) * top
     x = np.empty(count, np.float32)
     for start in range(0, count, BLOCK):
         part = x[start : start + BLOCK]

@@ -13,23 +13,25 @@ ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth et 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ashl.compression.contract import Turn
+from ashl.compression.wire.arrays import Array, cast, uncast
 from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
 from ashl.compression.wire.body import EMPTY, typed
 from ashl.compression.wire.levels import mean_magnitude
 from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
 from ashl.compression.wire.trits import BLOCK, pack_trits, read_ternary, trit_bytes
-from ashl.data.rng import Purpose, quick
 
 ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "ternary", "mean"]
 WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
 CHUNK = 1024  # values that share a scale, where there are several
+ANYWHERE: Sequence[ValueCode] = ("fp32", "fp16", "bf16", "natural", "mean")  # on a device too
 LOW = 0.7  # of the mean magnitude: ternary values below it become 0
 VALUES = 1  # the word that tells the random numbers of values from those of places
 
@@ -53,20 +55,22 @@ def value_bound(code: ValueCode, k: int) -> float:
     return {"fp32": 0.0, "fp16": 2.0**-20, "bf16": 2.0**-16, "natural": OMEGA}[code]
 
 
-def write_values(code: ValueCode, values: np.ndarray, turn: Turn) -> tuple[np.ndarray, np.ndarray]:
+def write_values(code: ValueCode, values: Array, turn: Turn) -> tuple[Array, Array]:
     """(values, scales) as they go into a body."""
     if code == "fp32":
         return values, EMPTY
     if code == "bf16":
-        return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy(), EMPTY
+        return cast(values, torch.bfloat16), EMPTY
+    if code == "fp16" and isinstance(values, Tensor):
+        scale = values.abs().amax(0, keepdim=True)
+        return cast(values / torch.where(scale == 0, 1.0, scale), torch.float16), scale
     if code == "fp16":
         scale = np.abs(values).max(keepdims=True, initial=0)
         return (values / np.where(scale == 0, np.float32(1), scale)).astype("<f2"), scale
     if code == "natural":
-        rng = quick(turn.seed, Purpose.CODEC, turn.worker, turn.round, turn.layer, VALUES)
-        return write_natural(values, rng), EMPTY
+        return write_natural(values, turn.words(VALUES)), EMPTY
     if code == "mean":
-        return pack_signs(values), mean_magnitude(values)[: values.size]
+        return pack_signs(values), mean_magnitude(values)[: len(values)]
     if code == "ternary":
         return _write_ternary(values)
     write = _write_two_levels if code == "int2" else _write_levels
@@ -77,15 +81,15 @@ def write_values(code: ValueCode, values: np.ndarray, turn: Turn) -> tuple[np.nd
     )
 
 
-def read_values(code: ValueCode, values: np.ndarray, scales: np.ndarray, k: int) -> np.ndarray:
+def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
     """float32 [k]. Raises BodyError where they are of another size."""
     scales = typed(scales, "<f4", _scales(code, k), "scales")
     if code == "fp32":
         return typed(values, "<f4", k, "values")
     if code == "bf16":
-        return torch.from_numpy(typed(values, "<i2", k, "values").copy()).view(torch.bfloat16).float().numpy()
+        return uncast(typed(values, "<i2", k, "values"), torch.bfloat16)
     if code == "fp16":
-        return typed(values, "<f2", k, "values").astype(np.float32) * scales
+        return uncast(typed(values, "<i2", k, "values"), torch.float16) * scales
     typed(values, "u1", value_bytes(code, k) - scales.nbytes, "values")
     if not k:
         return np.empty(0, np.float32)

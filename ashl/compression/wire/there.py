@@ -1,0 +1,245 @@
+"""The kernels of codecs for tensors, whole vectors at once: what `bits`, `levels`, `trits`, `powers` and `select` do
+for arrays block by block, here for a device, with the same bits.
+
+Equal on every device: integers, shifts, comparisons, and one float operation after the other, each rounded once. So
+nothing is divided by a number (torch multiplies with its reciprocal on CUDA), nothing is multiplied and added at once,
+and sums are trees of elementwise additions, in NumPy's order. Only `lengths` is not: it is right to the last bit or
+two.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ashl.compression.wire.arrays import TYPES, Array, read
+from ashl.data.by_index import ByIndex
+from ashl.learn.device import to_host
+
+LEAF, LANES = 128, 8  # of NumPy's sums
+EIGHT_BITS = 0x0102040810204080  # moves the lowest bits of eight bytes into the highest of them
+MAGNITUDE = 0x7FFFFFFF
+INFINITE, TOP, MANTISSA = 0x7F800000, 0x7F000000, 23
+
+
+# --- numbers of a few bits
+
+
+def pack(numbers: Tensor, width: int) -> Tensor:
+    """uint8 [⌈count·width/8⌉]: so many numbers together fill whole bytes."""
+    if width in (8, 16):
+        return numbers.to(TYPES["u1" if width == 8 else "<i2"]).view(torch.uint8)
+    group, filled = _whole_bytes(width)
+    count, kind = len(numbers), torch.uint8 if width < 8 else torch.int64
+    columns = torch.nn.functional.pad(numbers.to(kind), (0, -count % group)).view(-1, group) & (1 << width) - 1
+    if width == 1:
+        return (columns.reshape(-1).view(torch.int64) * EIGHT_BITS >> 56).to(torch.uint8)
+    stream = torch.zeros((len(columns), filled), dtype=torch.uint8, device=str(numbers.device))
+    for byte in range(filled):
+        for lane in range(byte * 8 // width, (byte * 8 + 7) // width + 1):
+            shift = lane * width - byte * 8
+            bits = columns[:, lane] << shift if shift >= 0 else columns[:, lane] >> -shift
+            stream[:, byte] |= bits.to(torch.uint8)
+    return stream.view(-1)[: -(-count * width // 8)]
+
+
+def unpack(buffer: Tensor, width: int, count: int) -> Tensor:
+    """[count] in int32, or uint8 where they have 8 bits or fewer."""
+    if width == 8:
+        return buffer[:count]
+    group, filled = _whole_bytes(width)
+    size = -(-count * width // 8)
+    kind, wide = (torch.uint8, torch.int32) if width < 8 else (torch.int32, torch.int64)
+    rows = torch.nn.functional.pad(buffer[:size], (0, -size % filled)).view(-1, filled)
+    found = torch.empty((len(rows), group), dtype=kind, device=str(buffer.device))
+    for lane in range(group):
+        start, end = lane * width, (lane + 1) * width
+        word = rows[:, start // 8].to(wide) >> start % 8
+        for byte in range(start // 8 + 1, (end + 7) // 8):
+            word |= rows[:, byte].to(wide) << byte * 8 - start
+        found[:, lane] = (word & (1 << width) - 1).to(kind)
+    return found.view(-1)[:count]
+
+
+def _whole_bytes(width: int) -> tuple[int, int]:
+    """How many numbers fill how many bytes."""
+    common = math.gcd(8, width)
+    return 8 // common, width // common
+
+
+def pack_signs(x: Tensor) -> Tensor:
+    return pack(x.view(torch.int32) < 0, 1)
+
+
+def signed(buffer: Tensor, count: int, magnitude: Array) -> Tensor:
+    bits = magnitude.view(torch.int32) if isinstance(magnitude, Tensor) else int(magnitude.view(np.int32)[0])
+    return _with_signs(buffer, count, bits)
+
+
+def flipped(buffer: Tensor, rows: Tensor) -> Tensor:
+    """x, negated where such a stream says so."""
+    return _with_signs(buffer, rows.numel(), rows.reshape(-1).view(torch.int32)).view(rows.shape)
+
+
+def _with_signs(buffer: Tensor, count: int, bits: Tensor | int) -> Tensor:
+    return (unpack(buffer, 1, count).to(torch.int32) * -(2**31) ^ bits).view(torch.float32)
+
+
+# --- the largest
+
+
+def largest(x: Tensor, k: int, rank: int | None, sample: Tensor) -> Tensor:
+    """Ascending places, int64 [k], of the k largest |x|, of equal ones the first; `rank` is that of a bound in a sample
+    that more than k reach, None where all are looked at."""
+    keys = magnitudes(x)
+    if rank is not None:
+        places = reaching(keys, sample.kthvalue(len(sample) - rank + 1).values.clamp(min=1))
+        if len(places) >= k:
+            return places[_chosen(keys[places], k)]
+    return _chosen(keys, k)
+
+
+def reaching(keys: Tensor, bound: Tensor | int) -> Tensor:
+    return (keys >= bound).nonzero().view(-1)
+
+
+def magnitudes(x: Tensor) -> Tensor:
+    """A float32 without its sign is ordered like the integer of the same bits."""
+    return x.view(torch.int32) & MAGNITUDE
+
+
+def _chosen(keys: Tensor, k: int) -> Tensor:
+    least = keys.topk(k, sorted=False).values.amin()
+    above, equal = ((keys > least).nonzero().view(-1), (keys == least).nonzero().view(-1))
+    return torch.cat([above, equal[: k - len(above)]]).sort().values
+
+
+# --- levels
+
+
+def dithered(y: Tensor, words: ByIndex, start: int, zero: int, bits: int) -> Tensor:
+    lanes, units = 64 // bits, 1 << bits
+    first = words.words(y, start // lanes, -(-y.numel() // lanes)).view(torch.int16)[: y.numel()]
+    y = y.reshape(-1) * units
+    sums = (first.to(torch.int32) & units - 1) + y.floor().to(torch.int32)
+    ties = (sums & units - 1 == units - 1).nonzero().view(-1)
+    rest = y[ties].to(torch.float64)
+    sums[ties] += (words.second(ties + start) + (rest - rest.floor()) >= 1).to(torch.int32)
+    return (sums >> bits) + zero
+
+
+def spread(x: Tensor, span: Tensor, top: float, small: float, enlarged: float) -> Tensor:
+    factor = torch.where(span < small, enlarged, 1.0)
+    x, span = x * factor, span * factor
+    safe = torch.where(span > 0, span, 1.0)
+    y = x * torch.where(span > 0, torch.full_like(safe, top) / safe, 0.0)
+    return torch.where(torch.isfinite(span), y, 0.0)
+
+
+def ends_of(x: Tensor) -> Tensor:
+    return torch.stack(torch.aminmax(x)) + 0.0
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """‖·‖₂ of each row as float32 [n, 1]; of what is finite the largest float32, where it is beyond that."""
+    wide = rows.to(torch.float64)
+    squares = (wide * wide).sum(1)
+    most = float(np.finfo(np.float32).max) ** 2
+    return torch.where(torch.isfinite(squares), squares.clamp(max=most), squares).sqrt().to(torch.float32)[:, None]
+
+
+# --- ternary numbers
+
+
+def pack_trits(numbers: Tensor, trits: int, block: int) -> Tensor:
+    """Each block of `numbers` as `pack_trits` of the host has it."""
+    whole = len(numbers) // block * block
+    pieces = [_trits(numbers[:whole].view(-1, trits, block // trits))] if whole else []
+    if rest := len(numbers) - whole:
+        pieces.append(_trits(torch.nn.functional.pad(numbers[whole:], (0, -rest % trits)).view(1, trits, -1)))
+    return torch.cat(pieces)
+
+
+def _trits(planes: Tensor) -> Tensor:
+    packed = planes[:, -1].clone()
+    for j in reversed(range(planes.shape[1] - 1)):
+        packed = packed * 3 + planes[:, j]
+    return packed.reshape(-1)
+
+
+def unpack_trits(stream: Tensor, count: int, trits: int, block: int) -> Tensor:
+    whole = count // block * block
+    pieces = [_planes(stream[: whole // trits].view(-1, block // trits), trits)] if whole else []
+    if count > whole:
+        pieces.append(_planes(stream[None, whole // trits :], trits))
+    return torch.cat(pieces)[:count]
+
+
+def _planes(packed: Tensor, trits: int) -> Tensor:
+    planes = []
+    for _ in range(trits):
+        rest = packed.div(3, rounding_mode="floor")
+        planes.append(packed - rest * 3)
+        packed = rest
+    return torch.stack(planes, 1).reshape(-1)
+
+
+# --- powers of two
+
+
+def write_natural(x: Tensor, words: ByIndex) -> Tensor:
+    size = magnitudes(x)
+    size = torch.where(size >= INFINITE, INFINITE, size.clamp(max=TOP))
+    dither = words.words(x, 0, -(-len(x) // 2)).view(torch.int32)[: len(x)] >> 32 - MANTISSA & (1 << MANTISSA) - 1
+    return torch.cat([(dither + size >> MANTISSA).to(torch.uint8), pack_signs(x)])
+
+
+def read_natural(stream: Tensor, d: int) -> Tensor:
+    exponents = stream[:d].to(torch.int32) << MANTISSA
+    return _with_signs(stream[d:], d, exponents)
+
+
+# --- sums
+
+
+def block_sums(x: Tensor, block: int) -> list[float]:
+    """Of each block of x [d], in the order of NumPy's sum of it; what is left of a block is added up by the host, and
+    so is one that float32 does not suffice for."""
+    whole = len(x) // block * block
+    sums = x[:whole].view(-1, LEAF // LANES, LANES)
+    total = sums[:, 0]
+    for j in range(1, LEAF // LANES):
+        total = total + sums[:, j]
+    total = total.view(-1, block // LEAF * LANES)
+    while total.shape[1] > 1:
+        total = total[:, ::2] + total[:, 1::2]
+    found = to_host(torch.cat([total.view(-1), x[whole:]])).numpy()
+    sums, rest = found[: whole // block], found[whole // block :]
+    each = sums.tolist()
+    for i in np.flatnonzero(~np.isfinite(sums)):
+        each[i] = _sum(read(x[i * block : (i + 1) * block]))
+    return [*each, _sum(rest)] if rest.size else each
+
+
+def _sum(x: np.ndarray) -> float:
+    total = x.sum()
+    return float(total if np.isfinite(total) else x.sum(dtype=np.float64))
+
+
+# --- products of matrices
+
+
+def between(left: Tensor, blocks: Tensor, right: Tensor, scale: int, bits: int) -> Tensor:
+    """As `ashl.compression.base.alike` has it: of whole numbers, so that their sums have no order."""
+    shift = bits - torch.frexp(blocks.abs().amax((1, 2), keepdim=True)).exponent
+    whole = (blocks.to(torch.float64) * _power(shift)).round() @ right
+    whole = left @ (whole * 2.0**-scale).round()
+    return (whole * _power(-scale - shift)).to(torch.float32)
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """2 to that, exactly: float64 by its bits."""
+    return (exponents.to(torch.int64) + 1023 << 52).view(torch.float64)

@@ -1,0 +1,114 @@
+"""Codecs on a device: the same bytes and the same vector as in the host's memory, and nothing is read but by the doors.
+
+Of what is no number the bits are a device's own: there the decoded vectors are alike. So are lengths (`qsgd`, l2), of
+which the last bits are: there the law is that of two messages about the same vector.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.compression.contract import BodyError, Turn
+from ashl.compression.wire.bits import pack, unpack
+from ashl.compression.wire.body import HEADER
+from ashl.learn.device import to_device, to_host
+from tests.laws.codecs import ROWS, VECTORS, bits, codec, decoded, vector
+from tests.stand_in_device import DEVICE, There, guarded
+
+PORTED = {name: row for name, row in ROWS.items() if not row.on_host} | {
+    "sign-layers": codec("sign", scale="none"),
+    "one_bit-vector": codec("one_bit", per="vector"),
+    "terngrad-vector": codec("terngrad", layers=False),
+    "qsgd-31": codec("qsgd", norm="max", levels=31),
+}
+LAST_BIT = {
+    name for name, row in PORTED.items() if name.startswith("rotated") or (name.startswith("qsgd") and row.norm == "l2")
+}
+NOT_FINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+KINDS = (*VECTORS, "-0", *NOT_FINITE)
+CASES: dict[int, Sequence[str]] = {
+    1: ("normal",),
+    7: ("-0", "nan"),
+    1000: ("heavy", "ties", "tiny", "huge", "mostly zero"),
+    70_001: ("inf",),
+}
+
+
+def there(x: Tensor) -> Tensor:
+    return to_device(x, DEVICE)
+
+
+def of_kind(kind: str, d: int) -> Tensor:
+    if kind == "-0":
+        return torch.tensor([0.0, -0.0, 1.0]).repeat(d)[:d] * -1
+    if kind in NOT_FINITE:
+        x = vector("normal", d, seed=1)
+        x[d // 2 :: 40_000] = NOT_FINITE[kind]
+        return x
+    return vector(kind, d)
+
+
+def cases(whole: bool) -> Iterator[tuple[str, Tensor, Turn]]:
+    for d, kinds in CASES.items():
+        for kind in KINDS if whole else kinds:
+            yield kind, of_kind(kind, d), Turn(ratio=0.03, seed=3, round=d, lr=0.1)
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", PORTED)
+def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
+    row: Any = PORTED[name]
+    for kind, x, turn in cases(whole):
+        d, where = len(x), (kind, len(x))
+        body = row.encode(None, x, turn)[1]
+        with guarded():
+            same = row.encode(None, there(x), turn)[1]
+            assert isinstance(same, There), where
+            same, found = to_host(same), None if row.flags.reduces else to_host(decoded(row, there(body), d))
+        assert (same.dtype, len(same)) == (body.dtype, len(body)), where
+        if kind != "nan" and name not in LAST_BIT:
+            assert bits(same) == bits(body), where
+        if found is not None:
+            expected = decoded(row, body, d)
+            assert bits(found) == bits(expected) if kind != "nan" else torch.equal(found.isnan(), expected.isnan())
+
+
+def test_lengths_are_right_to_the_last_bits() -> None:
+    """And what is rounded by them is, but for a few elements that lie on the edge."""
+    row, d = PORTED["qsgd-127"], 70_001
+    here = row.encode(None, vector("heavy", d), Turn())[1]
+    with guarded():
+        same = to_host(row.encode(None, there(vector("heavy", d)), Turn())[1])
+    ends = HEADER.size + 4 * -(-d // row.bucket)
+    norms, others = (body[HEADER.size : ends].view(torch.int32) for body in (here, same))
+    assert (norms - others).abs().max() <= 8  # of those that the host adds up in float32
+    assert (here[ends:] != same[ends:]).float().mean() < 1e-3
+    assert (here[ends:].int() - same[ends:]).abs().max() <= 1
+
+
+@pytest.mark.parametrize("name", ["topk-int32", "topk-bitmap", "random_k-seed", "qsgd-max", "terngrad", "sign"])
+def test_what_is_no_body_is_refused_there_too(name: str) -> None:
+    row, d = PORTED[name], 1000
+    body = row.encode(None, vector("normal", d), Turn(ratio=0.03))[1]
+    with guarded():
+        for wrong in (body[:-1], torch.cat([body, body[-1:]]), body[:10]):
+            with pytest.raises(BodyError):
+                row.decode(None, there(wrong), d)
+        if name == "topk-int32":
+            places = body.clone()
+            places[-1] = 127
+            with pytest.raises(BodyError, match="ascending numbers below 1000"):
+                row.decode(None, there(places), d)
+
+
+def test_numbers_of_a_few_bits_are_packed_alike() -> None:
+    for width in range(1, 33):
+        for count in (1, 7, 33, 1000):
+            numbers = np.random.default_rng(width).integers(0, 2 ** min(width, 31), count, np.uint32)
+            stream, there = pack(numbers, width), pack(torch.from_numpy(numbers.astype(np.int64)), width)
+            assert there.numpy().tobytes() == stream.tobytes()
+            assert unpack(there, width, count).tolist() == numbers.tolist()
