@@ -73,6 +73,11 @@ def on_processes(
 ) -> list[Ended]:
     """`main` and `settle` are functions of a module; `groups` are given process groups of their own. All ranks are
     linked."""
+    return started(play, ranks, within_s, main, machines, tuple(groups), settle)
+
+
+def started(target: Callable[..., None], ranks: int, within_s: float, *args: object) -> list[Ended]:
+    """What each rank says of `target(end, port, rank, ranks, *args)`."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ashl.runtime.process"])
     with socket.socket() as free:
@@ -81,7 +86,7 @@ def on_processes(
     ends, processes = [], []
     for rank in range(ranks):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=play, args=(there, port, rank, ranks, main, machines, tuple(groups), settle))
+        process = context.Process(target=target, args=(there, port, rank, ranks, *args))
         process.start()
         there.close()
         ends.append(here)

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from ashl.cluster.spec import RealCluster
 from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.runtime.collectives import nccl_is_there
 from ashl.stage.rule import Topology
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.parameter_server import ParameterServer
 
 
 def device_of(runtime: Any, local_rank: int = 0) -> str:
@@ -45,8 +47,9 @@ def use_device(device: str) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
-def by_nccl(runtime: Any, topology: Topology) -> bool:
-    """Whether NCCL carries sums from device to device: one group, whose operations all ranks begin in one order.
+def by_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
+    """Whether NCCL carries vectors from device to device: sums, in one group, whose operations all ranks begin in one
+    order; where it is asked for, a server's messages, too, as the server grants them (`ashl.runtime.bodies`).
 
     Raises UsageError where it is asked for and cannot.
     """
@@ -59,10 +62,14 @@ def by_nccl(runtime: Any, topology: Topology) -> bool:
         why = "this build of torch has no NCCL"
     elif topology.algorithm is not None:
         why = f"topology.algorithm={topology.algorithm} has messages of its own, which go by gloo; NCCL chooses alone"
-    elif not isinstance(topology, AllReduce):
-        why = "NCCL carries the sums of topology=all_reduce alone; others exchange messages, which go by gloo"
-    else:
+    elif isinstance(topology, AllReduce):
         return True
+    elif not isinstance(topology, ParameterServer):
+        why = "NCCL carries the sums of topology=all_reduce and what a server grants; other messages go by gloo"
+    elif not isinstance(cluster, RealCluster):
+        why = "what NCCL carries keeps no declared pace; take cluster=real with it"
+    else:
+        return asked
     if asked:
         raise UsageError(f"runtime.backend=nccl: {why}; take runtime.backend=auto")
     return False

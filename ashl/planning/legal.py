@@ -105,7 +105,7 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
                 "it a value, or measure with runtime=local"
             )
     else:
-        by_nccl(runtime, topology)
+        by_nccl(runtime, topology, cluster)
 
 
 def topologies_of(sync: Rule) -> list[str]:

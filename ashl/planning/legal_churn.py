@@ -48,10 +48,15 @@ def talks(own: StageParts) -> bool:
 
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
-    return all(
+    return not by_grants(parts) and all(
         CHURN in carried_by(own.topology, own.sync) and not (beside(own) or talks(own) or virtual_only(own, parts))
         for own in parts.stages
     )
+
+
+def by_grants(parts: Parts) -> bool:
+    """Whether NCCL carries messages, which then nobody can break off that waits for the other side."""
+    return parts.runtime.backend == "nccl" and parts.stages[0].topology.has_server
 
 
 def lets_in(parts: Parts) -> bool:

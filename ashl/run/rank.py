@@ -42,6 +42,7 @@ from ashl.run.sealed import Sealed, Secret
 from ashl.run.watch import ALONE, Watch, handled, leave
 from ashl.runtime import keeping
 from ashl.runtime.agreement import Agreement
+from ashl.runtime.bodies import granted_by_nccl
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.keeping import Keeper
 from ashl.runtime.meeting import come_in
@@ -196,7 +197,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     stages, agreement = playable(place, plan, parts, store)
     use(place.interface)
     stage = stages[0]
-    nccl = place.one_each and by_nccl(parts.runtime, stage.topology)
+    nccl = place.one_each and by_nccl(parts.runtime, stage.topology, parts.cluster)
     if not place.life:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -222,6 +223,9 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         keeper=reporter.keeper,
         own_sums=OwnSums(place.rank, algorithm, machines_of(parts.cluster), exact) if algorithm else None,
         agreement=agreement,
+        bodies=granted_by_nccl(place.rank, stage.workers, stage.server, place.device)
+        if nccl and stage.topology.has_server
+        else None,
     )
     saved = None
     if place.saved is not None:

@@ -1,10 +1,11 @@
 """Point-to-point links of one rank over torch.distributed: a sender and a listener thread for each peer.
 
-Headers and bodies are separate planes (a tag each on gloo), so that another backend can carry the bodies. Threads, and
-not polling: on gloo an `irecv` never reports completion until it is waited for. Groups get a timeout that never
-strikes, because a receive that times out closes every pair of its group; who is late is found by the monitor instead.
+Headers and bodies are separate planes (a tag each on gloo), so that something else can carry the bodies: see
+`ashl.runtime.bodies`. Threads, and not polling: on gloo an `irecv` never reports completion until it is waited for.
+Groups get a timeout that never strikes, because a receive that times out closes every pair of its group; who is late is
+found by the monitor instead.
 
-What travels lies in the host's memory; a vector of floats is on the rank's device again when it has come.
+A vector of floats is on the rank's device again when it has come; what is encoded, in the host's memory.
 
 A sender has done with a body when the kernel has it; how long that took to arrive, only the receiver knows, by its own
 clock. So each header says it of the last body that came the other way.
@@ -26,10 +27,10 @@ import torch.distributed as dist
 from ashl.errors import AshlError
 from ashl.learn.device import HOST, to_device, to_host
 from ashl.runtime import wire
+from ashl.runtime.bodies import Bodies, Direct
 from ashl.runtime.effects import Message, PeerLostError, Tag
 
 NEVER = timedelta(days=30)
-HEADER, BODY = 1, 2  # tags of the two planes
 
 
 class Parcel(NamedTuple):
@@ -54,13 +55,13 @@ class Pair:
     comes is to be taken for something, and when, `Links` says."""
 
     def __init__(self, links: Links, peer: int, group: dist.ProcessGroup, place: int, life: int = 0) -> None:
-        self.links, self.peer, self.life, self._group, self._place = links, peer, life, group, place
+        self.links, self.peer, self.life, self.group, self.place = links, peer, life, group, place
         self.lost = False  # what is sent there may never come back
         self.out: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._came = 0, 0  # bodies from there, and what the last one took
         self._left: deque[int] = deque()  # when the others left, still unanswered
         self._known = 0  # how many of them are answered
-        self._lock = threading.Lock()
+        self._lock, self._saying = threading.Lock(), threading.Lock()
         self._threads = [
             threading.Thread(target=loop, daemon=True, name=f"{loop.__name__}-{peer}")
             for loop in (self._send_loop, self._listen)
@@ -75,22 +76,27 @@ class Pair:
                 self.links.inbox.put(PeerLostError(self.peer, why, self.life))
             self.lost = True
 
-    def join(self, until: float) -> None:
-        """Wait until all is said."""
-        for thread in self._threads:
+    def join(self, until: float, heard: bool = False) -> None:
+        """Wait until all is said; or heard."""
+        for thread in self._threads[1:] if heard else self._threads:
             if not self.lost:
                 thread.join(max(0.0, until - time.monotonic()))
+
+    def say(self, header: torch.Tensor) -> None:
+        """Send a header, one at a time."""
+        with self._saying:
+            self.group.send([header], self.place, wire.HEADERS).wait()
+
+    def header(self) -> wire.Header:
+        """The next one that comes. Raises WireError."""
+        raw = torch.empty(wire.HEADER_WORDS, dtype=torch.int64)
+        self.group.recv([raw], self.place, wire.HEADERS).wait()
+        return wire.decode(raw, self.links.max_bytes)
 
     def _put(self, item: Message | Delivered) -> None:
         with self._lock:
             if not self.lost:
                 self.links.inbox.put(item)
-
-    def _send(self, tensor: torch.Tensor, tag: int) -> None:
-        self._group.send([tensor], self._place, tag).wait()
-
-    def _recv(self, tensor: torch.Tensor, tag: int) -> None:
-        self._group.recv([tensor], self._place, tag).wait()
 
     def _send_loop(self) -> None:
         clock = self.links.clock
@@ -98,13 +104,13 @@ class Pair:
             while (parcel := self.out.get()) is not None:
                 self._wait_until(parcel.header_ns)
                 parcel.header[wire.RECEIPT :] = torch.tensor(self._came)
-                self._send(parcel.header, HEADER)
+                self.say(parcel.header)
                 if parcel.body is not None and parcel.body.numel():
                     self._left.append(clock())
                     self._wait_until(parcel.body_ns)
-                    self._send(parcel.body.view(torch.uint8), BODY)
+                    self.links.bodies.send(self, parcel.body.view(torch.uint8))
                 parcel.sent(clock())
-            self._send(wire.encode(wire.BYE, ("bye", 0, 0)), HEADER)
+            self.say(wire.encode(wire.BYE, ("bye", 0, 0)))
         except RuntimeError as error:
             self.lose(first_line(error))
 
@@ -112,23 +118,22 @@ class Pair:
         links, peer = self.links, self.peer
         try:
             while True:
-                raw = torch.empty(wire.HEADER_WORDS, dtype=torch.int64)
-                self._recv(raw, HEADER)
+                header = self.header()
                 start = links.clock()
-                header = wire.decode(raw, links.max_bytes)
                 if header.kind == wire.BYE:
                     return
+                if header.kind == wire.GRANT:
+                    links.bodies.granted(self, header.tag[0])
+                    continue
                 self._answered(*header.receipt)
                 body = None
                 if header.dtype is not None:
-                    flat = torch.empty(header.nbytes, dtype=torch.uint8)
-                    body = flat.view(header.dtype)
-                if header.nbytes:
-                    self._recv(flat, BODY)
-                    self._wait_until(links.due(peer, header.nbytes, start, links.clock()))
-                    self._came = self._came[0] + 1, links.clock() - start
-                if body is not None and body.is_floating_point():
-                    body = to_device(body, links.device)
+                    body = torch.empty(0, dtype=header.dtype)
+                    if header.nbytes:
+                        body = links.bodies.recv(self, header.nbytes).view(header.dtype)
+                        self._wait_until(links.due(peer, header.nbytes, start, links.clock()))
+                        self._came = self._came[0] + 1, links.clock() - start
+                    body = to_device(body, links.device) if body.is_floating_point() else to_host(body)
                 self._put(Message(peer, header.tag, body, header.meta, start))
         except (RuntimeError, wire.WireError) as error:
             self.lose(first_line(error))
@@ -158,9 +163,11 @@ class Links:
         due_ns: Callable[[int, int, int, int], int],
         max_bytes: int,
         device: str = HOST,
+        bodies: Bodies | None = None,
     ) -> None:
         """`pairs`: by which group each peer is reached, and its place there. `due_ns(src, nbytes, header, now)` says
-        when a paced message counts as delivered."""
+        when a paced message counts as delivered. `bodies` are carried by gloo unless something else is given."""
+        self.bodies = bodies or Direct()
         self.inbox, self.clock, self.due, self.max_bytes, self.device = inbox, clock_ns, due_ns, max_bytes, device
         self._pairs = {peer: Pair(self, peer, *way) for peer, way in pairs.items()}
 
@@ -173,7 +180,7 @@ class Links:
                     f"a message of {body.nbytes} bytes, where the stages of the plan send {self.max_bytes} at most: a "
                     "codec writes more than its payload says"
                 )
-            body = to_host(body).contiguous()
+            body = self.bodies.placed(body).contiguous()
         if dst in self._pairs:  # else it was lost before this rank came
             self._pairs[dst].out.put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
 
@@ -192,6 +199,8 @@ class Links:
     def goodbye(self, timeout_s: float) -> None:
         """Send what is still queued, then tell each peer that nothing more will come, and wait to be told the same."""
         until = time.monotonic() + timeout_s
+        for pair in self._pairs.values() if self.bodies.last_to_leave else ():
+            pair.join(until, heard=True)  # what they still send has to be granted
         for pair in self._pairs.values():
             pair.out.put(None)
         for pair in self._pairs.values():

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
 from ashl.runtime.agreement import Agreement
+from ashl.runtime.bodies import Bodies
 from ashl.runtime.channel import Collective
 from ashl.runtime.checkpoint import put_back
 from ashl.runtime.communicator import Communicator, End, Outcome
@@ -58,10 +59,11 @@ class TorchKernel:
         keeper: Keeper | None = None,
         own_sums: OwnSums | None = None,
         agreement: Agreement | None = None,
+        bodies: Bodies | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
         goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
-        carry what lies there."""
+        carry what lies there. `bodies` carry those of messages, unless gloo does."""
         self.observer = observer
         self.node = Node(self, rank)
         self._zero = time.monotonic_ns()  # until all have come, see `run`
@@ -71,7 +73,7 @@ class TorchKernel:
         self._communicator = Communicator(
             rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None, own_sums, agreement
         )
-        self._peers, self._max_bytes, self._device = peers, max_bytes, device
+        self._peers, self._max_bytes, self._device, self._bodies = peers, max_bytes, device, bodies
         self._settle, self._unsettled = settle, False
         self._mail = Mailbox()
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -145,15 +147,15 @@ class TorchKernel:
         """Run `main(node)` to its end; what else was spawned ends with it, once the collectives that this rank has
         posted have ended. The clock starts now, on all ranks, but for who comes later."""
         if self._entry is None:
-            self._zero = (
-                common_zero() - self._since_ns
-            )  # before anything is listened to: what a faster peer sends is timed by this clock
+            # before anything is listened to: what a faster peer sends is timed by this clock
+            self._zero = common_zero() - self._since_ns
             pairs = {peer: (world(), peer) for peer in self._peers}
         else:
             pairs = {peer: (group, MET) for peer, group in self._entry.groups.items()}
             for peer in set(self._peers) - pairs.keys():
                 self._inbox.put(fx.PeerLostError(peer, "it was lost before"))
-        self._links = Links(pairs, self._inbox, self.clock_ns, self.pace.arrival, self._max_bytes, self._device)
+        when = self.clock_ns, self.pace.arrival
+        self._links = Links(pairs, self._inbox, *when, self._max_bytes, self._device, self._bodies)
         self._main = self.spawn(self.node, main(self.node), main=True)
         try:
             while not self._main.done:
@@ -221,9 +223,7 @@ class TorchKernel:
     def _take_own(self, message: fx.Message) -> None:
         """A message of this rank to itself: for a compute that needs it, or for a task."""
         if not self._unit.deliver(message) and (task := self._mail.put(message)):
-            if task.main:
-                self.node.ledger.idle(self.now_ns)
-            self._ready.append((task, message))
+            self._wake(task, message)
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:

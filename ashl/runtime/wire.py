@@ -3,7 +3,7 @@
     0      magic and version
     1, 2   the tag's name, up to 16 ASCII bytes
     3, 4   the tag's stage and iteration
-    5      what the header is: a message or a goodbye
+    5      what the header is: a message, a goodbye, or the word that a body may go
     6, 7   bytes of the body, code of its element type; an empty body is not the same as none
     8      how many numbers of meta follow
     9-23   meta, as the bits of float64
@@ -26,7 +26,8 @@ META = 15
 RECEIPT = 9 + META  # where it stands: it is filled in as the header leaves
 HEADER_WORDS = RECEIPT + 2
 MAGIC = 0x4153484C0002
-MESSAGE, BYE = 0, 1
+MESSAGE, BYE, GRANT = range(3)
+HEADERS, BODIES = 1, 2  # tags of the two planes
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 NO_BODY = len(DTYPES)
 
@@ -60,7 +61,7 @@ def decode(header: Tensor, max_bytes: int) -> Header:
     """Raises WireError on anything out of bounds."""
     words = header.tolist()
     magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, count = words[:9]
-    if magic != MAGIC or kind not in (MESSAGE, BYE) or not 0 <= count <= META or not 0 <= dtype <= NO_BODY:
+    if magic != MAGIC or kind not in (MESSAGE, BYE, GRANT) or not 0 <= count <= META or not 0 <= dtype <= NO_BODY:
         raise WireError("a header of another version or program")
     element = None if dtype == NO_BODY else DTYPES[dtype]
     if not 0 <= nbytes <= max_bytes or (nbytes % element.itemsize if element else nbytes):

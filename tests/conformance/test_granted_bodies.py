@@ -1,0 +1,178 @@
+"""Bodies that a server grants, as NCCL needs it, with gloo in its place and as strict as that is: one thread, one body
+at a time, both sides in one order, and who sends waits for who receives."""
+
+import hashlib
+import os
+import threading
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ashl.errors import UsageError
+from ashl.learn.device import HOST
+from ashl.plan.plan import Plan
+from ashl.planning import device
+from ashl.planning.build import assemble
+from ashl.planning.legal_churn import goes_on
+from ashl.runtime.bodies import Carrier, Granted
+from ashl.runtime.pace import Pace
+from ashl.runtime.plane import NEVER
+from ashl.runtime.process import TorchKernel
+from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
+from ashl.stage.program import peers_of, program
+from tests.conf_option import conf_option
+from tests.kernels import Quiet, started
+from tests.laws.machines import cluster
+from tests.sim.test_churn import rules
+from tests.support import planned, simulated
+
+WORKERS = 2
+REAL = ("runtime=local", "cluster=real")
+RUN = (
+    *REAL,
+    f"cluster.num_workers={WORKERS}",
+    "model.hidden=[4]",
+    "dataset.batch_size=16",
+    "schedule.h_preset=[2]",
+    "stop.steps=24",
+)
+PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0")  # what sync=spy asks for
+
+
+class Strict(Carrier):
+    """Over gloo. A body's number and size go before it, and what came is said before the other side goes on."""
+
+    def __init__(self, rank: int) -> None:
+        groups = {}
+        for worker in range(WORKERS):
+            group = dist.new_group([worker, WORKERS], timeout=NEVER)
+            if rank in (worker, WORKERS):
+                peer, place = (WORKERS, 1) if rank == worker else (worker, 0)
+                groups[peer] = group, place
+        super().__init__(groups, HOST)
+        self.thread: threading.Thread | None = None
+        self.under_way = self.carried = 0
+        self.begun = dict.fromkeys(groups, 0)
+
+    @contextmanager
+    def alone(self, peer: int) -> Generator[int]:
+        self.thread = self.thread or threading.current_thread()
+        assert threading.current_thread() is self.thread, "NCCL is asked by one thread"
+        assert not self.under_way, "and one thing at a time"
+        self.under_way, self.begun[peer] = 1, self.begun[peer] + 1
+        yield self.begun[peer]
+        self.under_way, self.carried = 0, self.carried + 1
+
+    def send(self, peer: int, body: Tensor) -> None:
+        with self.alone(peer) as number:
+            super().send(peer, torch.tensor([number, body.numel()]))
+            super().send(peer, body)
+            super().recv(peer, told := torch.zeros(1, dtype=torch.int64))
+            assert told.item() == number
+
+    def recv(self, peer: int, flat: Tensor) -> None:
+        with self.alone(peer) as number:
+            super().recv(peer, head := torch.zeros(2, dtype=torch.int64))
+            assert head.tolist() == [number, flat.numel()], "both sides begin the same body"
+            super().recv(peer, flat)
+            super().send(peer, torch.tensor([number]))
+
+
+class Seen(Quiet):
+    """Keeps how the run ended, and the server's last model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end: Counts | None = None
+        self.sha256: str | None = None
+
+    def emit(self, record: Record) -> None:
+        super().emit(record)
+        if isinstance(record, StageEnd):
+            self.end = record.counts
+
+    def snapshot(self, record: Any, vector: Any) -> None:
+        if isinstance(record, Snapshot) and record.final:
+            self.sha256 = hashlib.sha256(vector.numpy().tobytes()).hexdigest()
+
+
+def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
+    """One rank, which plays one run after the other; says of each how many steps it counted, the model, and how many
+    bodies this rank carried."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
+    carrier, said = Strict(rank), []
+    try:
+        for number, plan in enumerate(plans):
+            job = assemble(Plan.from_json(plan), HOST)
+            carrier.thread, carrier.carried, seen = None, 0, Seen()
+            kernel = TorchKernel(
+                rank,
+                seen,
+                lambda clock, job=job: Pace(job.parts.cluster, rank, 16, 0, 4000, clock, store),
+                peers=peers_of(job.stages, rank),
+                max_bytes=1_000_000,
+                exact=True,
+                groups={},
+                bodies=Granted(carrier, rank == WORKERS),
+            )
+            kernel.run(partial(program, stages=job.stages))
+            store.add(f"done/{number}", 1)
+            kernel.linger(lambda number=number: store.add(f"done/{number}", 0) == ranks)
+            kernel.goodbye(10)
+            said.append((sum(seen.end.steps_by) if seen.end else None, seen.sha256, carrier.carried))
+        end.send((said, None, {}))
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < ranks:  # the store is in this process
+            pass
+    except Exception as error:
+        traceback.print_exc()
+        end.send((None, f"{type(error).__name__}: {error}", {}))
+    os._exit(0)
+
+
+def test_every_mode_of_a_server_by_grants() -> None:
+    """They end by their count, what one side carried the other did, and the model is the simulator's."""
+    alike = [("sync=bsp",), ("sync=local_sgd", "sync.local_steps=2", "compression=qsgd")]
+    modes = alike + [(f"sync={name}", *(PLAIN if name == "spy" else ())) for name in rules()]
+    modes += [
+        ("sync=ssp", "compression=topk", "topology.pull_ratio=0.2"),
+        ("schedule=ashl", "schedule.profile_steps=1", "schedule.h_preset=[4,2]"),
+        ("sync=bsp", "overlap=wfbp"),
+        ("sync=asp", "overlap=late"),
+    ]
+    plans = [planned(*RUN, *mode).to_json() for mode in modes]
+    found = started(runs, WORKERS + 1, 100, plans)
+    assert [rank.error for rank in found] == [None] * (WORKERS + 1)
+    *workers, server = [rank.result for rank in found]
+    for mode, (steps, _, carried), *others in zip(modes, server, *workers, strict=True):
+        assert steps >= 20, mode
+        assert carried == sum(own for _, _, own in others) > 0, mode
+    for mode, (_, sha256, _) in zip(alike, server, strict=False):
+        assert sha256 == simulated(*(word for word in RUN if word not in REAL), *mode).sha256
+
+
+def test_where_nccl_carries_messages(monkeypatch) -> None:
+    """A server's, where that is asked for, on machines that are there; which then cannot lose a worker."""
+    monkeypatch.setattr(device, "device_of", lambda runtime: "cuda:0")
+    monkeypatch.setattr(device, "nccl_is_there", lambda: True)
+    parts = assemble(planned(*RUN, "sync=ssp"), HOST).parts
+    server, own = parts.stages[0].topology, parts.runtime
+    asked = replace(own, backend="nccl")
+    assert not device.by_nccl(own, server, parts.cluster), "by itself a server's messages go by gloo"
+    assert device.by_nccl(asked, server, parts.cluster)
+    assert goes_on(parts)
+    assert not goes_on(replace(parts, runtime=asked))
+    with pytest.raises(UsageError, match=r"keeps no declared pace; take cluster=real with it; take runtime\.backend"):
+        device.by_nccl(asked, server, cluster(2))
+    with pytest.raises(UsageError, match=r"other messages go by gloo; take runtime\.backend=auto"):
+        device.by_nccl(asked, conf_option("topology", "gossip"), parts.cluster)
