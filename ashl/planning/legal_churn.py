@@ -31,14 +31,14 @@ def virtual_only(own: StageParts, parts: Parts) -> bool:
     """Whether it goes on without a worker in virtual time, and not on such processes: sums do where home sees all of
     them, and gloo carries the sums."""
     if not by_sums(own):
-        return isinstance(own.topology, PartialAllReduce)
+        return False
     gloo = parts.runtime.backend == "gloo" or device_of(parts.runtime) == HOST
     return not (gloo and parts.runtime.name == "local" and own.topology.algorithm is None)
 
 
 def by_sums(own: StageParts) -> bool:
-    """Whether workers exchange by sums, for which processes need a group of all who take part."""
-    return isinstance(own.topology, AllReduce)
+    """Whether workers exchange by sums."""
+    return isinstance(own.topology, AllReduce | PartialAllReduce)
 
 
 def talks(own: StageParts) -> bool:
@@ -103,9 +103,10 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
             )
         if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
             raise UsageError(
-                f"cluster.events ({named}): stage {stage.name} has topology={chosen(own.topology)}, which goes on "
-                "without a worker in virtual time only; take runtime=sim, or topology=parameter_server"
-                + (" (processes do where topology.algorithm=null and gloo carries sums)" if by_sums(own) else "")
+                f"cluster.events ({named}): stage {stage.name} sums by "
+                + (f"topology.algorithm={algorithm}" if (algorithm := own.topology.algorithm) else "NCCL")
+                + ", and processes go on without a worker only where gloo sums; take topology.algorithm=null and "
+                "runtime.backend=gloo, or runtime=sim"
             )
         if befalls & MEMBERS and talks(own):
             raise UsageError(

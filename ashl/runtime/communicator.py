@@ -246,10 +246,14 @@ class Communicator:
     def _agree(self, team: Team, posted: int, free_ns: int) -> tuple[int, int]:
         """(how many collectives all have posted, when the ports of all are free); clocks were started together."""
         told = torch.tensor([-posted, free_ns])
-        if self._loose(team):
-            told = subset_sum.greatest(told, team, self._rank, self._tag(team))
-        else:
+        if not self._loose(team):
             told = self._greatest(told, team)
+        else:
+            try:
+                told = subset_sum.greatest(told, team, self._rank, self._tag(team))
+            except RuntimeError:
+                if self._agreement is None:
+                    raise  # else the others wait for its part in a sum that comes to nothing
         return -int(told[0]), int(told[1])
 
     def _greatest(self, told: torch.Tensor, team: Team) -> torch.Tensor:

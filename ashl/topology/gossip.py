@@ -236,6 +236,7 @@ class RoundState(WorkerState):
     turned: int = 0  # how many of them hold by now
     lost: set[int] = field(default_factory=set)  # who is gone, as far as this rank has heard
     latest: dict[int, int] = field(default_factory=dict)  # rounds of this stage that were heard of each neighbour
+    answers: dict[int, Any] = field(default_factory=dict)  # tasks that answer who is not through with the stage before
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
         again = self.entered == stage.index

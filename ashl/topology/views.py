@@ -174,6 +174,8 @@ async def hear_those_left(
                 continue
             heard[rank] = message
             state.latest[rank] = k + 1
+            if rank in state.answers:  # it is through with the stage before
+                await node.cancel(state.answers.pop(rank))
     return heard
 
 
@@ -290,8 +292,7 @@ async def finish(node: Node, stage: Stage, state: RoundState) -> int | None:
                 if ended_ns is not None or len(state.views) > views:
                     return ended_ns
             moment_ns = max(moment_ns, int(message.meta[0]))
-    for peer in near:
-        node.spawn(answer(node, stage, peer, moment_ns))
+    state.answers = {peer: node.spawn(answer(node, stage, peer, moment_ns)) for peer in near}
     return moment_ns
 
 

@@ -17,7 +17,9 @@ from tests.sim.test_regrouping import Alone
 THREE = "cluster.compute=[1,1.5,1]"
 RING = ("topology=all_reduce", "aggregate=uniform", THREE)
 GRAPH = ("topology=gossip", "topology.graph=complete", THREE)
-ROUNDS = ("d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum")
+GROUPS = ("topology=partial_all_reduce", THREE)
+ROUNDS = tuple((*GRAPH, f"sync={mode}") for mode in ("d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum"))
+AVERAGES = tuple((*GROUPS, f"sync=ripples_{mode}") for mode in ("first_come", "random", "smart", "static"))
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -77,9 +79,7 @@ def check_lost(run: Path, rank: int, why: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), *((*GRAPH, f"sync={of}") for of in ROUNDS)]
-)
+@pytest.mark.parametrize("mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), *ROUNDS, *AVERAGES])
 def test_the_others_go_on_without_a_killed_worker(mode: tuple[str, ...], rank: int, train, workplace: Path) -> None:
     """Mostly in the middle of an exchange."""
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode, "stop.seconds=3")
@@ -88,7 +88,20 @@ def test_the_others_go_on_without_a_killed_worker(mode: tuple[str, ...], rank: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [(*RING, "sync=bsp"), (*GRAPH, "sync=d_psgd")])
+@pytest.mark.parametrize("pace", ["cluster.exchange_s=0.03", "cluster.exchange_s=null"])
+@pytest.mark.parametrize("mode", AVERAGES, ids=lambda mode: mode[-1])
+def test_groups_of_three_lose_two_of_four(mode: tuple[str, ...], pace: str, workplace: Path) -> None:
+    """In the middle of an average, mostly, where one takes long."""
+    own = ("cluster.compute=[1,1.5,1,2]", pace, fails((2, 0.5), (0, 0.8)), "stop.seconds=2.5")
+    assert main(["train", *LONG, *mode, *own]) == 0
+    summary = check_records(workplace / "run", "finished")
+    assert [of["worker"] for of in summary["lost_workers"]] == [2, 0]
+    commits = [worker["commits"] for worker in summary["workers"]]
+    assert min(commits[1], commits[3]) > max(commits[0], commits[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [(*RING, "sync=bsp"), ROUNDS[0], AVERAGES[0]])
 def test_who_stands_still_for_too_long_is_dropped_for_good(mode: tuple[str, ...], train, workplace: Path) -> None:
     own = ("runtime.timeout_s=4", "stop.seconds=8", "runtime.respawn=1")
     code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *mode, *own)

@@ -12,9 +12,12 @@ from tests.benchmarks.kills import ENDS, ON, OVER, kills, modes, on_processes
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_kill_leaves_anything_undone(workplace: Path) -> None:
+@pytest.mark.parametrize(
+    ("topology", "every"), [("parameter_server", 4), ("all_reduce", 1), ("partial_all_reduce", 1), ("gossip", 2)]
+)
+def test_no_kill_leaves_anything_undone(topology: str, every: int, workplace: Path) -> None:
     rng = random.Random(1)
-    drawn = [kill for mode in [*modes(["parameter_server"])][::4] for kill in kills(mode, rng)]
+    drawn = [kill for mode in [*modes([topology])][::every] for kill in kills(mode, rng)]
     for number, kill in enumerate(rng.choices(drawn, k=6)):
         found = on_processes(kill, f"run-{number}")
         assert found.what in (ON, OVER, ENDS), (kill, found)

@@ -82,8 +82,10 @@ def test_failures_at_random_never_end_a_run() -> None:
     assert run(plan).records == ran.records
 
 
-def test_on_processes_it_is_refused_as_yet() -> None:
+def test_on_processes_it_goes_on_where_gloo_sums() -> None:
+    local = SimpleNamespace(name="local", min_workers=1, backend="auto", device="cpu", precision="fp32")
     plan = with_events(planned(*SIZES), lost(0, 0.1))
-    local = SimpleNamespace(name="local", min_workers=1)
-    with pytest.raises(UsageError, match="which goes on without a worker in virtual time only"):
+    check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
+    plan = with_events(planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1))
+    with pytest.raises(UsageError, match=r"stage bsp sums by topology\.algorithm=tree, and processes go on"):
         check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
