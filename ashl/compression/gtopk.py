@@ -63,6 +63,7 @@ class GTopK(TopK, Reduces, Collective):
     """Selects together with all others."""
 
     code: ClassVar[int] = 81
+    on_host: ClassVar[bool] = True  # what is merged on the way is
     promises: ClassVar[Flags] = Flags(contraction=True, reduces=True)
     values: Literal["fp32"]
     layers: Literal[False]

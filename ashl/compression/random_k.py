@@ -19,7 +19,7 @@ from ashl.compression.base.sparsifier import SPARSE
 from ashl.compression.contract import Flags, Turn
 from ashl.compression.wire.arrays import Array, placed
 from ashl.compression.wire.body import Parts
-from ashl.compression.wire.index_code import ANYWHERE, VARIABLE, IndexCode, index_bytes, read_indices, write_indices
+from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
 from ashl.option import option
 
 
@@ -41,10 +41,6 @@ class RandomK(Seeded):
         if self.indices == "seed":
             return super().read_places(buffer, k, d)
         return read_indices(self.indices, buffer, k, d)
-
-    @property
-    def on_host(self) -> bool:
-        return super().on_host or self.indices not in ("seed", *ANYWHERE)
 
     def pack(self, x: Array, turn: Turn) -> Parts:
         if self.indices == "seed":

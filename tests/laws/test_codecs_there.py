@@ -4,6 +4,7 @@ Of what is no number the bits are a device's own: there the decoded vectors are 
 which the last bits are: there the law is that of two messages about the same vector.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.around.wrapped import for_layers
+from ashl.compression.contract import BodyError, Layer, Turn
 from ashl.compression.wire.bits import pack, unpack
 from ashl.compression.wire.body import HEADER
 from ashl.learn.device import to_device, to_host
+from tests.conf_option import CONF
 from tests.laws.codecs import ROWS, VECTORS, bits, codec, decoded, vector
 from tests.stand_in_device import DEVICE, There, guarded
 
@@ -112,3 +115,11 @@ def test_numbers_of_a_few_bits_are_packed_alike() -> None:
             stream, there = pack(numbers, width), pack(torch.from_numpy(numbers.astype(np.int64)), width)
             assert there.numpy().tobytes() == stream.tobytes()
             assert unpack(there, width, count).tolist() == numbers.tolist()
+
+
+def test_the_page_lists_those_that_work_there() -> None:
+    names = {option.stem for option in (CONF / "compression").glob("[!_]*.yaml")}
+    found = {name for name in names if not for_layers(codec(name), (Layer("weight", (4, 4)),)).on_host}
+    text = (CONF.parent / "docs/compression.md").read_text(encoding="utf-8")
+    listed = text.partition("these codecs work there")[2].partition("All others")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == found

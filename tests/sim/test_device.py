@@ -22,6 +22,8 @@ RUNS = {
     "all-reduce, 16 bits": ("topology=all_reduce", "sync=bsp", "compression=cast"),
     "all-reduce, one mask": ("topology=all_reduce", "sync=bsp", "compression=random_mask"),
     "all-reduce, signs": ("topology=all_reduce", "sync=bsp", "compression=sign", "compression.feedback=true"),
+    "gTop-k": ("topology=all_reduce", "sync=bsp", "compression=gtopk"),
+    "STC both ways": ("sync=asp", "compression=stc", "topology.pull_ratio=0.1"),
     "majority": (
         "sync=bsp",
         "compression=sign",
@@ -67,6 +69,8 @@ OFTEN = (
     "all-reduce, one mask",
     "all-reduce, signs",
     "majority",
+    "gTop-k",
+    "STC both ways",
     "1 bit, measured",
     "ashl",
     "merged",

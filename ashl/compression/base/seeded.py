@@ -17,7 +17,6 @@ from ashl.compression.base.sparsifier import SPARSE, Selection, Share
 from ashl.compression.contract import BodyError, Turn
 from ashl.compression.wire.arrays import Array, placed, read
 from ashl.compression.wire.body import HEADER, Parts
-from ashl.compression.wire.value_code import ANYWHERE
 from ashl.option import option
 
 SEED_BYTES = 8
@@ -35,7 +34,7 @@ class Seeded(Selection, SummedValues, Share):
 
     @property
     def on_host(self) -> bool:
-        return self.values not in ANYWHERE
+        return self.codes_on_host
 
     def payload(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)

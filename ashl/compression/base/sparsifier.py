@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Sparse, kept
 from ashl.compression.contract import BodyError, Flags, Turn
-from ashl.compression.wire import index_code, value_code
 from ashl.compression.wire.arrays import Array, viewed
 from ashl.compression.wire.body import EMPTY, HEADER, Parts
 from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, index_room, read_indices, write_indices
-from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wire.value_code import ANYWHERE, ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.option import Natural, Ratio, option
 
 SPARSE, WHOLE, DENSE = 0, 1, 2  # forms of a body: some values with their places, all of them, all of them as float32
@@ -40,6 +39,11 @@ class Selection(Sparse, Wrappers):
 
     values: ValueCode
     layers: bool
+
+    @property
+    def codes_on_host(self) -> bool:
+        """Whether what it writes values with does not work on a device."""
+        return self.values not in ANYWHERE
 
     def place_bytes(self, k: int, d: int) -> int:
         """The size of what says where k of d elements are."""
@@ -119,11 +123,6 @@ class Indexed(Selection):
         if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, turn)
         return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), turn)
-
-    @property
-    def codes_on_host(self) -> bool:
-        """Whether what it writes values or places with does not work on a device."""
-        return self.values not in value_code.ANYWHERE or self.indices not in index_code.ANYWHERE
 
 
 @option

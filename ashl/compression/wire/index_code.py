@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import BodyError
-from ashl.compression.wire.arrays import Array, holds, viewed
+from ashl.compression.wire.arrays import Array, beside, holds, joined, read, viewed
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
 
 IndexCode = Literal["int32", "packed", "bitmap", "golomb"]
 INDEX_CODES: Sequence[IndexCode] = ("int32", "packed", "bitmap", "golomb")
 VARIABLE: Sequence[IndexCode] = ("golomb",)  # whose size depends on the indices
-ANYWHERE: Sequence[IndexCode] = ("int32", "packed", "bitmap")  # on a device too
 
 
 def width(d: int) -> int:
@@ -62,11 +61,7 @@ def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
         return pack(indices, width(d))
     if code == "golomb":
         return _write_golomb(indices, d)
-    if isinstance(indices, Tensor):
-        return pack(torch.zeros(d, dtype=torch.bool, device=str(indices.device)).index_fill_(0, indices, True), 1)
-    mask = np.zeros(d, bool)
-    mask[indices] = True
-    return np.packbits(mask, bitorder="little")
+    return _bitmap(indices, d)
 
 
 def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
@@ -80,10 +75,8 @@ def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
         indices = unpack(buffer, width(d), k)
     elif code == "golomb":
         indices = _read_golomb(buffer, k, d)
-    elif isinstance(buffer, Tensor):
-        indices = unpack(buffer, 1, d).nonzero().view(-1)
     else:
-        indices = np.flatnonzero(np.unpackbits(buffer, count=d, bitorder="little").view(bool))
+        indices = _ones(buffer, d)
     if k == 0 and not len(indices):
         return indices if isinstance(indices, Tensor) else np.empty(0, np.int64)
     if len(indices) != k or not holds(
@@ -98,35 +91,51 @@ def _unary_bytes(k: int, d: int, b: int) -> int:
     return -(-(k + ((d - k) >> b)) // 8)
 
 
-def _write_golomb(indices: np.ndarray, d: int) -> np.ndarray:
-    if not indices.size:
+def _bitmap(places: Array, size: int) -> Array:
+    """A stream of so many bits, of which those at these places are 1."""
+    if isinstance(places, Tensor):
+        return pack(torch.zeros(size, dtype=torch.bool, device=str(places.device)).index_fill_(0, places, True), 1)
+    mask = np.zeros(size, bool)
+    mask[places] = True
+    return np.packbits(mask, bitorder="little")
+
+
+def _ones(buffer: Array, count: int) -> Array:
+    """The places of the bits of such a stream that are 1."""
+    if isinstance(buffer, Tensor):
+        return unpack(buffer, 1, count).nonzero().view(-1)
+    return np.flatnonzero(np.unpackbits(buffer, count=count, bitorder="little").view(bool))
+
+
+def _write_golomb(indices: Array, d: int) -> Array:
+    if not len(indices):
         return np.empty(0, np.uint8)
-    b = low_bits(indices.size, d)
-    gaps = indices.astype(np.int64)
+    b = low_bits(len(indices), d)
+    gaps = indices.clone() if isinstance(indices, Tensor) else indices.astype(np.int64)
     gaps[1:] -= indices[:-1]
     gaps[1:] -= 1
     low = [pack(gaps, b)] if b else []
     gaps >>= b
     gaps += 1
-    ends = np.cumsum(gaps, out=gaps)
-    unary = np.zeros(int(ends[-1]), bool)
-    unary[ends - 1] = True
-    return np.concatenate([np.array([b], np.uint8), *low, np.packbits(unary, bitorder="little")])
+    ends = gaps.cumsum(0)
+    unary = _bitmap(ends - 1, int(read(ends[-1:])[0]))
+    return joined([beside(unary, np.array([b], np.uint8)), *low, unary])
 
 
-def _read_golomb(buffer: np.ndarray, k: int, d: int) -> np.ndarray:
+def _read_golomb(buffer: Array, k: int, d: int) -> Array:
     if not k:
         return np.empty(0, np.int64)
-    b = int(buffer[0]) if buffer.size else -1
-    if b != low_bits(k, d) or buffer.size < (first := 1 + packed_bytes(k, b)):
-        raise BodyError(f"{k} golomb indices below {d} came with {b} low bits in {buffer.size} bytes")
-    ends = np.flatnonzero(np.unpackbits(buffer[first:], bitorder="little").view(bool))
-    if ends.size != k or ends[-1] // 8 != buffer.size - first - 1:
-        raise BodyError(f"{ends.size} golomb indices below {d} came where {k} were expected")
-    before = np.arange(k)  # of each end the ones below it; what else is below it are high bits of gaps
+    b = int(read(buffer[:1])[0]) if len(buffer) else -1
+    if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
+        raise BodyError(f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes")
+    ends = _ones(buffer[first:], 8 * (len(buffer) - first))
+    if len(ends) != k or not holds(ends[-1] // 8 == len(buffer) - first - 1):
+        raise BodyError(f"{len(ends)} golomb indices below {d} came where {k} were expected")
+    before = beside(ends, np.arange(k))  # of each end the ones below it; what else is below it are high bits of gaps
     indices = ends - before
     indices <<= b
     indices += before
     if b:
-        indices += np.cumsum(unpack(buffer[1:first], b, k), dtype=np.int64)
+        low = unpack(buffer[1:first], b, k)
+        indices += low.cumsum(0) if isinstance(low, Tensor) else low.cumsum(dtype=np.int64)
     return indices
