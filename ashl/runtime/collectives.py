@@ -113,6 +113,6 @@ def all_gather(
     if not 0 <= int(sizes.min()) <= longest <= max_bytes:
         raise AshlError(f"bodies of {sizes.tolist()} bytes were announced, where at most {max_bytes} were expected")
     padded = torch.nn.functional.pad(tensor, (0, longest - tensor.numel()))
-    rows = torch.empty(g * longest, dtype=tensor.dtype)
+    rows = padded.new_empty(g * longest)  # where it lies
     _gather(rows, padded, pg, wait)
     return [row[: int(n)] for row, n in zip(rows.view(g, longest), sizes, strict=True)], longest
