@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib.machinery import PathFinder
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -45,10 +47,12 @@ def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
     return found
 
 
-def defaults() -> dict[str, str]:
+@cache
+def defaults() -> MappingProxyType[str, str]:
     """The option each group has when nothing is said, in the order of `config.yaml`; "" where a group is optional."""
     entries = [entry for entry in load(CONF / "config.yaml")["defaults"] if isinstance(entry, dict)]
-    return {group.removeprefix("optional "): option or "" for entry in entries for group, option in entry.items()}
+    found = {group.removeprefix("optional "): option or "" for entry in entries for group, option in entry.items()}
+    return MappingProxyType(found)
 
 
 def usual() -> dict[str, str]:

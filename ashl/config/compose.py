@@ -6,6 +6,7 @@ is not there does not exist, whether it was mistyped on the command line, forced
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -45,23 +46,24 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     if any(key.partition(".")[0] == "sync" for key in named) and "schedule" not in named:
         overrides = [*overrides, "schedule=single"]
     changes = [_change(text, known) for text in overrides]
-    groups = [f"{change.key_or_group}={change.value()}" for change in changes if change.key_or_group in known]
-    values = {f"++{text.lstrip('+')}": c.key_or_group for text, c in zip(overrides, changes, strict=True)}
-    values = {text: key for text, key in values.items() if key not in known}
-    for key in values.values():
+    groups = tuple(f"{change.key_or_group}={change.value()}" for change in changes if change.key_or_group in known)
+    values = [change for change in changes if change.key_or_group not in known]
+    keys = [change.key_or_group for change in values]
+    for key in keys:
         if config_dir and (config_dir / key).is_dir():
             raise lacking("group", key, known)
     with _one_sentence(known, config_dir or CONF):
-        config, choices = _compose([*groups, *values], config_dir)
+        config, choices = _shipped(groups) if config_dir is None else _compose(groups, config_dir)
+        config = _with(config, values)
         _refuse_hidden(choices, config_dir)
         presets = [group for group in PRESETS if group in choices]
         before = None
         if values or presets:
             options = tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS)
-            unchanged = _plain(_shipped(options) if config_dir is None else _compose(options, config_dir)[0])
+            unchanged = _plain((_shipped(options) if config_dir is None else _compose(options, config_dir))[0])
             unknown = next(_unknown(_plain(config), unchanged), None)
             if unknown:
-                typed = any(unknown.startswith(key) for key in [*values.values(), *presets])
+                typed = any(unknown.startswith(key) for key in [*keys, *presets])
                 source = "" if typed else "".join(f"{group}={choices[group]}: " for group in presets)
                 raise _explained(unknown, unchanged, choices, known, source)
             before = unchanged.get("cluster")
@@ -72,7 +74,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     for group, option in choices.items():
         if group not in PRESETS and not isinstance(plain.get(group), dict):
             raise UsageError(f"{known[group][option]} must hold keys and values, as in `_target_: mypackage.MyClass`.")
-    written = {key.removeprefix("cluster.") for key in values.values() if key.startswith("cluster.")}
+    written = {key.removeprefix("cluster.") for key in keys if key.startswith("cluster.")}
     changed = {key for key, value in plain["cluster"].items() if before and value != before.get(key)}
     plain["cluster"] = sized(plain["cluster"], (written, changed))
     mute = "sync" if _names_sync(plain) else None
@@ -118,9 +120,22 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
 
 
 @lru_cache(maxsize=256)
-def _shipped(options: tuple[str, ...]) -> DictConfig:
+def _shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     """The options as they are shipped: composed once for all settings of a sweep that differ in values only."""
-    return _compose(options, None)[0]
+    return _compose(options, None)
+
+
+def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
+    """The configuration with these values set, as Hydra sets those that begin with `++`."""
+    changed = deepcopy(config)
+    for change in values:
+        try:
+            OmegaConf.update(changed, change.key_or_group, change.value(), merge=True, force_add=True)
+        except (OmegaConfBaseException, ValueError) as error:
+            key, above = change.key_or_group, change.key_or_group.rpartition(".")[0]
+            whose = key if isinstance(OmegaConf.select(config, above or key), DictConfig) else above
+            raise UsageError(f"{change.input_line} cannot be set: {whose} is no group of keys.") from error
+    return changed
 
 
 def _compose(overrides: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:

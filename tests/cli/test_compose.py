@@ -107,6 +107,8 @@ def test_debug_is_small() -> None:
         ("seed.x=3", "There is no key seed.x"),
         ("++new.key=3", "There is no key new.key"),
         ("+sync.bound=3", "There is no key sync.bound"),
+        ("cluster.compute.a=3", "cluster.compute.a=3 cannot be set: cluster.compute is no group of keys."),
+        ("model.hidden={a:1}", "model.hidden={a:1} cannot be set: model.hidden is no group"),
         ("sync=bsp sync.staleness=3", "sync=bsp has no key staleness; these have one: "),
         ("stop=3", "stop is no value but a group of them: stop.epochs, "),
         ("seed=1,2", "seed=1,2 gives several values where train takes one; use `ashl sweep seed=1,2`"),
