@@ -18,7 +18,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import make_plan
 from ashl.run.evaluation import rises
-from ashl.run.mean_model import ModelSet, Whole
+from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.runtime.churn import Churn
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
@@ -138,7 +138,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     cluster = construct(plan.cluster, "cluster")
     stages = tuple(map(rebound, job.stages))
     stage = stages[0]
-    ran = Ran(plan, parts=ModelSet(plan.num_workers) if stage.replicas else None, learner=job.learner)
+    ran = Ran(plan, parts=models_of(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), ran)
     play = befallen(sim, cluster, plan.seed, stages)

@@ -29,6 +29,7 @@ from ashl.topology.gossip import Gossip
 from ashl.topology.halos import Halos
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule, Updates
 from ashl.topology.partial_all_reduce import PartialAllReduce
+from ashl.topology.sharded_server import ShardedServer
 
 TOPOLOGIES = {  # by the name of the option
     "parameter_server": ParameterServer,
@@ -36,7 +37,7 @@ TOPOLOGIES = {  # by the name of the option
     "gossip": Gossip,
     "partial_all_reduce": PartialAllReduce,
 }
-NEAR = {"halos": Halos}  # ... that nobody is advised to take for a sync mode's sake
+NEAR = {"halos": Halos, "sharded_server": ShardedServer}  # ... that nobody is advised to take for a sync mode's sake
 INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}  # a mode that knows the topology
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}  # rules by which a stage ends
 

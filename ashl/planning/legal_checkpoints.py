@@ -27,6 +27,11 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
         raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
     lockstep = in_lockstep(parts, len(stages[0].workers))
     for stage, own in zip(stages, parts.stages, strict=True):
+        if own.topology.servers > 1:
+            raise UsageError(
+                f"run.checkpoint_s: of {own.topology.servers} servers nobody keeps a whole model yet; drop it, or take "
+                "topology=parameter_server"
+            )
         if parts.runtime.name == "local" and not (lockstep or comes_anew(own)):
             raise UsageError(
                 f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "

@@ -52,6 +52,7 @@ from ashl.planning.legal import (
 from ashl.planning.legal_checkpoints import check_checkpoints
 from ashl.planning.legal_churn import check_churn
 from ashl.planning.legal_compression import check_compression
+from ashl.planning.legal_servers import check_servers
 from ashl.planning.overlapping import overlapped
 from ashl.planning.predict import predict
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
@@ -236,7 +237,8 @@ def predicted(
     plan: Plan, parts: Parts, cluster: Any, deal: Deal, epoch_samples: int, batch: int, known: Profile | None
 ) -> Plan:
     """The plan with what each stage should reach, where this cluster, chosen or the profile's, says what it costs.
-    Raises UsageError where sums cannot go as they were asked to."""
+    Raises UsageError where sums cannot go as they were asked to, or a model cannot be shared out."""
+    check_servers(plan, parts)
     plan = replace(plan, notes=plan.notes + sums_of(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from torch import Tensor
@@ -31,7 +31,8 @@ PATIENCE_S = 5.0  # for those that it is over; after Ctrl-C: for the ranks to le
 class Desk:
     """Takes in what the ranks say, and tells all of them the news."""
 
-    def __init__(self, store: Sealed, num_ranks: int, num_params: int) -> None:
+    def __init__(self, store: Sealed, num_ranks: int, num_params: int, held: Mapping[int, int] | None = None) -> None:
+        """`held`: of ranks that hold a piece of the model, how many parameters that has."""
         now = time.monotonic()
         self.heard = dict.fromkeys(range(num_ranks), now)  # when something of each rank was taken out last ...
         self.lives = dict.fromkeys(range(num_ranks), 0)  # of each rank, the one that is listened to
@@ -39,7 +40,7 @@ class Desk:
         self.drained = now  # ... and when all there was had been taken out
         self.answered = now  # when the store answered last
         self.store = f"the job's store at {store.address}"
-        self._store, self._num_params = store, num_params
+        self._store, self._sizes = store, dict.fromkeys(range(num_ranks), num_params) | dict(held or {})
         self.news = self._told = News()
         self._due = 0.0
         self._letters: deque[tuple[str, bytes]] = deque()  # to be pushed
@@ -127,7 +128,7 @@ class Desk:
                 vector = None
                 if isinstance(record, Snapshot | UpdateShown):
                     queue = vectors.queue_of(record, life)
-                    vector = vectors.fetch(self._store, queue, record, self._num_params)
+                    vector = vectors.fetch(self._store, queue, record, self._sizes[rank])
                     self._fetched += vector is not None
                     self._from[queue] += vector is not None
                 self._came.append((record, vector))

@@ -26,6 +26,7 @@ from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk
 from ashl.run.doors import opened
 from ashl.run.interface import LOOPBACK, Chosen, named
+from ashl.run.mean_model import held_by
 from ashl.run.monitor import Monitor
 from ashl.run.rank import Place, play_in_child
 from ashl.run.sealed import Sealed, new_secret
@@ -78,7 +79,7 @@ def conduct(
     """Start these ranks here and attend to all ranks, until they have left; returns how well the pace was kept, None
     where somebody was interrupted and would not leave. Raises AshlError naming the rank that failed. However it ends,
     every process of the job is told."""
-    desk = Desk(store, plan.num_ranks, plan.num_params)
+    desk = Desk(store, plan.num_ranks, plan.num_params, held_by(monitor.job.stages[0]))
     end, processes = End(130), dict[int, BaseProcess]()
     try:
         with children(plan, places) as (processes, start):

@@ -1,4 +1,5 @@
-"""Where every worker has a model of its own: the mean of all models, which is what is evaluated, and their spread.
+"""Where every worker has a model of its own: the mean of all models, which is what is evaluated, and their spread; and
+where several servers have a piece of it each, the pieces put together.
 
 Rule: x̄ = (1/n)·Σ_i x_i, in double precision and rank order, so that the mean of equal models is that model bit for bit;
 consensus distance (1/n)·Σ_i ‖x_i − x̄‖².
@@ -16,7 +17,10 @@ import torch
 from torch import Tensor
 
 from ashl.runtime.records import Snapshot
+from ashl.runtime.sums import together
 from ashl.size_only import SizeOnly, Vector
+from ashl.stage.stage import Stage
+from ashl.topology.sharded_server import pieces_of
 
 
 class Whole(NamedTuple):
@@ -46,10 +50,11 @@ class ModelSet:
 
     Each worker gives its model with the evaluation's `tick` (none = at the end); the home rank, a worker or not, gives
     the counts. Where a snapshot was left out (see `run.reporter`), its evaluation never comes and is forgotten. Of a
-    worker that is lost no model is waited for.
+    worker that is lost no model is waited for. Of pieces of one model, as many are waited for as there are servers.
     """
 
     num_workers: int
+    pieces: bool = False
     _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)  # workers that are lost now
     _without: dict[int | None, set[int]] = field(default_factory=dict)  # ... and of whom nothing will come
@@ -88,4 +93,19 @@ class ModelSet:
             return None
         self._forget(tick)
         time_ns = home.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
-        return Whole(home._replace(time_ns=time_ns), *mean_of(models))
+        found = (together(models), None) if self.pieces else mean_of(models)
+        return Whole(home._replace(time_ns=time_ns), *found)
+
+
+def held_by(stage: Stage) -> dict[int, int]:
+    """How many parameters each server has, where each holds a piece of the model."""
+    if stage.topology.servers == 1:
+        return {}
+    return {stage.server + k: stop - start for k, (start, stop) in enumerate(stage.once(pieces_of))}
+
+
+def models_of(stage: Stage) -> ModelSet | None:
+    """What puts a stage's evaluations together, where no rank has all of the model."""
+    if stage.topology.servers > 1:
+        return ModelSet(stage.topology.servers, pieces=True)
+    return ModelSet(stage.num_workers) if stage.replicas else None

@@ -19,7 +19,7 @@ from ashl.planning.build import Job
 from ashl.run import weights
 from ashl.run.evaluation import Evaluation, Target, best_of, rises
 from ashl.run.health import Health
-from ashl.run.mean_model import ModelSet, Whole
+from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.run.measured import now, versions
 from ashl.run.metrics import Waited, metrics_line, values_of
 from ashl.run.view import view
@@ -89,8 +89,7 @@ class Monitor:
     ) -> None:
         self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
         self.rounds, self.weights = rounds, weights
-        parts = ModelSet(plan.num_workers) if job.stages[0].replicas else None
-        self.books = Books(Health(4 * plan.num_params), parts)
+        self.books = Books(Health(4 * plan.num_params), models_of(job.stages[0]))
         self.beats: dict[int, Beat] = {}
         self.read_beats: Callable[[], list[Beat]] | None = None  # in virtual time: ask the nodes
         self.ledgers: dict[int, LedgerTotals] = {}

@@ -36,7 +36,7 @@ async def program(
     if node.counter is not None:  # this is the home rank, or stands in for it
         tally, without = state.tally, state.tally.gone if first.replicas else ()
         node.snapshot(state.params, final=True, counts=tally.report(), time_ns=tally.end_ns, without=without)
-    elif first.replicas:
+    elif first.replicas or (first.server < node.rank < first.server + first.topology.servers):
         node.snapshot(state.params, final=True)
 
 

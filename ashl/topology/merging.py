@@ -69,7 +69,7 @@ async def merged(node: Node, stage: Stage, state: ServerState, message: Message)
     body = stage.link.arrived(state.ends, worker, message.body)
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
     push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
-    update = await node.compute(partial(merge, stage, state, push), work=1, kind="apply")
+    update = await node.compute(partial(merge, stage, state, push), work=1 / stage.topology.servers, kind="apply")
     if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
         node.show_update(update, of=None, tick=tally.version - 1)
     tally.now_s = node.now

@@ -17,6 +17,7 @@ def check(folder, workers, node, *chosen):
     assert adds_up(summary)
 
 
+@pytest.mark.slow
 def test_a_hierarchy_of_two_machines(tmp_path) -> None:
     check(tmp_path / "run", 3, [0, 0, 1], "sync=bsp", "topology.algorithm=hierarchical", "stop.steps=24")
 

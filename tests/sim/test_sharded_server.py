@@ -1,0 +1,59 @@
+"""A model in pieces on several servers: the same model as on one where all wait for all, in less time."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ashl.topology.sharded_server import ShardedServer
+from tests.support import simulated
+
+LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.server_bandwidth_mbit_s=20")
+PORTS = ("cluster=homogeneous", *LINKS, "cluster.latency_s=0.002", "cluster.step_s=0.03", "model.hidden=[16]")
+run = partial(simulated, *PORTS)
+several = partial(run, "topology=sharded_server")
+S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "sync=bsp optimizer.momentum=0.9 topology.servers=3 topology.cut=layers",
+        "sync=local_sgd sync.local_steps=3 outer=nesterov eval.every_commits=8",
+    ],
+)
+def test_several_servers_are_one(mode) -> None:
+    own = mode.split()
+    one = run("stop.steps=24", *(o for o in own if not o.startswith("topology.")))
+    ran = several("stop.steps=24", *own)
+    assert len(ran.snapshots) == len(one.snapshots)
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(ran.snapshots, one.snapshots, strict=True))
+    assert ran.end["reason"] == one.end["reason"]
+    assert ran.end["steps_by"] == one.end["steps_by"]
+    assert ran.time_ns <= one.time_ns
+
+
+def test_one_server_is_the_parameter_server_and_of_several_all_come_to_an_end() -> None:
+    chosen = ("sync=ssp", "cluster.compute=[1,2,3,5]", "stop.steps=40")
+    one, ran = run(*chosen), several("topology.servers=1", *chosen)
+    assert (ran.sha256, ran.time_ns) == (one.sha256, one.time_ns)
+    ran = several("topology.servers=3", *chosen, "stop.steps=null", "stop.seconds=0.7")
+    assert ran.end["reason"] == "seconds"
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_the_incast_is_shared_out() -> None:
+    """Four pushes at once, each in as many pieces as there are servers: a merge is over once all ports are through."""
+    for servers in (1, 2, 4):
+        ran = several("sync=bsp", "runtime.gradients=false", "stop.steps=4", f"topology.servers={servers}")
+        assert ran.time_ns == 30_000_000 + 2_000_000 + 4 * S_NS // servers
+
+
+def test_pieces_are_as_equal_as_they_can_be() -> None:
+    def cut(servers, how, *sizes):
+        return [stop - start for start, stop in ShardedServer(servers=servers, cut=how).bounds(sizes)]
+
+    assert cut(3, "bytes", 4, 6) == [3, 4, 3]
+    assert cut(2, "layers", 1, 1, 8, 1) == [2, 9]
+    assert cut(3, "layers", 9, 1, 1) == [9, 1, 1]
+    assert cut(4, "bytes", 4) == [1, 1, 1, 1]
