@@ -17,17 +17,20 @@ capability", IJHPCA 2013.
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
 from ashl.runtime.effects import Broken, Formed, Regroup
 from ashl.runtime.plane import NEVER
 
+T = TypeVar("T")
 POLL_S = 0.002
 LOOK = timedelta(seconds=0.2)  # between two looks at who is lost, while a collective lasts
 KNOWN_S = 10.0  # how long after an error home may take to say who is lost
@@ -79,6 +82,27 @@ class Agreement:
                     raise
             else:
                 return
+
+    def beside(self, team: Iterable[int], act: Callable[[], T]) -> T:
+        """What messages of our own among this team come to, which cannot be waited for a while at a time: gloo would
+        break the links. Raises RuntimeError where they never end."""
+        done: queue.SimpleQueue = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((act(), None))
+            except Exception as error:
+                done.put((None, error))
+
+        threading.Thread(target=run, daemon=True, name="sum").start()
+        while True:
+            with suppress(queue.Empty):
+                value, error = done.get(timeout=LOOK.total_seconds())
+                if error is not None:
+                    raise error
+                return value
+            if self.lost.intersection(team):
+                raise RuntimeError("a member of the team is lost")
 
     def regroup(self, asked: Regroup, clock_ns: Callable[[], int]) -> tuple[Formed, dist.ProcessGroup | None]:
         """The new team and, where it is another one than before, its group, unless one more is lost meanwhile."""

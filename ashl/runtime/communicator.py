@@ -279,7 +279,9 @@ class Communicator:
             begin, cost = self._pace.all_reduced(group, number, nbytes, asked_ns)
             if self._own_sums is not None and g > 1:
                 tag = subset_sum.tag(self._tag(group), subset_sum.CHUNKS)
-                own = self._own_sums.all_reduce(tensor, group, effect.op, nbytes, self._pace.network, tag)
+                how = (tensor, group, effect.op, nbytes, self._pace.network, tag)
+                act = partial(self._own_sums.all_reduce, *how)
+                own = act() if self._agreement is None else self._agreement.beside(group, act)
                 return *own, begin, cost
             if loose and g > 1:
                 assert effect.op == "sum"

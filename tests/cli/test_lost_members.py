@@ -37,6 +37,7 @@ def fails(*events: tuple[int, float]) -> str:
             for worker, mode in (
                 (2, ("sync=bsp", "optimizer.momentum=0.9")),
                 (1, ("sync=bsp", "compression=topk", "compression.ratio=0.1")),
+                (1, ("sync=bsp", "topology.algorithm=ring")),
                 (0, ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov")),
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
             )
