@@ -33,7 +33,7 @@ def virtual_only(own: StageParts, parts: Parts) -> bool:
     if not by_sums(own):
         return False
     gloo = parts.runtime.backend == "gloo" or device_of(parts.runtime) == HOST
-    return not (gloo and parts.runtime.name == "local" and own.topology.algorithm is None)
+    return not (gloo and parts.runtime.name == "local")
 
 
 def by_sums(own: StageParts) -> bool:
@@ -103,10 +103,8 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
             )
         if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
             raise UsageError(
-                f"cluster.events ({named}): stage {stage.name} sums by "
-                + (f"topology.algorithm={algorithm}" if (algorithm := own.topology.algorithm) else "NCCL")
-                + ", and processes go on without a worker only where gloo sums; take topology.algorithm=null and "
-                "runtime.backend=gloo, or runtime=sim"
+                f"cluster.events ({named}): stage {stage.name} sums by NCCL, and processes go on without a worker only "
+                "where gloo sums; take runtime.backend=gloo, or runtime=sim"
             )
         if befalls & MEMBERS and talks(own):
             raise UsageError(

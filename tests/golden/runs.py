@@ -66,6 +66,7 @@ def by_server() -> dict[str, Row]:
         "cr-psgd-catalyst": Row("sync=cr_psgd_catalyst sync.growth=1.5 sync.budget=600", processes="slow"),
         "easgd": Row("sync=easgd sync.local_steps=2"),
         "halos": Row(f"topology=halos sync=async_local_sgd sync.local_steps=2 topology.updates=4 {NODES}"),
+        "sharded-server": Row(f"topology=sharded_server topology.servers=3 sync=ssp {PORTS}"),
         "rescaled-asgd": Row(f"sync=rescaled_asgd sync.local_steps=2 {SLOW}"),
         "ringleader": Row(f"sync=ringleader {SLOW}"),
         "ssp": Row("sync=ssp"),
