@@ -4,13 +4,16 @@ Rule, with z the model as exchanges have landed in it: gradients are of z, w_{t+
 computed on w_{t−1}; the first step has no gradient to apply. A piece of local steps that went from y to y + d sends d,
 and the next one starts from y' = z + own·d, where z has all exchanges but that of d. With own = 1 nothing that was
 learned is computed away: y' is the average of the snapshots plus the own progress since, and the mean over the workers
-is that of local SGD on the same updates. At a parameter server z is the model of the last pull.
+is that of local SGD on the same updates. With own = 1/n, equal weights and `outer=average` y' has of the next
+average the own part: the eager updates of Kale et al., whose outer momentum of each worker is not built. At a parameter
+server z is the model of the last pull.
 
 Limits: where exchanges take no time it is still one late. own = 0 starts every piece from z alone, which
 needs far smaller steps: what a worker has just learned is learned once more, and lands twice. Where a stage gives way
 to another, those who wait hand in what they have computed meanwhile, so that SSP's lead may there be a commit longer.
 Source: Li et al., "Pipe-SGD", NeurIPS 2018 (gradients); Shen et al., "Faster Distributed Deep Net Training: Computation
-and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI 2019. `own` is ours.
+and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI 2019; Kale et al., "Eager Updates For
+Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996. Other values of `own` are ours.
 """
 
 from __future__ import annotations

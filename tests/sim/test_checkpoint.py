@@ -55,6 +55,16 @@ CASES = {
     ),
     "late": ("sync=bsp", "topology=all_reduce", "overlap=late"),
     "anchor": ("sync=local_sgd", "topology=all_reduce", "overlap=overlap_local_sgd", "outer=slowmo"),
+    "fragments": (
+        "sync=local_sgd",
+        "topology=all_reduce",
+        "overlap=streaming",
+        "overlap.delay=3",
+        "outer=nesterov",
+        "compression=topk",
+    ),
+    "drawn": ("sync=local_sgd", "topology=all_reduce", "overlap=loscar"),
+    "decoupled": ("sync=decoupled", "sync.grace_s=0.01", "outer=nesterov", "stop.epochs=8"),
     "late-ladder": ("schedule=ashl_next", "schedule.rungs=3", "optimizer.lr=0.5", "stop.epochs=8"),
     "layerwise": (
         "sync=bsp",
@@ -121,7 +131,7 @@ def run(overrides: tuple[str, ...], ran: Ran, saved: dict | None = None, save_at
 LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
     "signum", "bcd", "anchor", "nesterov", "nesterov-sum", "slowmo", "delayed_nesterov", "sketch_sgd", "gtopk", "dssp",
     "relay_sum", "noloco", "variance", "late-ashl", "adacomp", "all_reduce", "backup", "fetch_sgd",
-    "pr_sgd_momentum", "catalyst", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",
+    "pr_sgd_momentum", "catalyst", "drawn", "decoupled", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",
 )  # fmt: skip
 
 
