@@ -35,8 +35,9 @@ from ashl.compression.around.layers import slices
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.alike import outer_sum
 from ashl.compression.contract import TURN, BodyError, CodecInput, Collective, Flags, Layout, Outcome, State, Team, Turn
-from ashl.compression.wire.arrays import array_of
+from ashl.compression.wire.arrays import array_of, beside, holds, tensor_of
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
+from ashl.learn.device import to_device, to_host
 from ashl.option import Count, option
 
 LOW_RANK = Flags(contraction=True)
@@ -48,6 +49,7 @@ class PowerSGD(Wrappers):
     """Low rank, with a warm start."""
 
     flags: ClassVar[Flags] = LOW_RANK
+    on_host: ClassVar[bool] = False
     rank: Count
 
     def shaped(self, layout: Layout) -> LowRank:
@@ -83,6 +85,7 @@ class LowRank(Collective):
 
     code: ClassVar[int] = 80
     flags: ClassVar[Flags] = LOW_RANK
+    on_host: ClassVar[bool] = False
     rank: int
     shapes: tuple[tuple[int, ...], ...]
 
@@ -117,17 +120,17 @@ class LowRank(Collective):
 
     def encode(self, sender: Basis | None, x: Tensor, turn: Turn = TURN) -> tuple[Basis, Tensor]:
         sender = sender or Basis()
-        flat = torch.from_numpy(array_of(x))
-        left = self.orthonormal(self.left(flat, self.begin(sender.q, turn.stream())))
+        flat = tensor_of(array_of(x))
+        left = self.orthonormal(self.left(flat, self.begin(sender.q, flat, turn.stream())))
         right = self.right(flat, left)
         values = torch.cat([left, right, self.others(flat)])
-        return Basis(right, sender.q), write_body(self.code, x.numel(), Parts(values.numel(), values.numpy()))
+        return Basis(right, sender.q), write_body(self.code, x.numel(), Parts(values.numel(), array_of(values)))
 
     def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
         parts = read_body(body, self.code, d)
-        if d != self.size or parts.indices.size or parts.scales.size or parts.count != sum(self.counts):
+        if d != self.size or len(parts.indices) or len(parts.scales) or parts.count != sum(self.counts):
             raise BodyError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
-        values = torch.from_numpy(typed(parts.values, "<f4", parts.count, "values").copy())
+        values = tensor_of(typed(parts.values, "<f4", parts.count, "values")).clone()
         return receiver, self.whole(*values.split(self.counts))
 
     def undo(self, sender: Basis, body: Tensor) -> Basis:
@@ -137,36 +140,38 @@ class LowRank(Collective):
     def size(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
-    def begin(self, q: Tensor | None, rng: np.random.Generator) -> Tensor:
+    def begin(self, q: Tensor | None, x: Tensor, rng: np.random.Generator) -> Tensor:
         """Every Q to begin with: that of the message before, with the columns that are 0 drawn anew; at first all."""
         gone = None if q is None else [(thin == 0).all(0) for _, thin in self._thin(q, right=True)]
-        if q is not None and gone is not None and not any(columns.any() for columns in gone):
+        if q is not None and (not gone or not holds(torch.cat(gone).any())):
             return q
-        drawn = torch.from_numpy(rng.standard_normal(self.counts[1], np.float32))
+        drawn = beside(x, rng.standard_normal(self.counts[1], np.float32))
         if q is None or gone is None:
             return drawn
         pairs = zip(gone, self._thin(q, drawn, right=True), strict=True)
-        return flattened([torch.where(columns, new, old) for columns, (_, old, new) in pairs])
+        return flattened([torch.where(columns, new, old) for columns, (_, old, new) in pairs], x)
 
     def left(self, x: Tensor, q: Tensor) -> Tensor:
         """Every P = M·Q."""
-        return flattened([x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)])
+        return flattened([x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)], x)
 
     def right(self, x: Tensor, p: Tensor) -> Tensor:
         """Every Q = Mᵀ·P̂."""
-        return flattened([x[a.part].view(a.m, a.n).T @ thin for a, thin in self._thin(p)])
+        return flattened([x[a.part].view(a.m, a.n).T @ thin for a, thin in self._thin(p)], x)
 
     def orthonormal(self, p: Tensor) -> Tensor:
-        return flattened([orthonormal(thin) for _, thin in self._thin(p)])
+        """Every P̂, which the host makes: it is little."""
+        there = flattened([orthonormal(thin) for _, thin in self._thin(to_host(p))], to_host(p))
+        return to_device(there, str(p.device))
 
     def others(self, x: Tensor) -> Tensor:
-        return flattened([x[part] for part in self._split[1]])
+        return flattened([x[part] for part in self._split[1]], x)
 
     def whole(self, p: Tensor, q: Tensor, others: Tensor) -> Tensor:
         """The vector of every P̂·Qᵀ and of what was sent as it is."""
-        x = torch.empty(self.size)
+        x = torch.empty(self.size, device=str(p.device))
         for (a, left), (_, right) in zip(self._thin(p), self._thin(q, right=True), strict=True):
-            x[a.part] = torch.from_numpy(outer_sum(left.T.numpy(), right.T.numpy())).view(-1)
+            x[a.part] = tensor_of(outer_sum(array_of(left.T), array_of(right.T))).view(-1)
         for part, values in zip(self._split[1], others.split([s.stop - s.start for s in self._split[1]]), strict=True):
             x[part] = values
         return x
@@ -195,7 +200,7 @@ class LowRank(Collective):
     def _first(self, source: CodecInput) -> Tensor:
         """What is summed first: every P, and what is sent as it is."""
         q = source.inner.q if source.inner else None
-        return torch.cat([self.left(source.x, self.begin(q, source.turn.shared())), self.others(source.x)])
+        return torch.cat([self.left(source.x, self.begin(q, source.x, source.turn.shared())), self.others(source.x)])
 
     def _second(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
         """The common basis, and what is summed next: every Q."""
@@ -208,9 +213,9 @@ class LowRank(Collective):
         return Outcome(self.whole(left, common, others), sent, Basis(common))
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """All of them in one flat tensor."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+def flattened(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """All of them in one flat tensor, where that one lies."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like[:0]
 
 
 def orthonormal(p: Tensor) -> Tensor:

@@ -17,8 +17,10 @@ from ashl.compression.wire.arrays import Array, beside
 from ashl.compression.wire.bits import BLOCK
 
 
-def outer_sum(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def outer_sum(left: Array, right: Array) -> Array:
     """Σ_k left[k] ⊗ right[k], of [r, m] and [r, n] the matrix [m, n]."""
+    if isinstance(left, Tensor):
+        return sum(u[:, None] * v for u, v in zip(left, right, strict=True))
     total = np.zeros((left.shape[1], right.shape[1]), left.dtype)
     step = max(1, BLOCK // right.shape[1])
     buffer = np.empty((min(step, len(total)), right.shape[1]), left.dtype)
