@@ -36,7 +36,7 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
             raise UsageError(
                 f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
                 "checkpoints only then, or where a server merges their updates; drop it, or take sync=bsp or "
-                "sync=local_sgd with topology=all_reduce, or topology=parameter_server"
+                "sync=local_sgd with topology=all_reduce, or topology=parameter_server with overlap=none"
             )
         if not own.sync.resumable:
             raise UsageError(
