@@ -6,7 +6,7 @@ import socket
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -135,12 +135,21 @@ def play(
         groups=made,
         settle=settle,
     )
-    try:
+
+    def played() -> tuple[Any, None, dict[str, float]]:
         result = kernel.run(main)
         store.set(f"done/{rank}", "1")
         store.wait([f"done/{peer}" for peer in range(ranks)])
         kernel.goodbye(5)
-        end.send((result, None, in_seconds(seen.totals[rank])))
+        return result, None, in_seconds(seen.totals[rank])
+
+    say(end, store, rank, ranks, played)
+
+
+def say(end: Connection, store: dist.Store, rank: int, ranks: int, played: Callable[[], tuple]) -> NoReturn:
+    """What a rank came to, or why it failed; then it leaves."""
+    try:
+        end.send(played())
         store.add("left", 1)
         while rank == 0 and store.add("left", 0) < ranks:  # the store is in this process
             pass

@@ -2,9 +2,7 @@
 at a time, both sides in one order, and who sends waits for who receives."""
 
 import hashlib
-import os
 import threading
-import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +27,7 @@ from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
 from ashl.stage.program import peers_of, program
 from tests.conf_option import conf_option
-from tests.kernels import Quiet, started
+from tests.kernels import Quiet, say, started
 from tests.laws.machines import cluster
 from tests.sim.test_churn import rules
 from tests.support import planned, simulated
@@ -110,34 +108,28 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
-    carrier, said = Strict(rank), []
-    try:
-        for number, plan in enumerate(plans):
-            job = assemble(Plan.from_json(plan), HOST)
-            carrier.thread, carrier.carried, seen = None, 0, Seen()
-            kernel = TorchKernel(
-                rank,
-                seen,
-                lambda clock, job=job: Pace(job.parts.cluster, rank, 16, 0, 4000, clock, store),
-                peers=peers_of(job.stages, rank),
-                max_bytes=1_000_000,
-                exact=True,
-                groups={},
-                bodies=Granted(carrier, rank == WORKERS),
-            )
-            kernel.run(partial(program, stages=job.stages))
-            store.add(f"done/{number}", 1)
-            kernel.linger(lambda number=number: store.add(f"done/{number}", 0) == ranks)
-            kernel.goodbye(10)
-            said.append((sum(seen.end.steps_by) if seen.end else None, seen.sha256, carrier.carried))
-        end.send((said, None, {}))
-        store.add("left", 1)
-        while rank == 0 and store.add("left", 0) < ranks:  # the store is in this process
-            pass
-    except Exception as error:
-        traceback.print_exc()
-        end.send((None, f"{type(error).__name__}: {error}", {}))
-    os._exit(0)
+    carrier = Strict(rank)
+
+    def played(number: int, plan: str) -> tuple[int | None, str | None, int]:
+        job = assemble(Plan.from_json(plan), HOST)
+        carrier.thread, carrier.carried, seen = None, 0, Seen()
+        kernel = TorchKernel(
+            rank,
+            seen,
+            lambda clock: Pace(job.parts.cluster, rank, 16, 0, 4000, clock, store),
+            peers=peers_of(job.stages, rank),
+            max_bytes=1_000_000,
+            exact=True,
+            groups={},
+            bodies=Granted(carrier, rank == WORKERS),
+        )
+        kernel.run(partial(program, stages=job.stages))
+        store.add(f"done/{number}", 1)
+        kernel.linger(lambda: store.add(f"done/{number}", 0) == ranks)
+        kernel.goodbye(10)
+        return sum(seen.end.steps_by) if seen.end else None, seen.sha256, carrier.carried
+
+    say(end, store, rank, ranks, lambda: ([played(*run) for run in enumerate(plans)], None, {}))
 
 
 def test_every_mode_of_a_server_by_grants() -> None:
