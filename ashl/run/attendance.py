@@ -295,8 +295,8 @@ def log_of(run_dir: Path, rank: int) -> Path:
 def role(plan: Plan, rank: int) -> str:
     if rank < plan.num_workers:
         return f"worker {rank}"
-    server = plan.stages[0].topology["_target_"].startswith("ashl.topology.parameter_server.")
-    return f"the {'server' if server else 'coordinator'} (rank {rank})"
+    coordinated = plan.stages[0].topology["_target_"].split(".")[-2] in ("gossip", "partial_all_reduce")
+    return f"the {'coordinator' if coordinated else 'server'} (rank {rank})"
 
 
 def who(plan: Plan, monitor: Monitor, rank: int) -> str:
