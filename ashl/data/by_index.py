@@ -22,6 +22,7 @@ from ashl.data.rng import Purpose
 GAMMA = 0x9E3779B97F4A7C15
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST = 31  # of the shifts
+WORDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in ROUNDS), np.uint64(LAST)
 WORD = 2**64
 PIECE = 1 << 14  # words that stay in the cache between two operations
 SECOND = 1 << 62  # from here on there are second words
@@ -70,10 +71,11 @@ def _steps() -> np.ndarray:
 
 def _mix(words: np.ndarray, spare: np.ndarray) -> None:
     """In place."""
-    for shift, factor in ROUNDS:
-        words ^= np.right_shift(words, np.uint64(shift), out=spare)
-        words *= np.uint64(factor)
-    words ^= np.right_shift(words, np.uint64(LAST), out=spare)
+    rounds, last = WORDS
+    for shift, factor in rounds:
+        words ^= np.right_shift(words, shift, out=spare)
+        words *= factor
+    words ^= np.right_shift(words, last, out=spare)
 
 
 def _word(word: int) -> int:

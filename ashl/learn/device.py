@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 HOST = "cpu"
+HERE = torch.device(HOST)
 Placed = TypeVar("Placed", Tensor, nn.Module)
 
 
@@ -29,7 +30,7 @@ def to_host(x: Tensor) -> Tensor:
 
 def at_home(x: Tensor) -> bool:
     """Whether it lies in the host's memory."""
-    return str(x.device) == HOST
+    return x.device == HERE
 
 
 def numbers(scalars: Sequence[Tensor | float]) -> list[float]:

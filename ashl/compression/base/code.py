@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import TURN, Codec, State, Turn
-from ashl.compression.wire.arrays import Array, array_of, tensor_of
+from ashl.compression.wire.arrays import Array, array_of, tensor_of, zeros
 from ashl.compression.wire.body import Parts, read_body, write_body
 
 
@@ -51,9 +51,9 @@ class Sparse(Code):
         parts = read_body(body, self.code, d)
         with np.errstate(over="ignore", invalid="ignore"):
             places, values = self.unpack(parts, d)
-        x = torch.zeros(d, device=str(body.device))
-        array_of(x)[places] = values
-        return receiver, x
+        x = zeros(values, d)
+        x[places] = values
+        return receiver, tensor_of(x)
 
     def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
         parts = read_body(body, self.code, out.numel())

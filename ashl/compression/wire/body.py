@@ -80,8 +80,9 @@ def read_body(body: Any, code: int, d: int) -> Parts:
     """What a body holds. Raises BodyError unless it is one of this codec with d elements."""
     if not isinstance(body, Tensor) or body.dtype != torch.uint8 or body.dim() != 1 or body.numel() < HEADER.size:
         raise BodyError(f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected")
-    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = header_of(body)
     memory = np.ascontiguousarray(body.numpy()) if at_home(body) else body
+    said = header_of(body) if isinstance(memory, Tensor) else HEADER.unpack_from(memory.data)
+    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = said
     if version != VERSION:
         raise BodyError("what came was encoded by another version or program")
     if dtype != FLOAT32:
