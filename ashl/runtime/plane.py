@@ -5,7 +5,7 @@ Headers and bodies are separate planes (a tag each on gloo), so that something e
 Groups get a timeout that never strikes, because a receive that times out closes every pair of its group; who is late is
 found by the monitor instead.
 
-A vector of floats is on the rank's device again when it has come; what is encoded, in the host's memory.
+A vector of floats is on the rank's device again when it has come; what is encoded, where it came.
 
 A sender has done with a body when the kernel has it; how long that took to arrive, only the receiver knows, by its own
 clock. So each header says it of the last body that came the other way.
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ashl.errors import AshlError
-from ashl.learn.device import HOST, to_device, to_host
+from ashl.learn.device import HOST, to_device
 from ashl.runtime import wire
 from ashl.runtime.bodies import Bodies, Direct
 from ashl.runtime.effects import Message, PeerLostError, Tag
@@ -133,7 +133,7 @@ class Pair:
                         body = links.bodies.recv(self, header.nbytes).view(header.dtype)
                         self._wait_until(links.due(peer, header.nbytes, start, links.clock()))
                         self._came = self._came[0] + 1, links.clock() - start
-                    body = to_device(body, links.device) if body.is_floating_point() else to_host(body)
+                    body = to_device(body, links.device) if body.is_floating_point() else body
                 self._put(Message(peer, header.tag, body, header.meta, start))
         except (RuntimeError, wire.WireError) as error:
             self.lose(first_line(error))
