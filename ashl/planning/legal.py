@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import RealCluster
+from ashl.cluster.spec import Cluster, RealCluster
 from ashl.config.override import key_of
 from ashl.errors import UnusedKeyError, UsageError
 from ashl.model.mlp import MLP
@@ -21,6 +21,7 @@ from ashl.planning.build import Parts, StageParts
 from ashl.planning.device import by_nccl
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.rule import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
+from ashl.sync.profiling import Profiling
 from ashl.task.classification import Classification
 from ashl.task.contract import ACCURACY, Task
 from ashl.task.regression import Regression
@@ -204,6 +205,13 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
     """Refuse stages that their topology cannot run, that need a loss where nothing is learned, or whose ranks cannot
     take over what the ranks of the stage before leave."""
     check_one_topology(stages, parts.stages)
+    plans = parts.planner.follows and any(stage.h_preset is not None for stage in stages)
+    declared = isinstance(parts.cluster, Cluster) and not parts.cluster.missing()
+    if plans and not declared and not isinstance(parts.stages[0].sync, Profiling):
+        raise UsageError(
+            "planner=online begins with costs that the cluster declares or that the run profiles itself, and there are "
+            "none; take planner=balanced, or a schedule that profiles, as schedule=ashl_next, without profile=FILE"
+        )
     extra = {extra_ranks(own.topology, own.sync, parts.cluster.node) for own in parts.stages}
     if len(extra) > 1:
         raise UsageError(

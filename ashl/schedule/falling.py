@@ -8,8 +8,7 @@ often is evaluated (`eval.*`).
 
 Limits: one rung is `single`; `fall` = 1 changes no step, and a border is a barrier still.
 
-Source: ours; a step that falls where a run no longer gets on is Robbins and Monro's, SGD in practice lowers it on a
-plateau (Bottou, "Stochastic Gradient Descent Tricks", 2012).
+Source: ours.
 """
 
 from __future__ import annotations

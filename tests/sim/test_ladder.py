@@ -67,6 +67,10 @@ def test_only_costs_that_nobody_declares_are_profiled():
         (["schedule.h_preset=[]"], "schedule.h_preset"),
         (["topology=all_reduce"], "no rule for topology=all_reduce"),
         (["runtime.gradients=false"], "ends by rises"),
+        (
+            ["cluster.step_s=null", "runtime=local", "schedule=ashl_plus", "schedule.profile_steps=0"],
+            "begins with costs",
+        ),
     ],
 )
 def test_what_is_no_ladder_is_refused(overrides, said):
