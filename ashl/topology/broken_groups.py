@@ -2,7 +2,8 @@
 
 Rule of a loss, once it is noticed: groups that have not begun meet without the lost worker, and new ones have it no
 longer. Of a group that is averaging, those who are left average anew, as soon as all of them have said whether the sum
-came to nothing; what the lost worker had computed is dropped with it, or counts where the sum had ended before.
+came to nothing; what the lost worker had computed is dropped with it, or counts where the sum had ended before. On
+processes it may have ended at some of them alone, and the rest average without these.
 
 Rule of a join: the coordinator names a worker of the next group that begins, which sends its model once it has
 averaged; where nobody has one any more, the newcomer begins with the first model. It counts as having asked as often as
