@@ -139,7 +139,8 @@ async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> l
     state.yet[number], state.broken[number] = set(left), set()
     for member in left:
         await node.send(member, stage.tag("anew", number), meta=(state.losses, *map(float, left)))
-    return []
+    ended = Group(number, tuple(member for member in group.members if member not in left))
+    return generator.done(state.groups, cast("GroupRule", stage.sync), ended, node.now_ns)
 
 
 async def inherited(node: Node, stage: Stage, state: MakerState, giver: int, reply: GroupReply) -> GroupReply:
