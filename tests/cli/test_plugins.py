@@ -45,6 +45,7 @@ def test_joblib_runs_what_is_missing_and_leaves_nothing_behind(workplace: Path, 
     assert summaries(workplace / "study") == whole
 
 
+@pytest.mark.slow
 def test_submitit_on_this_machine(workplace: Path) -> None:
     assert main(["sweep", "seed=3", *TINY, "sync=asp", "--launcher", "submitit_local", "-q"]) == 0
     (summary,) = summaries(workplace / "study").values()

@@ -132,16 +132,21 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
     say(end, store, rank, ranks, lambda: ([played(*run) for run in enumerate(plans)], None, {}))
 
 
-def test_every_mode_of_a_server_by_grants() -> None:
+ALIKE = [("sync=bsp",), ("sync=local_sgd", "sync.local_steps=2", "compression=qsgd")]
+SOME = [
+    *ALIKE,
+    ("sync=asp", "overlap=late"),
+    ("sync=ssp", "compression=topk", "topology.pull_ratio=0.2"),
+    ("sync=ringleader",),
+    ("sync=bsp", "overlap=wfbp"),
+    ("schedule=ashl", "schedule.profile_steps=1", "schedule.h_preset=[4,2]"),
+]
+ALL = [(f"sync={name}", *(PLAIN if name == "spy" else ())) for name in rules()]
+
+
+@pytest.mark.parametrize("modes", [SOME, pytest.param(ALIKE + ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_servers_modes_by_grants(modes: list[tuple[str, ...]]) -> None:
     """They end by their count, what one side carried the other did, and the model is the simulator's."""
-    alike = [("sync=bsp",), ("sync=local_sgd", "sync.local_steps=2", "compression=qsgd")]
-    modes = alike + [(f"sync={name}", *(PLAIN if name == "spy" else ())) for name in rules()]
-    modes += [
-        ("sync=ssp", "compression=topk", "topology.pull_ratio=0.2"),
-        ("schedule=ashl", "schedule.profile_steps=1", "schedule.h_preset=[4,2]"),
-        ("sync=bsp", "overlap=wfbp"),
-        ("sync=asp", "overlap=late"),
-    ]
     plans = [planned(*RUN, *mode).to_json() for mode in modes]
     found = started(runs, WORKERS + 1, 100, plans)
     assert [rank.error for rank in found] == [None] * (WORKERS + 1)
@@ -149,7 +154,7 @@ def test_every_mode_of_a_server_by_grants() -> None:
     for mode, (steps, _, carried), *others in zip(modes, server, *workers, strict=True):
         assert steps >= 20, mode
         assert carried == sum(own for _, _, own in others) > 0, mode
-    for mode, (_, sha256, _) in zip(alike, server, strict=False):
+    for mode, (_, sha256, _) in zip(ALIKE, server, strict=False):
         assert sha256 == simulated(*(word for word in RUN if word not in REAL), *mode).sha256
 
 

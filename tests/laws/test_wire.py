@@ -74,7 +74,7 @@ def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, met
         (3, 2**31),
         (4, -1),
         (4, 2**62),
-        (5, 2),
+        (5, 3),
         (5, -1),
         (6, -4),
         (6, 3),  # not a whole number of float32

@@ -29,6 +29,7 @@ CASES = {
     "static groups": f"{GROUPS} sync=ripples_static",
     "first-come groups": f"{GROUPS} sync=ripples_first_come",
 }
+LIKE_SMART = ("random groups", "static groups", "first-come groups")
 
 
 def composed(line: str, n: int) -> dict[str, Any]:
@@ -56,7 +57,9 @@ def steps_of(run: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in LIKE_SMART else ()) for case in CASES]
+)
 def test_a_round_costs_a_worker_the_same_among_many(case: str) -> None:
     costs = []
     for n in (FEW, MANY):

@@ -53,7 +53,7 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, s
     assert sim.nodes[workers].counter.tally.end_ns == seconds * 10**9
 
 
-@pytest.mark.parametrize("sync", ["bsp", "backup"])
+@pytest.mark.parametrize("sync", ["bsp", pytest.param("backup", marks=pytest.mark.slow)])
 def test_same_model_in_less_time(sync) -> None:
     runs = [
         simulated(*SERVER, *UNEQUAL, f"sync={sync}", "stop.steps=15", f"overlap={overlap}")
