@@ -155,7 +155,7 @@ def lacking(kind: str, word: str, known: Iterable[str]) -> UsageError:
     names, begins = list(known), f"There is no {kind} '{word}'"
     if len(names) <= A_FEW:
         return UsageError(f"{begins} among {', '.join(names) or 'none at all'}{meant(word, names)}")
-    shown = f"`ashl list{'' if kind == 'group' else f' {kind}'}` shows the {len(names)} there are."
+    shown = f"`ashl list{'' if kind == 'group' else f' {kind}'}` shows what there is."
     return UsageError(f"{begins}; " + (f"did you mean {near}? {shown}" if (near := nearest(word, names)) else shown))
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import hydra
 import yaml
@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ashl.config.catalog import CONF, Catalog, catalog, lacking, nearest, parameters
@@ -68,6 +68,10 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
                 raise _explained(unknown, unchanged, choices, known, source)
             before = unchanged.get("cluster")
         plain = _plain(config, resolve=True)
+    if not isinstance(plain["allow_targets"], list):
+        raise UsageError(
+            f"allow_targets={plain['allow_targets']} is no list; write it as in 'allow_targets=[mypackage]'."
+        )
     if plain["allow_targets"] and "allow_targets" not in named:
         where = "".join(f"{group}={choices[group]}: " for group in presets)
         raise UsageError(f"{where}a file cannot allow code to be imported; {typed_again(plain)}.")
@@ -131,11 +135,25 @@ def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
     for change in values:
         try:
             OmegaConf.update(changed, change.key_or_group, change.value(), merge=True, force_add=True)
-        except (OmegaConfBaseException, ValueError) as error:
-            key, above = change.key_or_group, change.key_or_group.rpartition(".")[0]
-            whose = key if isinstance(OmegaConf.select(config, above or key), DictConfig) else above
-            raise UsageError(f"{change.input_line} cannot be set: {whose} is no group of keys.") from error
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{change.input_line} cannot be set: {_in_the_way(config, change.key_or_group)}."
+            ) from error
     return changed
+
+
+def _in_the_way(config: DictConfig, key: str) -> str:
+    """What stands where a key, or the keys of its value, were to be."""
+    while not isinstance(node := _standing(config, key), ListConfig):
+        if "." not in key:
+            return f"{key} is {node!r}, and no group of keys"
+        key = key.rpartition(".")[0]
+    return f"{key} is a list of {len(node)}; write it whole, as in '{key}=[1,2]'"
+
+
+def _standing(config: DictConfig, key: str) -> Any:
+    with suppress(OmegaConfBaseException, ValueError, TypeError):
+        return OmegaConf.select(config, key)
 
 
 def _compose(overrides: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:

@@ -147,6 +147,11 @@ def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, st
     topology: Topology = parts["topology"]
     carried = carried_by(topology, sync)
     if CODEC not in carried and not parts["compression"].flags.lossless:
+        if sync.carries is None and not topology.replicas:
+            raise UsageError(
+                f"compression={choices['compression']} makes no sense with topology={choices['topology']}, which does "
+                "not carry it; take compression=none, or topology=parameter_server"
+            )
         why = "its messages are no updates that a codec would know"
         if topology.replicas:
             why = "whole models travel, and most of a compressed model would be zero"
@@ -158,7 +163,9 @@ def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, st
         who, why = f"sync={choices['sync']}", "it makes of each push what its rule says"
         if topology.replicas:
             who, why = f"topology={choices['topology']}", "workers average their models, and nobody adds up updates"
-        raise UsageError(f"{who} has no place for {what}: {why}; leave aggregate as it is")
+        raise UsageError(
+            f"{who} has no place for {what}: {why}; leave aggregate as it is, and take no schedule that scales updates"
+        )
 
 
 def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -228,7 +235,7 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
         if not parts.runtime.gradients and set(stage.until) & NEED_LOSS:
             raise UsageError(
                 f"runtime.gradients=false learns nothing, and stage {stage.name} ends by {', '.join(stage.until)}; "
-                "take one sync mode for the whole run, as in sync=asp"
+                "take one sync mode for the whole run, as in sync=asp schedule=single"
             )
         if "accuracy" in stage.until and parts.task.metric != ACCURACY:
             raise UsageError(f"stage {stage.name} ends by accuracy, and the task has none; take another rule, as loss")

@@ -78,7 +78,10 @@ class Agreement:
             try:
                 work.wait(LOOK)
             except RuntimeError:
-                if work.is_completed() or self.lost.intersection(team):
+                if work.is_completed():  # perhaps just now, after the look was over
+                    work.wait()
+                    return
+                if self.lost.intersection(team):
                     raise
             else:
                 return

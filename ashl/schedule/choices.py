@@ -46,7 +46,8 @@ class Choices:
         planned = (self.local_steps if local_steps is None else local_steps) == "plan"
         if planned and h_preset is None:
             raise UsageError(
-                "sync.local_steps=plan needs a schedule that plans H per worker; give a number, or schedule=ashl"
+                "sync.local_steps=plan needs a schedule that plans H per worker; give a number, schedule=ashl, or "
+                "schedule.h_preset=[8] with schedule=single"
             )
         steps = h_preset if planned else (self.local_steps if local_steps is None else local_steps)
         worker = WorkerPlan(

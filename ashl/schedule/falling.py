@@ -6,7 +6,8 @@ minimum comes nearer to it with a smaller step. No horizon is known beforehand, 
 given, says for each rung but the last the evaluated loss at which it gives way instead. How soon a swing is seen is how
 often is evaluated (`eval.*`).
 
-Limits: one rung is `single`; `fall` = 1 changes no step, and a border is a barrier still.
+Limits: one rung is `single`; `fall` = 1 changes no step, and a border is a barrier still. Where nobody adds up updates,
+as in gossip, there is no step of a server to fall, and it is refused.
 
 Source: ours.
 """

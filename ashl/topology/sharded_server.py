@@ -191,11 +191,12 @@ async def first(node: Node, stage: Stage, state: ServerState) -> int:
 
 
 async def other(node: Node, stage: Stage, state: ServerState) -> int:
-    """At the others: merge and answer, until the first one says that the run is over and as much is merged here."""
+    """At the others: merge and answer, until the first one says that the run is over and as much is merged here, or
+    nobody is left who could push."""
     tally, push, stage = state.tally, stage.tag("push"), own_part(stage, node.rank)
     state.enter(stage, node.now)
     kept, due, last, leaving = {tally.version: state.params}, list[int](), None, list[int]()
-    while last is None or not (tally.version >= last[0] or tally.diverged):
+    while last is None or not (tally.version >= last[0] or tally.diverged or len(tally.waiting) == stage.num_workers):
         message: Message = await node.recv(push, told(stage))
         node.ledger.cut()
         if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
@@ -203,7 +204,8 @@ async def other(node: Node, stage: Stage, state: ServerState) -> int:
             tally.arrive(message.src, 0, late=True)
         elif message.tag == push:
             if await receive(node, stage, state, message):
-                kept = {tally.version - 1: kept[tally.version - 1], tally.version: state.params}
+                kept[tally.version] = state.params
+                kept.pop(tally.version - 2 * stage.num_workers, None)  # nobody is further behind
         elif message.meta[1] == STOP:
             last = int(message.meta[0]), int(message.meta[2])
         else:
@@ -213,6 +215,8 @@ async def other(node: Node, stage: Stage, state: ServerState) -> int:
             due.remove(version)
         if last is None:
             await answer(node, stage, state, leaving)
+    for version in due:  # what was dropped here, and not at the first one, never comes
+        node.snapshot(state.params, tick=version)
     state.params, state.word = kept.get(last[0], state.params), STOP
     await dismiss(node, stage, state, STOP, last[1])
     return STOP

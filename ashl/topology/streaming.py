@@ -46,7 +46,8 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
         exchange = exchanged(team, part, held, version, stage.aggregate.clip(pending.body))
         total, ahead = state.local_steps, None
-        beside = 0 if state.rest is not None and state.rest[0] <= 0 else overlap.beside(total)
+        more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)  # alike on all, as `beside` need not be
+        beside = overlap.beside(total) if more else 0
         if beside:
             under_way = node.spawn(exchange)
             await node.sleep(0)  # what is encoded is encoded first
@@ -62,7 +63,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
             state.start = fragment.put(state.start, overlap.mixed(*places))
         reason = stage.judge.over(tally) or REASONS[int(team.word)]
-        if reason and beside:  # nobody ends before the others
+        if reason and more:  # nobody ends before the others
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
         node.round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
         state.round += 1

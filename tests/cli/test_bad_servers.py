@@ -19,7 +19,7 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
         ),
         (f"sync=bsp {PORTS} topology.servers=0", "topology.servers"),
         (f"sync=bsp {PORTS} topology.servers=9 topology.cut=layers", "take no more servers than that, or topology.cut"),
-        (f"sync=bsp {PORTS} compression=topk", "compression=topk makes no sense with sync=bsp"),
+        (f"sync=bsp {PORTS} compression=topk", "compression=topk makes no sense with topology=sharded_server, which"),
         (f"sync=bsp {PORTS} optimizer=muon", "steps on whole layers, and a server has a piece of the model"),
         (f"sync=easgd {PORTS}", "has a loop, messages or a step of its own; take sync=bsp"),
         (f"sync=local_sgd {PORTS} outer=heloco", "outer=heloco goes layer by layer; take outer=nesterov"),

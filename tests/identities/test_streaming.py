@@ -96,3 +96,19 @@ def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is
             sent = [*own]
     torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-5)
     assert 0.7 < len(drawn) / stage.trainer.num_params < 0.95, "of which 0.3 each time"
+
+
+@pytest.mark.parametrize("overlap", ["loscar", "streaming"])
+def test_a_budget_before_a_round_that_is_cut_ends_it_for_all(overlap: str) -> None:
+    """The slow have no step left to take beside the exchange in which the word comes, and the quick have."""
+    planned = ("schedule=falling", "schedule.rungs=1", "schedule.h_preset=[2]", "sync.local_steps=plan")
+    for seconds in (0.27, 0.3, 0.34):
+        ran = simulated(
+            "topology=all_reduce",
+            "sync=local_sgd",
+            *planned,
+            f"overlap={overlap}",
+            "stop.steps=52",
+            f"stop.seconds={seconds}",
+        )
+        assert ran.end["reason"] == "seconds"

@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+from ashl.topology import sharded_server
+from ashl.topology.merging import receive
 from ashl.topology.sharded_server import ShardedServer
 from tests.support import simulated
 
@@ -40,6 +42,32 @@ def test_one_server_is_the_parameter_server_and_of_several_all_come_to_an_end() 
     ran = several("topology.servers=3", *chosen, "stop.steps=null", "stop.seconds=0.7")
     assert ran.end["reason"] == "seconds"
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypatch) -> None:
+    """Where nobody waits, the others are merges ahead when they hear of it."""
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+
+    async def noted(node, stage, state, message) -> bool:
+        merged = await receive(node, stage, state, message)
+        seen[node.rank, state.tally.version] = state.params
+        return merged
+
+    monkeypatch.setattr(sharded_server, "receive", noted)
+    links = ("cluster.bandwidth_mbit_s=200", "cluster.server_bandwidth_mbit_s=null", "cluster.latency_s=0.02")
+    uneven = ("cluster.compute=[1,1,1,2,3,1]", "cluster.step_s=0.004")
+    ran = several("topology.servers=2", "sync=asp", *links, *uneven, "stop.steps=60")
+    last = ran.end["merges"]
+    assert max(version for _, version in seen) > last, "else the case proves nothing"
+    assert torch.equal(ran.params, torch.cat([seen[6, last], seen[7, last]]))
+
+
+def test_who_has_dropped_more_than_the_first_ends_all_the_same() -> None:
+    uneven = ("cluster.compute=[1,1,2,3]", "cluster.step_s=0.01", "cluster.jitter=0.5", "runtime.gradients=false")
+    links = ("cluster.latency_s=0.005", "cluster.server_bandwidth_mbit_s=10")
+    mode = ("sync=ringmaster", "sync.max_delay=4")
+    ran = several("topology.servers=2", *mode, *links, *uneven, "stop.steps=37", "eval.every_commits=5")
+    assert ran.end["reason"] == "steps"
 
 
 def test_the_incast_is_shared_out() -> None:
