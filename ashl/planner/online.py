@@ -37,6 +37,8 @@ class Averages:
     def of(self, ranks: Sequence[int]) -> Averages:
         """What is known of these workers."""
         workers = self.profile.workers
+        if len(ranks) == len(workers):
+            return self  # as mostly, at every commit: a profile is checked whenever it is made
         return replace(self, profile=replace(self.profile, workers=tuple(workers[rank] for rank in ranks)))
 
 
