@@ -1,13 +1,19 @@
 """Checkpoints of real runs: when they are made, which one counts, and what the records keep."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ashl.errors import UsageError
+from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints
 from ashl.run.checkpoints import Savings
+from ashl.run.evaluation import Evaluation
+from ashl.run.health import Health
+from ashl.run.monitor import Books
 from ashl.runtime.keeping import file_of, folder_of, write
 from ashl.runtime.records import Beat, Counts, Kept
 
@@ -20,6 +26,8 @@ class Home:
     @property
     def recorder(self) -> "Home":
         return self
+
+    stopping = None
 
     def state(self) -> dict:
         return {"books": [1, 2]}
@@ -120,3 +128,39 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     left = checkpoints.cut_back(kept, saved, home=1)
     assert (kept / "events.jsonl").read_text() == "".join([*lines[:4], lines[-1]])
     assert left == {"events.jsonl": len("".join([*lines[:4], lines[-1]])), "metrics.jsonl": 16}
+
+
+def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
+    """Those after the moment of the checkpoint have not been; a rule that waits for scores knows those before it."""
+
+    class Judging(Home):
+        def state(self) -> dict:
+            losses = (2.0, 1.0, 1.5, 1.8)
+            found = [
+                Evaluation(
+                    time_s=t, merges=t, train_loss=loss, test_loss=loss, test_accuracy=1 / loss, test_metric=1 / loss
+                )
+                for t, loss in enumerate(losses, start=1)
+            ]
+            books = Books(Health(4), None, evaluations=found, scores={"rises": 2.0}, best=torch.ones(1))
+            return {"books": books}
+
+    savings = Savings(tmp_path, 1, 1.0, "run")
+    savings.wanted = (0, 31)
+    digest = write(file_of(tmp_path, 0, 0), {})
+    savings.hear(Kept(0, 0, 0, 31, 3 * SECOND, digest), Judging())
+    books = checkpoints.monitor_of(checkpoints.newest(tmp_path, "run"), 0, replace(WITHOUT, target_loss=1.0))["books"]
+    assert [one.train_loss for one in books.evaluations] == [2.0, 1.0, 1.5]
+    assert books.scores["train_loss"] == 1.5
+    assert books.scores["rises"] == 1.0
+    assert books.target.reached_s == 2
+    assert torch.equal(books.best, torch.ones(1)), "the best is among them"
+
+
+def test_a_run_that_is_to_stop_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """It would stop again as soon as it went on."""
+    home, savings = Home(), Savings(tmp_path, 1, 1.0, "run")
+    home.stopping = "interrupted"
+    savings.wanted = (0, 31)
+    savings.hear(Kept(0, 0, 0, 31, 3 * SECOND, write(file_of(tmp_path, 0, 0), {})), home)
+    assert not folder_of(tmp_path, 0).exists()

@@ -211,6 +211,7 @@ def attend(
     timeout_s, by_rank = runtime.timeout_s, {place.rank: place for place in places}
     seen = Attendance(plan, desk, processes, by_rank, start, goes_on(parts), lets_in(parts))
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
+    desk.tell(desk.news._replace(scores=monitor.scores))  # of before, where it goes on
     told, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
     while len(seen.left.union(seen.lost)) < plan.num_ranks:

@@ -30,7 +30,7 @@ import torch
 
 from ashl.errors import UsageError
 from ashl.plan.plan import Limits
-from ashl.run.evaluation import Target
+from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Books, Monitor
 from ashl.runtime import keeping
 from ashl.runtime.packed import packed, unpacked
@@ -91,7 +91,7 @@ class Savings:
             return
         folder = keeping.folder_of(self.run_dir, kept.number)
         self.plan_next(max(kept.time_ns for kept in self.kept.values()))
-        if all(k.error is None for k in self.kept.values()) and self.fits():
+        if monitor.stopping is None and all(k.error is None for k in self.kept.values()) and self.fits():
             self.finish(folder, monitor)
         else:
             self.ahead_s, self.due_s = min(2 * self.ahead_s, LONGEST_S), 0.0
@@ -201,5 +201,6 @@ def monitor_of(saved: Saved, home: int, limits: Limits) -> dict[str, Any]:
         target = Target()
         for one in found:
             target.judge(limits, one)
-        state["books"] = replace(books, evaluations=found, scores=None, best=None, target=target)
+        best = books.best if best_of(found) is best_of(books.evaluations) else None
+        state["books"] = replace(books, evaluations=found, scores=scores_of(found), best=best, target=target)
     return state

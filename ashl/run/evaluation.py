@@ -73,6 +73,20 @@ def rises(losses: Sequence[float]) -> float:
     return float(sum(after > before for before, after in pairwise(losses)))
 
 
+def scores_of(evaluations: Sequence[Evaluation]) -> dict[str, float | None] | None:
+    """What rules may know of them: the last one's scores, and how often the loss has risen."""
+    if not evaluations:
+        return None
+    last = evaluations[-1]
+    return {
+        "train_loss": last.train_loss,
+        "test_loss": last.test_loss,
+        "test_accuracy": last.test_accuracy,
+        "test_metric": last.test_metric,
+        "rises": rises([one.train_loss for one in evaluations]),
+    }
+
+
 def at_least(value: float | None, bound: float | None) -> bool:
     return value is not None and bound is not None and value >= bound
 

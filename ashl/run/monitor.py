@@ -17,7 +17,7 @@ from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
 from ashl.planning.build import Job
 from ashl.run import weights
-from ashl.run.evaluation import Evaluation, Target, best_of, rises
+from ashl.run.evaluation import Evaluation, Target, best_of, scores_of
 from ashl.run.health import Health
 from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.run.measured import now, versions
@@ -225,8 +225,6 @@ class Monitor:
         train_loss, test_loss = scores["train_loss"], scores["test_loss"]
         assert train_loss is not None
         assert test_loss is not None
-        losses = [*(one.train_loss for one in self.books.evaluations), train_loss]
-        self.books.scores = {**scores, "rises": rises(losses)}
         found = Evaluation(
             time_s=time_s,
             merges=merges,
@@ -238,6 +236,7 @@ class Monitor:
             consensus_distance=distance,
         )
         self.books.evaluations.append(found)
+        self.books.scores = scores_of(self.books.evaluations)
         if best_of(self.books.evaluations) is found:
             self.books.best = params
             self.save(BEST, params)

@@ -44,6 +44,8 @@ def simulate(
     run_dir = monitor.recorder.run_dir
 
     def keep(document: dict[str, Any]) -> int | None:
+        if monitor.stopping is not None:  # ranks may know of it already
+            return None
         about = {"run": saving.identity, "sizes": monitor.recorder.sizes(), "monitor": packed(monitor.state())}
         checkpoint.write(run_dir, {**document, **about})
         return following(document["time_ns"], saving.every_s)
