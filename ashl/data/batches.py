@@ -1,5 +1,7 @@
 """The index stream of one worker."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from ashl.data.rng import Purpose, permutation
@@ -18,6 +20,10 @@ class Batches:
             raise ValueError(f"a batch of {batch} does not fit a shard of {len(shard)} samples")
         self._shard, self._batch, self._seed, self._worker, self._shuffle = shard, batch, seed, worker, shuffle
         self._epochs: dict[int, np.ndarray] = {}  # a memo, never part of the answer
+
+    def over(self, shard: np.ndarray) -> Batches:
+        """The same worker's stream over another shard."""
+        return self if shard is self._shard else Batches(shard, self._batch, self._seed, self._worker, self._shuffle)
 
     @property
     def shard(self) -> np.ndarray:

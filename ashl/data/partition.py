@@ -1,6 +1,6 @@
 """Which worker gets which training sample."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -42,6 +42,17 @@ def shards(
         parts = [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
     check_sizes([len(part) for part in parts], batch, total)
     return parts
+
+
+def handed(parts: Sequence[np.ndarray], gone: Collection[int]) -> list[np.ndarray]:
+    """The shards while these workers are away: their samples are dealt out to the others one by one, behind what each
+    has of its own. Theirs stay as they were, for when they are back."""
+    here = [rank for rank in range(len(parts)) if rank not in gone]
+    dealt = np.concatenate([parts[rank] for rank in sorted(gone)])
+    found = list(parts)
+    for place, rank in enumerate(here):
+        found[rank] = np.concatenate([parts[rank], dealt[place :: len(here)]])
+    return found
 
 
 def check_sizes(sizes: Sequence[int], batch: Sequence[int], total: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ashl.data.batches import Batches
+from ashl.data.partition import handed
 from ashl.learn.device import HOST, numbers, to_device
 from ashl.learn.learner import Learner
 from ashl.learn.pieces import Pieces
@@ -40,6 +42,13 @@ class Trainer:
     def reshard(self, shares: Sequence[float]) -> Trainer:
         """The same with other shares of the data."""
         return Trainer(self.learner, self.optimizer, self.deal, shares)
+
+    def handed(self, gone: frozenset[int]) -> Trainer:
+        """The same while these workers are away, and their samples are with the others."""
+        other = copy.copy(self)
+        shards = handed([batches.shard for batches in self.batches], gone)
+        other.batches = [own.over(shard) for own, shard in zip(self.batches, shards, strict=True)]
+        return other
 
     def blank(self, size: float) -> Tensor:
         """A body of this share of the model's size, to measure with."""
@@ -200,6 +209,9 @@ class SizeOnlyTrainer:
         self._size_only = SizeOnly(self.dense_bytes)
 
     def reshard(self, shares: Sequence[float]) -> SizeOnlyTrainer:
+        return self
+
+    def handed(self, gone: frozenset[int]) -> SizeOnlyTrainer:
         return self
 
     def blank(self, size: float) -> SizeOnly:

@@ -255,6 +255,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 seed=plan.seed,
                 nodes=parts.cluster.node,
                 min_workers=parts.runtime.min_workers,
+                reshards=parts.runtime.on_loss == "reshard",
                 joins=parts.cluster.joins or parts.runtime.name != "sim",
                 elastic=parts.cluster.loses,
                 payload=payload_of(own.compression, layout),

@@ -8,6 +8,7 @@ from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL
 from ashl.compression.contract import Collective
 from ashl.errors import UsageError
 from ashl.learn.device import HOST
+from ashl.optimizer.contract import Optimizer
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
@@ -18,6 +19,7 @@ from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoundRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
+PIECEWISE = ("minibatch", "moments")  # estimators that take the worker's samples as they come
 COMING = {"join", "churn"}  # where workers come while others run
 MEMBERS = {FAIL, *COMING}  # what changes who takes part
 
@@ -71,6 +73,8 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
         raise UsageError(
             f"runtime.min_workers={parts.runtime.min_workers}, and there are {n} workers; take at most {n}"
         )
+    if parts.runtime.on_loss == "reshard":
+        check_reshard(parts, stages)
     if not befalls:
         return
     named = ", ".join(sorted(befalls))
@@ -115,4 +119,15 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
             raise UsageError(
                 f"cluster.events ({named}) with overlap={chosen(own.overlap)} is not built yet: what goes on beside a "
                 "step would not stand still; take overlap=none"
+            )
+
+
+def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Where a worker keeps something of the whole of its shard, that cannot grow on the way."""
+    for stage, own in zip(stages, parts.stages, strict=True):
+        estimator = own.sync.estimator or own.compression.estimator
+        if estimator not in PIECEWISE or type(own.optimizer).statistics is not Optimizer.statistics:
+            raise UsageError(
+                f"runtime.on_loss=reshard: in stage {stage.name} a worker computes with its whole shard at once, which "
+                "cannot grow on the way; take runtime.on_loss=forget"
             )

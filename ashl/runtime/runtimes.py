@@ -10,6 +10,7 @@ from ashl.option import Count, Natural, Positive, option
 
 Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is told, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
+OnLoss = Literal["forget", "reshard"]  # what becomes of a lost worker's data
 Precision = Literal["fp32", "tf32", "bf16"]  # of products and convolutions; vectors are float32
 
 
@@ -24,6 +25,7 @@ class SimRuntime:
     device: Device
     precision: Precision
     min_workers: Count
+    on_loss: OnLoss = "forget"
 
 
 @option
@@ -41,6 +43,7 @@ class LocalRuntime:
     interface: str | None
     timeout_s: Positive
     min_workers: Count
+    on_loss: OnLoss = "forget"
     respawn: Natural
 
 
@@ -59,4 +62,5 @@ class TorchrunRuntime:
     interface: str | None
     timeout_s: Positive
     min_workers: Count
+    on_loss: OnLoss = "forget"
     respawn: Natural

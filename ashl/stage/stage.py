@@ -33,6 +33,7 @@ Replan = Callable[
 SERIAL = Serial()
 GO, NEXT, STOP, LAST = 0, 1, 2, 3  # the word that every reply carries; LAST: hand in what you have, and no more
 WORDS = 2**20  # bytes of what workers may tell each other of those who are lost
+FEW = 8  # stages that hold shards of their own
 OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
 
 
@@ -67,6 +68,7 @@ class Stage:
     seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
     min_workers: int = 1  # of fewer, no run goes on
+    reshards: bool = False  # whether the data of those who are gone are with the others meanwhile
     joins: bool = False  # whether workers may come while it goes on
     elastic: bool = False  # whether it goes on without a worker that is lost
     gone: frozenset[int] = frozenset()  # who takes no part any more, where no server counts
@@ -249,9 +251,27 @@ class Stage:
             return self
         whole: Stage = self._once.setdefault("whole", self)
         if gone not in whole._once:
-            whole._once[gone] = replace(whole, gone=gone)
-            whole._once[gone]._once["whole"] = whole
+            made = replace(whole.handed(gone), gone=gone)
+            made._once["whole"] = whole
+            remember(whole._once, gone, made)
         return whole._once[gone]
+
+    def handed(self, gone: Collection[int]) -> Stage:
+        """The stage while these workers are away: where it `reshards`, with their data at the others."""
+        if not (self.reshards and gone):
+            return self
+        key = "handed", frozenset(gone)
+        if key not in self._once:
+            shares = [worker.data_share for worker in self.plan.workers]
+            part = sum(shares[rank] for rank in gone) / (self.num_workers - len(gone))
+            workers = tuple(
+                worker if rank in gone else replace(worker, data_share=shares[rank] + part)
+                for rank, worker in enumerate(self.plan.workers)
+            )
+            plan = replace(self.plan, workers=workers)
+            made = replace(self, plan=plan, trainer=self.trainer.handed(frozenset(gone)))
+            remember(self._once, key, made)
+        return self._once[key]
 
     def doing(self, workers: tuple[WorkerPlan, ...]) -> Stage:
         """The stage with its workers doing something else from now on; their shards stay as they are."""
@@ -317,3 +337,11 @@ class Stage:
 
     def tag(self, name: str, iteration: int = 0) -> Tag:
         return (name, self.index, iteration)
+
+
+def remember(once: dict[Any, Any], key: Any, stage: Stage) -> None:
+    """Of stages with shards of their own the last few are enough."""
+    alike = [other for other in once if type(other) is type(key)] if stage.reshards else []
+    for other in alike[:-FEW]:
+        del once[other]
+    once[key] = stage

@@ -5,8 +5,9 @@ judges when a stage is over and when models are evaluated, and it lets workers l
 longer. A worker's side of the protocol, with tags of the stage and iteration 0:
 
     "report" →   a `Report`, after each piece of work that has become part of the worker's model
-    ← "go"       the answer, with the samples that the learning rate follows; a worker waits for it (`answered`) before
-                 it merges its next piece of work, so that nobody runs ahead of the judge by more than one
+    ← "go"       the answer, with the samples that the learning rate follows (and who is gone); a worker waits for it
+                 (`answered`) before it merges its next piece of work, so that nobody runs ahead of the judge by more
+                 than one
     ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. NEXT or STOP, to all: start nothing more
     "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
     ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
@@ -31,6 +32,7 @@ from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import WorkerState
+from ashl.topology.members import as_members, away
 from ashl.topology.partners import close_doors, membership, welcome
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
@@ -99,7 +101,7 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
             await membership(node, stage, state, message)
             continue
         take(tally, message)
-        await node.send(message.src, stage.tag("go"), None, (tally.samples,))
+        await node.send(message.src, stage.tag("go"), None, (tally.samples, *away(stage, tally.gone)))
         if stage.judge.take(state, node.now):
             await ask_snapshots(node, stage, state)
         word, reason = verdict(node, stage, tally)
@@ -147,7 +149,7 @@ async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, 
             working.discard(message.src)
         else:
             take(tally, message)
-            await node.send(message.src, stage.tag("go"), None, (tally.samples,))
+            await node.send(message.src, stage.tag("go"), None, (tally.samples, *away(stage, tally.gone)))
     if word == NEXT:
         tally.end_ns = within(stage, node.now_ns)
     await say(node, stage, state, Word(BYE, end_ns=tally.end_ns))
@@ -182,7 +184,7 @@ async def answered(node: Node, stage: Stage, state: RoamingState) -> None:
     """Wait for the answer to the last report, if it is still to come."""
     if state.reported:
         message = await node.recv(stage.tag("go"), src=stage.server)
-        state.samples, state.reported = int(message.meta[0]), False
+        state.samples, state.reported, state.away = int(message.meta[0]), False, as_members(message.meta[1:])
 
 
 async def done(node: Node, stage: Stage, state: RoamingState, dropped: int) -> None:

@@ -8,6 +8,7 @@ from ashl.runtime.effects import JOIN, LOST
 from ashl.runtime.node import Node
 from ashl.stage.stage import LAST, NEXT, STOP, Stage
 from ashl.topology.ending import within
+from ashl.topology.members import away
 from ashl.topology.membership import close_doors, introduced
 from ashl.topology.replies import Pull
 from ashl.topology.sliced import put_together
@@ -38,7 +39,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_n
     for rank in sorted(tally.waiting):
         staleness, late = tally.answer(rank)
         stage.link.gave(state.ends, rank, state.params)
-        meta = Pull(word, *applied, staleness, late or rank in unmerged, end_ns)
+        meta = (*Pull(word, *applied, staleness, late or rank in unmerged, end_ns), *away(stage, tally.gone))
         await node.send(rank, state.pulls[rank], state.params if word == NEXT else None, meta)
     while working:
         message = await node.recv(stage.tag("push"), LOST, JOIN)

@@ -55,6 +55,7 @@ class WorkerState:
     start: Any = None  # what the next steps start from, where it is not `params`
     pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
     last: bool = False  # whether nothing is computed beyond it
+    away: tuple[int, ...] = ()  # who is gone, where it has a part of their data
     life: int = 0  # when it asked to take part, where it came while the others ran
     coming: Any = None  # of a model that comes back in parts, what has come: the first
 
@@ -98,6 +99,7 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     The learning rate is that of the samples applied as of the last pull. `state.params` may become another model
     meanwhile, by a peer: what is computed stays relative to the one at the start.
     """
+    stage = stage.handed(state.away) if state.away else stage
     trainer, start, kind, version = stage.trainer, node.now, stage.sync.exchange, state.version
     params = state.params if state.start is None else state.start
     if kind == "gradient":

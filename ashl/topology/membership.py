@@ -6,6 +6,10 @@ the lost worker had pushed for it is dropped and counted; so from there on it is
 are merged as they come, what had come is used, and the weights are those of the others, Σ w_i = 1. What compressors
 keep for the worker is forgotten.
 
+With `runtime.on_loss=reshard` the data of the lost are with the others meanwhile: dealt out one by one, each worker
+goes on behind its cursor in the order of passes over its own samples and these, from its next round on after it has
+heard. So a pass visits each of them once, at one worker; who comes back has its own again.
+
 Rule of a join: the worker gets the stage, the model, and its orders. It counts as far as the slowest is; its optimizer
 and its compressor begin anew, and its data go on where the server has last heard of them. Who comes at a border takes
 part from the next stage on, and who comes when the run is over is told so. A life is known by the moment at which it
@@ -31,6 +35,7 @@ from ashl.runtime.node import Node
 from ashl.stage.program import reassigned
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.topology.local_work import WorkerState
+from ashl.topology.members import as_members, away
 from ashl.topology.merging import merge, orders_of, rule_of
 
 if TYPE_CHECKING:
@@ -59,6 +64,9 @@ class Welcome(NamedTuple):
     ratio: float = 1.0
     interval_s: float = 0.0
     batch: float = 0.0
+
+
+WELCOME = len(Welcome._fields)
 
 
 async def membership(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
@@ -124,9 +132,8 @@ async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> No
     planned, rows = state.assigned or (0, None)
     done = tally.steps_by[rank] + tally.dropped_by[rank]
     applied, what = (tally.version, tally.steps, tally.samples), orders_of(stage, state, rank)
-    await node.send(
-        rank, welcomed(state.lives[rank]), state.params, Welcome(GO, 0, stage.index, *applied, done, planned, *what)
-    )
+    told = Welcome(GO, 0, stage.index, *applied, done, planned, *what)
+    await node.send(rank, welcomed(state.lives[rank]), state.params, (*told, *away(stage, tally.gone)))
     if rows is not None:
         await node.send(rank, PLANNED, rows)
 
@@ -166,7 +173,7 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
     life = int(float(node.now_ns))
     await node.send(stages[0].server, JOIN, None, (life,))
     message = await node.recv(welcomed(life))
-    told = Welcome(*message.meta)
+    told = Welcome(*message.meta[:WELCOME])
     if told.word == STOP:
         node.ledger.close(int(told.end_ns))
         return None
@@ -176,7 +183,7 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
     if told.planned:
         state.assigned = int(told.planned), (await node.recv(PLANNED)).body
         stages = reassigned(stages, *state.assigned)
-    stage, state.life = stages[int(told.stage)], life
+    stage, state.life, state.away = stages[int(told.stage)], life, as_members(message.meta[WELCOME:])
     state.enter(stage, node.rank)
     if kept is not None:
         state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments

@@ -17,6 +17,7 @@ from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.stage import GO, Stage
 from ashl.topology.local_work import reports_mean
+from ashl.topology.members import away
 from ashl.topology.replies import AS_PLANNED, Pull
 from ashl.topology.sliced import head, put_together
 
@@ -89,7 +90,7 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
         state.buffer = members
         return None
     members = tuple(sorted(members, key=lambda push: push.worker)) if len(members) > 1 else members
-    weights = stage.doing(state.workers).weights_of(members, tally.gone)
+    weights = stage.doing(state.workers).handed(tally.gone).weights_of(members, tally.gone)
     if stage.codec.flags.reduces:
         update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
     else:
@@ -136,7 +137,9 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
     what, applied = orders_of(stage, state, rank), (tally.version, tally.steps, tally.samples)
     body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
     body = head(stage, body) if stage.overlap.pulls and changed else body
-    await node.send(rank, state.pulls[rank], body, Pull(GO, *applied, staleness, late, 0, *what))
+    await node.send(
+        rank, state.pulls[rank], body, (*Pull(GO, *applied, staleness, late, 0, *what), *away(stage, tally.gone))
+    )
     return changed
 
 

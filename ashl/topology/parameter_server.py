@@ -29,9 +29,10 @@ from ashl.topology.delayed import AT_ONCE_S, at_border, worked
 from ashl.topology.dismissal import call_in, dismiss
 from ashl.topology.ending import leave, record_end, verdict
 from ashl.topology.local_work import Work, WorkerState, encoded, local_work
+from ashl.topology.members import as_members
 from ashl.topology.membership import come, gather, membership, welcome
 from ashl.topology.merging import CLOSE, close, merge, merged, more, receive, reply, rule_of
-from ashl.topology.replies import Orders, Pull
+from ashl.topology.replies import PULL, Orders, Pull
 from ashl.topology.sliced import following, settled, sliced
 
 
@@ -241,7 +242,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         if stage.delayed is not None and not state.last:
             ahead, asked = await local_work(node, stage, state), node.now
         message = await node.recv(pull)
-        reply = Pull(*message.meta)
+        reply, state.away = Pull(*message.meta[:PULL]), as_members(message.meta[PULL:])
         word = int(reply.word)
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             stage.link.undo(state.ends, body)

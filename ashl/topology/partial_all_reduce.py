@@ -30,10 +30,9 @@ from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.group_generator import Group, Groups
 from ashl.topology.group_rule import GroupRule
 from ashl.topology.local_work import Work, WorkerState, local_work
+from ashl.topology.members import as_members, as_numbers, away
 
 Done = tuple[int, int]  # (steps, samples)
-BITS = 52  # of a number in a header that hold members
-HEAD = 10  # numbers of a `GroupReply`
 PER_NODE = 4  # workers of a machine where nobody says
 
 
@@ -126,8 +125,8 @@ class MakerState(CoordinatorState):
 
 
 class GroupReply(NamedTuple):
-    """The answer to a worker, followed by the members of its group. With STOP its work is not used; with NEXT this is
-    the last of it; without members it leaves."""
+    """The answer to a worker, followed by the members of its group, and by those who are gone. With STOP its work is
+    not used; with NEXT this is the last of it; without members it leaves."""
 
     word: float  # GO, NEXT or STOP
     group: float
@@ -139,29 +138,10 @@ class GroupReply(NamedTuple):
     epoch: float = 0  # of the group
     heir: float = -1  # who has come, and is to have its model
     life: float = 0  # ... of the heir
+    size: float = 0  # how many numbers say who the members are
 
 
-def as_numbers(members: Members) -> tuple[float, ...]:
-    """Sorted workers in as few numbers of a header as will do: one for each, below zero, or one for `BITS` ranks."""
-    if not members or len(members) <= members[-1] // BITS:
-        return tuple(-1.0 - member for member in members)
-    words = [0] * (members[-1] // BITS + 1)
-    for member in members:
-        words[member // BITS] |= 1 << member % BITS
-    return tuple(map(float, words))
-
-
-def as_members(numbers: Sequence[float]) -> Members:
-    if not numbers or numbers[0] < 0:
-        return tuple(int(-1 - number) for number in numbers)
-    members = []
-    for place, number in enumerate(numbers):
-        word = int(number)
-        while word:
-            lowest = word & -word
-            members.append(place * BITS + lowest.bit_length() - 1)
-            word ^= lowest
-    return tuple(members)
+HEAD = len(GroupReply._fields)
 
 
 async def worker(node: Node, stage: Stage, state: Replica) -> int:
@@ -188,7 +168,9 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
     while True:
         await node.send(stage.home, stage.tag("ask"), meta=meta)
         message = await node.recv(stage.tag("group", state.life), src=stage.home)
-        reply, members = GroupReply(*message.meta[:HEAD]), as_members(message.meta[HEAD:])
+        reply = GroupReply(*message.meta[:HEAD])
+        numbers, gone = message.meta[HEAD : HEAD + int(reply.size)], message.meta[HEAD + int(reply.size) :]
+        members, state.away = as_members(numbers), as_members(gone)
         body, met = None if reply.word == STOP else body, met or members
         result = await averaged(node, state.params, body, members, bool(reply.common), int(reply.epoch))
         while result.__class__ is Broken:
@@ -294,14 +276,15 @@ async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work:
     fresh = state.word != STOP and all(steps for steps, _ in work)
     common = fresh and len({state.last[member] for member in group.members}) == 1
     applied = tally.samples + (0 if state.word == STOP else sum(samples for _, samples in work))
-    numbers = as_numbers(group.members)
+    numbers, gone = as_numbers(group.members), away(stage, tally.gone)
     for member in group.members:
         state.last[member] = group.id
         behind = tally.fastest - tally.clocks[member]
-        reply = GroupReply(state.word, group.id, applied, behind, common, state.ticks, tally.end_ns, state.losses)
+        of = (state.word, group.id, applied, behind, common, state.ticks, tally.end_ns, state.losses)
+        reply = GroupReply(*of, size=len(numbers))
         if state.heirs and state.word == GO:
             reply = await broken_groups.inherited(node, stage, state, member, reply)
-        await node.send(member, stage.tag("group", state.lives.get(member, 0)), meta=(*reply, *numbers))
+        await node.send(member, stage.tag("group", state.lives.get(member, 0)), meta=(*reply, *numbers, *gone))
 
 
 def count(node: Node, stage: Stage, state: MakerState, number: int) -> None:
@@ -378,4 +361,5 @@ async def dismiss(node: Node, stage: Stage, state: MakerState, workers: Sequence
     """These workers may leave the stage."""
     for worker in workers:
         reply = GroupReply(state.word, -1, state.tally.samples, 0, False, state.ticks, state.tally.end_ns)
-        await node.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=reply)
+        meta = (*reply, *away(stage, state.tally.gone))
+        await node.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=meta)

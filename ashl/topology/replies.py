@@ -18,7 +18,7 @@ AS_PLANNED = Orders()
 
 
 class Pull(NamedTuple):
-    """What every reply says beside the model."""
+    """What every reply says beside the model; who is gone may follow (`ashl.topology.members`)."""
 
     word: float  # GO, LAST, NEXT or STOP
     version: float
@@ -31,3 +31,6 @@ class Pull(NamedTuple):
     ratio: float = 1.0
     interval_s: float = 0.0
     batch: float = 0.0  # 0 = as before
+
+
+PULL = len(Pull._fields)
