@@ -38,11 +38,6 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
                 "checkpoints only then, or where a server merges their updates; drop it, or take sync=bsp or "
                 "sync=local_sgd with topology=all_reduce, or topology=parameter_server with overlap=none"
             )
-        if not own.sync.resumable:
-            raise UsageError(
-                f"run.checkpoint_s: no checkpoint can hold stage {stage.name}, whose workers do several things at "
-                "once; drop it, or take a mode that goes in rounds, as sync=d_psgd"
-            )
 
 
 def in_lockstep(parts: Parts, num_workers: int) -> bool:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ FILE = Path("checkpoint/state.pt")
 KEPT = ("steps", "staleness", "loss", "measures")  # of a node, beside its ledger
 MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"  # what may be on its way
 OF_A_CANCELLED_TASK = -1
+BEFORE = -(2**40)  # the places of what comes before all else at the instant of a mark
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Saving:
             self.marks.clear()  # nor the others: they are on their way to the same end
             self._numbers.clear()
             return
-        if any(task.node is node and not task.main for task in sim._tasks):
+        if any(task.node is node and not (task.main or task.stands) for task in sim._tasks):
             return  # what runs beside it has no top of a loop
         if any(node.rank in posted.arrived for posted in sim.channels.waiting()):
             return  # nor has a collective that a cancelled task has left behind
@@ -229,6 +231,8 @@ class Replay:
         self.begun = [set(mark.begun) for mark in marks]
         self.posted = [0] * len(marks)
         self.tasks: dict[tuple[int, int], Task] = {}  # who waits for a rank's n-th collective since its mark
+        self.marked: set[int] = set()  # who is at its mark, or past it
+        self.before = count(BEFORE)
 
     def event(self, what: str, value: Any) -> tuple[Any, Any]:
         """(target, value) of something that comes from outside."""
@@ -242,6 +246,7 @@ class Replay:
         sim, heap = self.sim, self.sim._heap
         observer, sim.observer = sim.observer, Deaf(sim.observer)
         sim._at, sim._send, sim._post = self.at, self.send, self.post  # type: ignore[method-assign]
+        sim.mark = self.mark  # type: ignore[method-assign]
         try:
             while heap and heap[0][:2] <= cut:
                 sim.now_ns, _, target, value = heappop(heap)
@@ -250,15 +255,19 @@ class Replay:
                 elif not target.done:
                     sim._resume(target, value)
         finally:
-            del sim._at, sim._send, sim._post  # type: ignore[method-assign]
+            del sim._at, sim._send, sim._post, sim.mark  # type: ignore[method-assign]
             sim.observer = observer
         for i, (time_ns, place, target, value) in enumerate(heap):
             if target == self.result and value[:2] in self.tasks:
                 heap[i] = (time_ns, place, self.tasks[value[:2]], value[2])
 
+    def mark(self, node: Node, stage: int, state: Any) -> None:
+        self.marked.add(node.rank)
+
     def at(self, time_ns: int, target: Any, value: Any) -> None:
-        task = target if isinstance(target, Task) else value[0]
-        heappush(self.sim._heap, (time_ns, self.places[task.node.rank].popleft(), target, value))
+        rank = (target if isinstance(target, Task) else value[0]).node.rank
+        place = self.places[rank].popleft() if rank in self.marked else next(self.before)  # what stands beside it
+        heappush(self.sim._heap, (time_ns, place, target, value))
 
     def send(self, node: Node, send: Any) -> None:
         """It has been sent: it has arrived, or is under way."""

@@ -17,10 +17,10 @@ NEWS = (LOST[0], JOIN[0])  # what nobody waits for
 class Task:
     """A coroutine on one node, and what it waits for."""
 
-    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "send", "waiting")
+    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "send", "stands", "waiting")
 
-    def __init__(self, node: Node, coro: Coroutine, main: bool) -> None:
-        self.node, self.coro, self.main = node, coro, main
+    def __init__(self, node: Node, coro: Coroutine, main: bool, stands: bool = False) -> None:
+        self.node, self.coro, self.main, self.stands = node, coro, main, stands
         self.send = coro.send  # looked up once: it is called for every effect
         self.waiting: Any = None  # the effect it is blocked in
         self.done = False

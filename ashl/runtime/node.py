@@ -84,7 +84,7 @@ class Kernel(Protocol):
     @property
     def now_ns(self) -> int: ...
 
-    def spawn(self, node: Node, coro: Coroutine) -> Any: ...
+    def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Any: ...
 
     def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T: ...
 
@@ -160,9 +160,13 @@ class Node:
     def cancel(self, task: Any) -> Cancel:
         return Cancel(task)
 
-    def spawn(self, coro: Coroutine) -> Any:
-        """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for."""
-        return self.kernel.spawn(self, coro)
+    def spawn(self, coro: Coroutine, stands: bool = False) -> Any:
+        """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for.
+
+        One that `stands` is at the top of a loop of its own whenever another is, and keeps nothing there: where the run
+        goes on from a checkpoint, the main task starts it anew before its mark.
+        """
+        return self.kernel.spawn(self, coro, stands=stands)
 
     def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         """What all members of a team compute alike: `fn()`, which must be pure and whose value nobody changes.

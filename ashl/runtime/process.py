@@ -114,8 +114,8 @@ class TorchKernel:
         """Each process computes it for itself."""
         return fn()
 
-    def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:
-        task = Task(node, coro, main)
+    def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
+        task = Task(node, coro, main, stands)
         self._live += 1
         self._ready.append((task, None))
         return task

@@ -50,8 +50,8 @@ class Sim:
         self.gone: set[int] = set()  # ranks that are lost
         self.ahead: Callable[[Compute], Any] | None = None  # runs a computation, or begins it on another core
 
-    def spawn(self, node: Node, coro: Coroutine, main: bool = False) -> Task:
-        task = Task(node, coro, main)
+    def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
+        task = Task(node, coro, main, stands)
         self._tasks.add(task)
         self._at(self.now_ns, task, None)
         return task

@@ -47,7 +47,6 @@ class Rule(Contract, group="sync", strict=True):
     interval_s: ClassVar[float] = 0.0  # seconds of the first local work, where seconds count instead of H
     estimator: ClassVar[str | None] = None  # of the gradient, see `topology.estimate`; None = the codec says
     resizes: ClassVar[bool] = False  # whether batches change, so that weights have to follow the samples
-    resumable: ClassVar[bool] = True  # False where workers do several things at once, which no checkpoint can hold
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
     momentum_travels: ClassVar[bool] = False  # whether the optimizer's momentum goes along in every message
     full: ClassVar[bool] = False  # whether distributions are measured, and costs by size

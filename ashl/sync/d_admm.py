@@ -68,6 +68,7 @@ class Edges:
     heard: dict[int, Versions]
     matched: dict[int, int]  # neighbour → the last iteration that is in the dual
     ends: dict[int, int] = field(default_factory=dict)  # neighbour → its last iteration, once it has said so
+    k: int = 0  # its iteration
 
     def behind(self, k: int) -> list[int]:
         """By neighbour: how many iterations it is behind what iteration k needs."""
@@ -145,9 +146,11 @@ def augmented(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
 async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> int:
     """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
-    edges = state.rule_state = opened(stage, state.params, node.rank)
-    k = dropped = 0
+    edges = state.rule_state = state.rule_state or opened(stage, state.params, node.rank)
+    dropped = 0
     while state.word == GO:
+        node.mark(stage.index, state)
+        k = edges.k
         while await take_in(node, stage, state, before_s=node.now):
             pass  # what has come meanwhile
         while state.word == GO and not ready(rule, edges.behind(k)):
@@ -167,10 +170,10 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> 
         for peer in edges.heard:
             await node.send(peer, stage.tag("model"), state.params, (k,))
         state.version += 1
+        edges.k += 1
         await report(node, stage, state, work, late)
-        k += 1
     for peer in edges.heard:
-        await node.send(peer, stage.tag("model"), None, (k - 1,))
+        await node.send(peer, stage.tag("model"), None, (edges.k - 1,))
     while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
         await take_in(node, stage, state)
     edges.match(rule.rho)

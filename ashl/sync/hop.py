@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ashl.errors import UsageError
@@ -32,6 +33,14 @@ from ashl.topology.graph import Round
 from ashl.topology.local_work import local_work
 
 Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
+
+
+@dataclass
+class Heard:
+    """What a worker knows in its iteration k: of each neighbour the models that may still be asked for."""
+
+    models: dict[int, Sent]
+    k: int = 0
 
 
 @option
@@ -86,9 +95,11 @@ def mixed(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent]) -> 
 async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> int:
     """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
-    k, dropped = 0, 0
-    heard: dict[int, Sent] = {j: {} for j in graph_of(stage).neighbours(stage, node.rank)}
+    known = state.rule_state or Heard({j: {} for j in graph_of(stage).neighbours(stage, node.rank)})
+    state.rule_state, heard, dropped = known, known.models, 0
     while state.word == GO:
+        node.mark(stage.index, state)
+        k = known.k
         for peer in heard:
             await node.send(peer, stage.tag("model"), state.params, (k,))
         work = await local_work(node, stage, state)
@@ -105,8 +116,8 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
         oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
         for j, sent in heard.items():
             heard[j] = {i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)}
+        known.k += 1
         await report(node, stage, state, work, max(0, k - oldest))
-        k += 1
     await done(node, stage, state, dropped)
     while not state.gone:
         await take_in(node, stage, state, heard)

@@ -64,7 +64,13 @@ class CoordinatorState:
     ticks: int = 0  # evaluations asked for so far
     params: Any = None  # it has no model
     assigned: tuple[int, Any] | None = None
+    entered: int | None = None  # the stage that it is in
     newcomers: dict[int, tuple[float, ...]] = field(default_factory=dict)  # who asks to take part, and as what life
+
+    def enter(self, stage: Stage, now_s: float) -> None:
+        if self.entered != stage.index:  # else it goes on from a checkpoint
+            self.entered = stage.index
+            self.tally.begin(now_s)
 
 
 @dataclass
@@ -79,19 +85,21 @@ class RoamingState(WorkerState):
     asked: int | None = None  # whose answer is still to come
 
     def enter(self, stage: Stage, rank: int) -> None:
+        if self.entered != stage.index:  # else it goes on from a checkpoint
+            self.word, self.reported, self.gone, self.asked = GO, False, False, None
         super().enter(stage, rank)
-        self.word, self.reported, self.gone, self.asked = GO, False, False, None
 
 
 async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
     """Count and judge until the stage is over, then let everybody leave; returns the last word."""
     tally = state.tally
-    tally.begin(node.now)
+    state.enter(stage, node.now)
     word, reason = GO, None
     reported, deadline_s = stage.tag("report"), stage.judge.deadline_s
     for rank in sorted(state.newcomers):
         await welcome(node, stage, state, rank)
     while word == GO:
+        node.mark(stage.index, state)
         message = await node.recv(reported, LOST, JOIN, before_s=deadline_s)
         node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
@@ -105,6 +113,8 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
         if stage.judge.take(state, node.now):
             await ask_snapshots(node, stage, state)
         word, reason = verdict(node, stage, tally)
+    if word == STOP:
+        node.mark(stage.index, None)
     await dismiss(node, stage, state, word, reason)
     return word
 

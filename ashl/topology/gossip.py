@@ -104,7 +104,6 @@ class RoamingRule(GossipRule, contract=True):
 
     coordinated: ClassVar[bool] = True
     carries: ClassVar[frozenset[str]] = frozenset()  # its rule says whether it goes on without a worker
-    resumable: ClassVar[bool] = False  # no checkpoint holds it
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
         """The loop of a worker; returns the last word."""

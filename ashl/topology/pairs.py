@@ -47,9 +47,10 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     rule = stage.sync
     assert isinstance(rule, PairRule)
     state.enter(stage, node.rank)
-    answering = node.spawn(answer(node, stage, state))
+    answering = node.spawn(answer(node, stage, state), stands=True)
     peers, dropped = rule.peers(stage, node.rank), 0
     while state.word == GO:
+        node.mark(stage.index, state)
         version, sent = state.version, state.params
         if rule.overlap:
             await ask(node, stage, state, peers)

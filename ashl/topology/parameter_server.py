@@ -306,6 +306,8 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
             ]
             if stage.overlap.pulls:
                 await following(node, stage, ranks, state.params)
+    if state.word == STOP:
+        node.mark(stage.index, None)
     await dismiss(node, stage, state, state.word)
     record_end(node, stage, tally, state.reason)
     return state.word

@@ -100,7 +100,6 @@ class Replica(WorkerState):
 class MakerState(CoordinatorState):
     """A coordinator that also makes the groups."""
 
-    entered: int | None = None  # the stage that it is in
     groups: Groups
     last: list[int]  # the group in which each worker was last; -1 = none, so that it has the first model
     asked: dict[int, Done] = field(default_factory=dict)  # what those who have no group yet have computed
@@ -222,6 +221,8 @@ async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
             break
         await take_in(node, stage, state, message)
         state.word, reason = verdict(node, stage, tally)
+    if state.word == STOP:
+        node.mark(stage.index, None)
     await drain(node, stage, state, ahead)
     record_end(node, stage, tally, reason)
     if state.word == STOP:

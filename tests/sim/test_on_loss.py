@@ -1,4 +1,4 @@
-"""What becomes of a lost worker's data: nobody visits them, or the others do, each sample at one of them once a pass."""
+"""What becomes of a lost worker's data: nobody visits them, or the others do, each sample at one of them."""
 
 import random
 from collections import Counter, defaultdict
