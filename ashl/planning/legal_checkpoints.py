@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ashl.errors import UsageError
-from ashl.learn.device import HOST
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
-from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by
 from ashl.planning.legal_churn import beside
 from ashl.stage.rule import CHURN
@@ -21,8 +19,6 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
     """Refuse to promise checkpoints where none can be made."""
     if every_s is None:
         return
-    if device_of(parts.runtime) != HOST:
-        raise UsageError("run.checkpoint_s keeps what lies in the host's memory; take runtime.device=cpu, or drop it")
     if parts.runtime.name == "torchrun":
         raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
     lockstep = in_lockstep(parts, len(stages[0].workers))

@@ -52,7 +52,7 @@ def simulate(
 
     if saved is not None:
         monitor.go_on(unpacked(saved["monitor"]))
-        saved = {**saved, "packages": ("ashl", *plan.allow_targets)}
+        saved = {**saved, "packages": ("ashl", *plan.allow_targets), "device": stage.trainer.device}
     if (due := following(saved["time_ns"] if saved else 0, saving.every_s)) is not None:
         sim.save_at(due, keep)
     play = partial(program, stages=job.stages)

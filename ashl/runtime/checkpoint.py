@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ashl.errors import AshlError, UsageError
+from ashl.learn.device import HOST
 from ashl.runtime.channel import Channel, Collective, Shared
 from ashl.runtime.kernel import Task
 from ashl.runtime.node import Node, Observer
@@ -192,33 +194,33 @@ class Saving:
 def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> None:
     """Bring a fresh simulation to where the checkpoint was made. `start(node, saved=(stage, state))` is a rank's
     coroutine; `saved["packages"]` says whose classes a state may be of."""
-    packages = tuple(saved["packages"])
+    restored = partial(unpacked, packages=tuple(saved["packages"]), device=saved.get("device", HOST))
     marks = [Mark(**mark) for mark in saved["marks"]]
     replay = Replay(sim, marks)
-    for team, free_ns in unpacked(saved["channels"], packages).items():
+    for team, free_ns in restored(saved["channels"]).items():
         sim.channels.of(team, 0).free_ns = free_ns
-    for (team, key), asked in unpacked(saved["asked"], packages).items():
+    for (team, key), asked in restored(saved["asked"]).items():
         sim.channels.of(team, 0).shared.setdefault(key, Shared()).asked.update(asked)
     heap, cut = sim._heap, tuple(saved["cut"])
     for rank, mark in enumerate(marks):
         node = sim.nodes[rank]
-        task = Task(node, start(node, saved=(mark.stage, unpacked(mark.state, packages))), main=True)
+        task = Task(node, start(node, saved=(mark.stage, restored(mark.state))), main=True)
         sim._mains.append(task)
         sim._tasks.add(task)
         sim.speed.draw_from(rank, mark.drawn)
         sim._unit_free[rank] = mark.unit_free
-        for message in unpacked(mark.mail, packages):
+        for message in restored(mark.mail):
             sim._mail[rank].put(message)
         heap.append((mark.time_ns, rank - len(marks), task, None))
     came = [event for mark in marks for event in mark.came]
     for time_ns, place, what, value in (*came, *(tuple(event) for event in saved["under_way"])):
-        heap.append((time_ns, place, *replay.event(what, unpacked(value, packages))))
+        heap.append((time_ns, place, *replay.event(what, restored(value))))
     heap.sort()  # a sorted list is a heap
     replay.until(cut)
     sim.now_ns, sim._seq, sim.events = saved["time_ns"], saved["seq"], saved["events"]
     sim._push_end[:] = saved["push_end"]
-    sim.network.go_on(unpacked(saved["ports"], packages))
-    for node, known in zip(sim.nodes, unpacked(saved["nodes"], packages), strict=True):
+    sim.network.go_on(restored(saved["ports"]))
+    for node, known in zip(sim.nodes, restored(saved["nodes"]), strict=True):
         put_back(node, known)
 
 

@@ -89,9 +89,9 @@ class Restored(NamedTuple):
     drawn: int
 
 
-def read(path: Path, packages: tuple[str, ...]) -> Restored:
+def read(path: Path, packages: tuple[str, ...], device: str) -> Restored:
     """What a rank kept; states may be of classes of these packages. Nothing is unpickled."""
     document = torch.load(path, weights_only=True)
     for name in ("state", "node"):
-        document[name] = unpacked(document[name], packages)
+        document[name] = unpacked(document[name], packages, device)
     return Restored(**document)

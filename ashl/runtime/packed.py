@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ashl.learn.device import HOST, at_home, to_device, to_host
+
 PLAIN = (type(None), bool, int, float, str)
-KIND, NAME, ITEMS, TENSOR = "kind", "name", "items", "tensor"
+KIND, NAME, ITEMS, TENSOR, THERE = "kind", "name", "items", "tensor", "there"  # on a device
 
 
 def save(path: Path, document: Any) -> None:
@@ -33,10 +35,12 @@ def save(path: Path, document: Any) -> None:
 
 
 def packed(value: Any) -> Any:
-    """Plain containers of tensors, numbers and text. Tensors are shared, everything that can change is copied. Raises
-    TypeError for what is no state."""
-    if type(value) in PLAIN or isinstance(value, Tensor):
+    """Plain containers of tensors, numbers and text. Tensors are shared, or fetched from their device; everything that
+    can change is copied. Raises TypeError for what is no state."""
+    if type(value) in PLAIN:
         return value
+    if isinstance(value, Tensor):
+        return value if at_home(value) else {KIND: THERE, ITEMS: to_host(value)}
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
@@ -51,22 +55,25 @@ def packed(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be kept in a checkpoint")
 
 
-def unpacked(value: Any, packages: tuple[str, ...] = ("ashl",)) -> Any:
-    """What `packed` was given; classes are looked up in `packages` only. Raises ValueError for anything else."""
+def unpacked(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
+    """What `packed` was given, what was on a device on this one; classes are looked up in `packages` only. Raises
+    ValueError for anything else."""
     if type(value) in PLAIN or isinstance(value, Tensor):
         return value
     if not isinstance(value, dict) or KIND not in value:
         raise ValueError("a checkpoint holds something that is no state")
     kind, items = value[KIND], value[ITEMS]
+    if kind == THERE:
+        return to_device(items, device)
     if kind == "dict":
-        return {unpacked(key, packages): unpacked(item, packages) for key, item in items}
+        return {unpacked(key, packages): unpacked(item, packages, device) for key, item in items}
     if kind == "dataclass":
         cls = class_of(value[NAME], packages)
         made = object.__new__(cls)
         for name in (field.name for field in fields(cls)):
-            object.__setattr__(made, name, unpacked(items[name], packages))
+            object.__setattr__(made, name, unpacked(items[name], packages, device))
         return made
-    parts = [unpacked(item, packages) for item in items]
+    parts = [unpacked(item, packages, device) for item in items]
     if kind == "named":
         return class_of(value[NAME], packages)(*parts)
     return {"list": list, "tuple": tuple, "set": set, "deque": deque}[kind](parts)
@@ -88,7 +95,7 @@ def parcelled(value: Any) -> list[Tensor]:
     return [torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8), *tensors]
 
 
-def opened(parcel: Sequence[Tensor], packages: tuple[str, ...]) -> Any:
+def opened(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
     """What `parcelled` was given; see `unpacked`."""
 
     def whole(item: Any) -> Any:
@@ -98,7 +105,7 @@ def opened(parcel: Sequence[Tensor], packages: tuple[str, ...]) -> Any:
             return {key: whole(part) for key, part in item.items()}
         return [whole(part) for part in item] if isinstance(item, list) else item
 
-    return unpacked(whole(json.loads(parcel[0].numpy().tobytes())), packages)
+    return unpacked(whole(json.loads(parcel[0].numpy().tobytes())), packages, device)
 
 
 def name_of(value: Any) -> str:

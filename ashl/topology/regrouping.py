@@ -197,7 +197,7 @@ async def come(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[i
         if (messages := await heard(node, formed.epoch, host)) is not None:
             break
     model, *parcel = [message.body for message in messages]
-    known = opened(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]))
+    known = opened(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
     stage = stages[known.stage].among(known.tally.gone)
     state.params, state.tally, state.outer_state = model, known.tally, known.outer_state
     state.version, state.steps, state.samples = known.tally.version, known.tally.steps, known.tally.samples

@@ -11,6 +11,7 @@ from ashl.cli.app import main
 from ashl.cluster.network import network
 from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
+from ashl.learn.device import HOST
 from ashl.planning.build import assemble
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.node import Node
@@ -113,9 +114,9 @@ CASES = {
 }
 
 
-def run(overrides: tuple[str, ...], ran: Ran, saved: dict | None = None, save_at_ns: int | None = None) -> list:
+def run(ran: Ran, saved: dict | None = None, save_at_ns: int | None = None, device: str = HOST) -> list:
     """Run to the end, making a checkpoint now and then; returns them with what had been said by then."""
-    job = assemble(ran.plan, "cpu")
+    job = assemble(ran.plan, device)
     cluster, stage, kept = construct(ran.plan.cluster, "cluster"), job.stages[0], []
     speed = speed_of(cluster, stage.plan.workers[0].batch, ran.plan.seed)
     sim = Sim(ran.plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), ran)
@@ -146,14 +147,14 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
     overrides = (*SHORT, *CASES[case])
     whole = simulated(*overrides)
     ran = Ran(whole.plan, parts=ModelSet(whole.plan.num_workers) if whole.parts else None, learner=whole.learner)
-    kept = run(overrides, ran, save_at_ns=300_000_000)
+    kept = run(ran, save_at_ns=300_000_000)
     assert len(kept) > 1
     assert ran.records == whole.records, "making a checkpoint changes nothing"
     for file, records, snapshots, parts in kept[:: max(1, len(kept) // 3)]:
         saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
         again = Ran(ran.plan, records=whole.records[:records], snapshots=whole.snapshots[:snapshots])
         again.parts, again.learner = unpacked(parts), whole.learner
-        run(overrides, again, saved)
+        run(again, saved)
         assert again.records == whole.records
         assert again.sha256 == whole.sha256
         assert [record for record, _ in again.snapshots] == [record for record, _ in whole.snapshots]
@@ -168,14 +169,14 @@ def test_what_comes_under_the_next_forward_pass_is_let_in_for_a_checkpoint(chose
     overrides = (*SHORT, *CASES["overlap"], *chosen.split())
     whole = simulated(*overrides)
     ran = Ran(whole.plan, learner=whole.learner)
-    kept = run(overrides, ran, save_at_ns=300_000_000)
+    kept = run(ran, save_at_ns=300_000_000)
     assert len(kept) > 1
     assert ran.sha256 == whole.sha256
     assert whole.time_ns <= ran.time_ns <= 1.1 * whole.time_ns
     for file, records, snapshots, _ in kept[:: max(1, len(kept) // 2)]:
         saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
         again = Ran(ran.plan, records=ran.records[:records], snapshots=ran.snapshots[:snapshots], learner=whole.learner)
-        run(overrides, again, saved)
+        run(again, saved)
         assert again.sha256 == whole.sha256
         assert {sum(totals.values()) for totals in again.ledgers} == {again.time_ns}
 

@@ -1,5 +1,7 @@
 """A run on a device that is not the host's memory: nothing crosses but by the doors, and the bits stay the same."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ from conf_option import conf_option
 from ashl.data.dataset import Data, Split
 from ashl.learn.device import numbers, to_device, to_host
 from ashl.learn.learner import Learner
+from tests.sim import test_checkpoint as checkpoints
 from tests.stand_in_device import DEVICE, There, guarded
-from tests.support import planned, run
+from tests.support import Ran, planned, run
 
 TASK = ("model=mlp", "dataset=digits", "stop.steps=24", "eval.every_commits=1000000", "cluster.compute=[1,2,3]")
 RUNS = {
@@ -105,6 +108,22 @@ def test_nothing_crosses_but_by_the_doors(name: str) -> None:
         torch.testing.assert_close(found.params, expected.params)
     else:
         assert found.sha256 == expected.sha256
+
+
+@pytest.mark.parametrize("name", ["ssp, Top-K both ways", "ad_psgd"])
+def test_a_run_there_goes_on_from_a_checkpoint(name: str) -> None:
+    """Which lies in the host's memory."""
+    plan = planned(*TASK, *RUNS[name])
+    whole = run(plan)
+    with guarded():
+        file, records, snapshots, _ = checkpoints.run(
+            Ran(plan, parts=whole.parts), save_at_ns=100_000_000, device=DEVICE
+        )[0]
+        saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",), "device": DEVICE}
+        again = Ran(plan, records=whole.records[:records], snapshots=whole.snapshots[:snapshots], parts=whole.parts)
+        checkpoints.run(again, saved, device=DEVICE)
+    assert again.sha256 == whole.sha256
+    assert again.time_ns == whole.time_ns
 
 
 def test_local_steps_are_not_looked_at() -> None:
