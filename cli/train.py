@@ -32,7 +32,7 @@ def train(
     dry_run: DryRun = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Go on with this run from its checkpoint; only stop.* may change."),
+        typer.Option(metavar="RUN", help="Go on with this run from its checkpoint; stop.* may change."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
@@ -87,11 +87,21 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
     for key in map(key_of, overrides):
         if key == "allow_targets":
             continue
+        if key == "runtime" and asked["choices"]["runtime"] != "torchrun":
+            config = over_to(config, asked)
+            continue
         group, _, name = key.partition(".")
         if group != "stop" or name not in config["stop"]:
-            raise UsageError(f"{key}: only stop.* may change when a run goes on; start a new one.")
+            raise UsageError(f"{key}: only stop.* and runtime may change when a run goes on; start a new one.")
         config["stop"][name] = asked["stop"][name]
     return {**config, "run": {**config["run"], "dir": str(run_dir)}}
+
+
+def over_to(config: dict, asked: dict) -> dict:
+    """The configuration on another runtime; what both have stays as it was."""
+    both = {key: value for key, value in config["runtime"].items() if key in asked["runtime"] and key != "_target_"}
+    choices = {**config["choices"], "runtime": asked["choices"]["runtime"]}
+    return {**config, "choices": choices, "runtime": {**asked["runtime"], **both}}
 
 
 def as_yaml(config: dict) -> str:

@@ -10,11 +10,11 @@ import torch
 from ashl.errors import UsageError
 from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints
-from ashl.run.checkpoints import Savings
+from ashl.run.checkpoints import LOCKSTEP, SERVER, Savings
 from ashl.run.evaluation import Evaluation
 from ashl.run.health import Health
 from ashl.run.monitor import Books
-from ashl.runtime.keeping import file_of, folder_of, write
+from ashl.runtime.keeping import folder_of, numbered, part_of, write
 from ashl.runtime.records import Beat, Counts, Kept
 
 SECOND = 1_000_000_000
@@ -44,7 +44,7 @@ def beat(version: int, time_s: float) -> Beat:
 def made(savings: Savings, number: int, versions: tuple[int, ...], **other: object) -> None:
     """All ranks keep their parts of a checkpoint, at these versions."""
     for rank, version in enumerate(versions):
-        digest = write(file_of(savings.run_dir, number, rank), {"version": version})
+        digest = write(part_of(folder_of(savings.run_dir, number), rank), {"version": version})
         savings.hear(Kept(rank, number, 0, version, 3 * SECOND + rank, digest, **other), Home())
 
 
@@ -68,16 +68,17 @@ def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path
     assert savings.name(beat(40, 2.0)) == (1, 101)  # two seconds ahead
     made(savings, 1, (101, 101), error="no space left on device")
     assert "rank 1 could not write its part (no space left on device)" in savings.warning
-    assert not checkpoints.numbered(tmp_path)
+    assert not numbered(tmp_path)
 
 
 def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> None:
-    savings = Savings(tmp_path, 3, 1.0, "run", server=2)
+    savings = Savings(tmp_path, 3, 1.0, "run", SERVER, home=2)
     for number, versions in enumerate([(33, 31, 31), (31, 30, 31)]):
         savings.wanted, savings.kept = (number, 30), {}
         made(savings, number, versions)
-    assert checkpoints.numbered(tmp_path) == [0]
-    assert checkpoints.newest(tmp_path, "run")[2:5] == (31, 3 * SECOND + 2, False)
+    assert numbered(tmp_path) == [0]
+    found = checkpoints.newest(tmp_path, "run")
+    assert (found.how, found.time_ns, found.home_ns) == (SERVER, 3 * SECOND + 2, 3 * SECOND + 2)
 
 
 @pytest.fixture
@@ -87,20 +88,22 @@ def kept(tmp_path: Path) -> Path:
     for number in range(3):
         savings.wanted, savings.kept = (number, 31), {}
         made(savings, number, (31, 31))
-    assert checkpoints.numbered(tmp_path) == [1, 2]
+    assert numbered(tmp_path) == [1, 2]
     return tmp_path
 
 
 def test_the_newest_whole_one_counts(kept: Path) -> None:
     found = checkpoints.newest(kept, "run")
-    assert (found.number, found.version, found.ranks_ns, found.broken) == (2, 31, [3 * SECOND, 3 * SECOND + 1], None)
-    with pytest.raises(UsageError, match=r"of another run; only stop\.\* may change"):
+    assert (found.number, found.how, found.ranks_ns, found.broken) == (2, LOCKSTEP, [3 * SECOND, 3 * SECOND + 1], None)
+    with pytest.raises(UsageError, match=r"of another run; only stop\.\* and runtime may change"):
         checkpoints.newest(kept, "other")
-    part = file_of(kept, 2, 1)
+    part = part_of(folder_of(kept, 2), 1)
     part.write_bytes(part.read_bytes()[:-1] + b"?")  # flipped
     found = checkpoints.newest(kept, "run")
     assert found.number == 1
     assert found.broken == f"{kept}/checkpoint/2 cannot be gone on from (rank1.pt is not what was written)"
+    part.write_bytes(part.read_bytes()[:-100])  # cut off
+    assert checkpoints.newest(kept, "run").number == 1
     (folder_of(kept, 1) / "manifest.json").write_text("{")
     with pytest.raises(UsageError, match="run this setting anew"):
         checkpoints.newest(kept, "run")
@@ -114,7 +117,7 @@ def test_files_are_looked_for_in_their_own_folder_only(kept: Path) -> None:
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no whole checkpoint"):
+    with pytest.raises(UsageError, match=r"holds no checkpoint; runs leave them with run\.checkpoint_s=SECONDS"):
         checkpoints.newest(tmp_path, "run")
 
 
@@ -124,8 +127,8 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     (kept / "events.jsonl").write_text("".join(lines))
     (kept / "metrics.jsonl").write_text('{"time_s": 3.0}\n{"time_s": 3.1}\n{"time_s": 9.0}\n')
     sizes = {"events.jsonl": len("".join(lines)), "metrics.jsonl": 32}
-    saved = checkpoints.newest(kept, "run")._replace(sizes=sizes)
-    left = checkpoints.cut_back(kept, saved, home=1)
+    saved = checkpoints.newest(kept, "run")._replace(sizes=sizes, home_ns=3 * SECOND + 1)
+    left = checkpoints.cut_back(kept, saved)
     assert (kept / "events.jsonl").read_text() == "".join([*lines[:4], lines[-1]])
     assert left == {"events.jsonl": len("".join([*lines[:4], lines[-1]])), "metrics.jsonl": 16}
 
@@ -147,9 +150,9 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
 
     savings = Savings(tmp_path, 1, 1.0, "run")
     savings.wanted = (0, 31)
-    digest = write(file_of(tmp_path, 0, 0), {})
+    digest = write(part_of(folder_of(tmp_path, 0), 0), {})
     savings.hear(Kept(0, 0, 0, 31, 3 * SECOND, digest), Judging())
-    books = checkpoints.monitor_of(checkpoints.newest(tmp_path, "run"), 0, replace(WITHOUT, target_loss=1.0))["books"]
+    books = checkpoints.monitor_of(checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0))["books"]
     assert [one.train_loss for one in books.evaluations] == [2.0, 1.0, 1.5]
     assert books.scores["train_loss"] == 1.5
     assert books.scores["rises"] == 1.0
@@ -162,5 +165,5 @@ def test_a_run_that_is_to_stop_leaves_no_checkpoint(tmp_path: Path) -> None:
     home, savings = Home(), Savings(tmp_path, 1, 1.0, "run")
     home.stopping = "interrupted"
     savings.wanted = (0, 31)
-    savings.hear(Kept(0, 0, 0, 31, 3 * SECOND, write(file_of(tmp_path, 0, 0), {})), home)
+    savings.hear(Kept(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})), home)
     assert not folder_of(tmp_path, 0).exists()

@@ -12,6 +12,7 @@ from ashl.planning.legal import carried_by
 from ashl.planning.legal_churn import beside
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.gossip import RoundRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
 
 
@@ -37,7 +38,7 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
 
 
 def in_lockstep(parts: Parts, num_workers: int) -> bool:
-    """Whether in every stage nothing is on its way at the top of everybody's loop."""
+    """Whether in every stage nothing is on its way at the top of everybody's loop, but what is sent from there."""
     return all(_in_lockstep(own, num_workers) for own in parts.stages)
 
 
@@ -47,6 +48,8 @@ def _in_lockstep(own: StageParts, num_workers: int) -> bool:
         return False
     if isinstance(sync, ServerRule):
         return sync.messages() is UPDATES
+    if isinstance(sync, RoundRule):
+        return not sync.lag
     return isinstance(own.topology, AllReduce)
 
 

@@ -1,14 +1,16 @@
-"""Checkpoints of real runs.
+"""Checkpoints of runs: a folder each, with a manifest that says what is in it.
 
-Rule: every so many seconds home names a version of the model that nobody has come to yet. Each rank keeps its state
-when it is there (`ashl.runtime.keeping`) and says so; once all have, home writes what it knows itself and, last, a
-manifest with the hash of every file. A checkpoint without one, or with a file that is not what was written, is none:
-the newest whole one counts, and two are kept. Where a rank had been past the version when it heard of it, the next one
-is named further ahead. The run waits for nothing of this.
+Rule, on processes: every so many seconds home names a version of the model that nobody has come to yet. Each rank keeps
+its state when it is there (`ashl.runtime.keeping`) and says so; once all have, home writes what it knows itself and,
+last, a manifest with the hash of every file. In virtual time there is one file beside what home knows
+(`ashl.runtime.checkpoint`). A checkpoint without a manifest, or with a file that is not what was written, is none: the
+newest whole one counts, and two are kept. Where a rank had been past the version when it heard of it, the next one is
+named further ahead. The run waits for nothing of this.
 
-Where all go round by round, nothing is on its way when they are at one version, and the run goes on bit for bit. Where
-workers go at their own pace, each keeps its state when it next goes on with that version or a newer one, after the
-server has kept its own; what is on its way then is lost, and computed again (`ashl.topology.membership`).
+LOCKSTEP: all go round by round, so that nothing is on its way when they are at one version, but what is sent again, and
+the run goes on bit for bit; also in virtual time what began on processes, and the other way round. SERVER: workers go
+at their own pace, and each keeps its state when it next goes on with that version or a newer one, after the server has
+kept its own; what is on its way then is lost, and computed again (`ashl.topology.membership`).
 
 What the records hold of later moments is forgotten when the run goes on, and written anew.
 
@@ -33,14 +35,18 @@ from ashl.plan.plan import Limits
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Books, Monitor
 from ashl.runtime import keeping
+from ashl.runtime.keeping import MANIFEST, numbered
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.records import Beat, Kept
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS
 
-SCHEMA = 2
-PLACE = ("version", "time_ns", "lockstep", "ranks_ns", "sizes")
-MANIFEST, MONITOR = "manifest.json", "monitor.pt"
+SCHEMA = 5
+PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")
+LOCKSTEP, SERVER, VIRTUAL = "lockstep", "server", "virtual"
+MONITOR, STATE = "monitor.pt", "state.pt"
+MAY_CHANGE = "only stop.* and runtime may change when a run goes on"
+LEAVE = "runs leave them with run.checkpoint_s=SECONDS"
 AHEAD_S = 1.0  # of run time, for the news of a version to come to all before it does
 LONGEST_S = 60.0
 WHOLE = 2  # checkpoints that are kept
@@ -54,7 +60,8 @@ class Savings:
     num_ranks: int
     every_s: float | None = None  # None = never
     identity: str = ""  # what the run is, apart from when it stops
-    server: int | None = None  # to whom workers come anew; None where all go round by round
+    how: str = LOCKSTEP
+    home: int | None = None  # whose clock evaluations go by; None: that of the last to give its model
     number: int = 0  # of the next one
     due_s: float | None = None  # on the run's clock; None = as long after its beginning as between two
     ahead_s: float = AHEAD_S
@@ -102,7 +109,7 @@ class Savings:
         """Whether what the ranks have kept goes together: one version of the model, or none older than the server's, so
         that what a worker had pushed before is merged."""
         versions = [kept.version for kept in self.kept.values()]
-        most = max(versions) if self.server is None else self.kept[self.server].version
+        most = self.kept[self.num_ranks - 1].version if self.how == SERVER else max(versions)
         together = min(versions) == most
         return together and len({kept.stage for kept in self.kept.values()}) == 1
 
@@ -113,25 +120,35 @@ class Savings:
     def finish(self, folder: Path, monitor: Monitor) -> None:
         """All parts are there: what home knows, then the manifest."""
         ranks = [self.kept[rank] for rank in range(self.num_ranks)]
+        ranks_ns = [kept.time_ns for kept in ranks]
+        about = {
+            "how": self.how,
+            "version": min(kept.version for kept in ranks),
+            "time_ns": max(ranks_ns),
+            "ranks_ns": ranks_ns,
+            "home_ns": max(ranks_ns) if self.home is None else ranks_ns[self.home],
+        }
         try:
-            home = keeping.write(folder / MONITOR, packed(monitor.state()))
-            manifest = {
-                "schema": SCHEMA,
-                "run": self.identity,
-                "version": min(kept.version for kept in ranks),
-                "lockstep": self.server is None,
-                "time_ns": max(kept.time_ns for kept in ranks),
-                "files": {MONITOR: home} | {f"rank{kept.rank}.pt": kept.sha256 for kept in ranks},
-                "ranks_ns": [kept.time_ns for kept in ranks],
-                "sizes": monitor.recorder.sizes(),
-            }
-            jsonl.write_json(folder / MANIFEST, manifest)
+            complete(folder, self.identity, monitor, {f"rank{kept.rank}.pt": kept.sha256 for kept in ranks}, about)
         except (OSError, RuntimeError) as error:
             self.warning = f"no checkpoint was made: {error}"
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        for old in numbered(self.run_dir)[:-WHOLE]:
-            shutil.rmtree(keeping.folder_of(self.run_dir, old), ignore_errors=True)
+
+
+def complete(
+    folder: Path, identity: str, monitor: Monitor, files: Mapping[str, str], about: Mapping[str, object]
+) -> None:
+    """All these files are there, of these hashes: what home knows, then the manifest. Older ones go. Raises OSError, or
+    RuntimeError, which torch's writer makes of a full disk; then nothing is left of this one."""
+    try:
+        files = {MONITOR: keeping.write(folder / MONITOR, packed(monitor.state())), **files}
+        manifest = {"schema": SCHEMA, "run": identity, "files": files, "sizes": monitor.recorder.sizes(), **about}
+        jsonl.write_json(folder / MANIFEST, manifest)
+    except (OSError, RuntimeError):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    run_dir = folder.parent.parent
+    for old in numbered(run_dir)[:-WHOLE]:
+        shutil.rmtree(keeping.folder_of(run_dir, old), ignore_errors=True)
 
 
 class Saved(NamedTuple):
@@ -139,18 +156,12 @@ class Saved(NamedTuple):
 
     number: int
     folder: Path
-    version: int
+    how: str
     time_ns: int
-    lockstep: bool
-    ranks_ns: list[int]
     sizes: dict[str, int]
+    ranks_ns: list[int]  # of real ranks
+    home_ns: int  # up to where evaluations count
     broken: str | None  # what was the matter with a newer one
-
-
-def numbered(run_dir: Path) -> list[int]:
-    """The numbers of all that have a manifest, the oldest first."""
-    found = (path.parent.name for path in run_dir.glob(f"checkpoint/*/{MANIFEST}"))
-    return sorted(int(name) for name in found if name.isdigit())
 
 
 def newest(run_dir: Path, identity: str) -> Saved:
@@ -167,23 +178,25 @@ def newest(run_dir: Path, identity: str) -> Saved:
                     raise ValueError(f"{name} is not what was written")
             found = Saved(number, folder, *(manifest[k] for k in PLACE), broken)
             if manifest["run"] != identity:
-                text = f"the checkpoint in {run_dir} is of another run; only stop.* may change when a run goes on"
-                raise UsageError(text)
+                raise UsageError(f"the checkpoint in {run_dir} is of another run; {MAY_CHANGE}")
             return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             broken = f"{folder} cannot be gone on from ({error})"
-    raise UsageError(f"{broken}; run this setting anew" if broken else f"{run_dir} holds no whole checkpoint")
+    raise UsageError(f"{broken}; run this setting anew" if broken else f"{run_dir} holds no checkpoint; {LEAVE}")
 
 
-def cut_back(run_dir: Path, saved: Saved, home: int) -> dict[str, int]:
+def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
     """Take back what the records hold of later moments than the checkpoint's; returns how much is left, by file."""
+    if saved.how == VIRTUAL:
+        return saved.sizes  # of that moment
 
     def earlier(name: str, record: Mapping[str, Any]) -> bool:
         if name == METRICS:
-            return record["time_s"] * 1e9 <= saved.ranks_ns[home] + 1
+            return record["time_s"] * 1e9 <= saved.home_ns + 1
         if record["kind"] != "round":
             return True
-        return record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"] if saved.lockstep else home] + 1
+        until_ns = saved.home_ns if saved.how == SERVER else saved.ranks_ns[record["rank"]]
+        return record["end_s"] * 1e9 <= until_ns + 1
 
     return {
         name: jsonl.keep(run_dir / name, size, lambda record, name=name: earlier(name, record))
@@ -191,11 +204,15 @@ def cut_back(run_dir: Path, saved: Saved, home: int) -> dict[str, int]:
     }
 
 
-def monitor_of(saved: Saved, home: int, limits: Limits) -> dict[str, Any]:
+def monitor_of(saved: Saved, limits: Limits) -> dict[str, Any]:
     """What home knew, without what came later."""
     state = unpacked(torch.load(saved.folder / MONITOR, weights_only=True))
+    if saved.how == VIRTUAL:
+        return state
     books: Books = state["books"]
-    until_s = (saved.ranks_ns[home] + 1) / 1e9
+    if books.parts is not None:
+        books.parts.forget()
+    until_s = (saved.home_ns + 1) / 1e9
     found = [one for one in books.evaluations if one.time_s <= until_s]
     if len(found) < len(books.evaluations):
         target = Target()

@@ -81,6 +81,11 @@ class ModelSet:
         """A worker is back."""
         self._gone.discard(rank)
 
+    def forget(self) -> None:
+        """What has not come yet will not."""
+        self._parts.clear()
+        self._without.clear()
+
     def _forget(self, tick: int | None) -> None:
         del self._parts[tick]
         del self._without[tick]

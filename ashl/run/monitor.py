@@ -126,8 +126,10 @@ class Monitor:
         return {"plan": self.plan.to_json(), "host_s": self.host_s, "books": self.books}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint has kept; the limits of the run are those of now."""
-        self.plan = replace(Plan.from_json(state["plan"]), limits=self.plan.limits)
+        """Take up what a checkpoint has kept; when the run ends, and where it runs, is as of now."""
+        now = self.plan
+        before = Plan.from_json(state["plan"])
+        self.plan = replace(before, limits=now.limits, runtime=now.runtime, choices=now.choices, notes=now.notes)
         self._started -= state["host_s"]
         self.books = state["books"]
         if self.books.best is not None:

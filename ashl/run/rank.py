@@ -229,7 +229,9 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     )
     saved = None
     if place.saved is not None:
-        known = keeping.read(Path(place.saved) / f"rank{place.rank}.pt", ("ashl", *plan.allow_targets), place.device)
+        known = keeping.read(
+            keeping.part_of(Path(place.saved), place.rank), ("ashl", *plan.allow_targets), place.device
+        )
         kernel.go_on(known, place.since_ns)
         saved = known.stage, known.state
     if place.rank < plan.num_workers:

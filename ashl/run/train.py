@@ -23,13 +23,12 @@ from ashl.planning.legal_checkpoints import in_lockstep
 from ashl.planning.make import prepared
 from ashl.run import checkpoints, launch
 from ashl.run import job as jobs
-from ashl.run.checkpoints import Saved, Savings
+from ashl.run.checkpoints import LOCKSTEP, SERVER, VIRTUAL, Saved, Savings
 from ashl.run.monitor import Monitor
 from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
-from ashl.run.virtual import Saving, simulate
+from ashl.run.virtual import Saving, as_real, simulate
 from ashl.run.watch import handled
-from ashl.runtime import checkpoint
 from ashl.tracking import mlflow
 from ashl.tracking.console import Progress, outcome
 from ashl.tracking.forecast import forecast, notes
@@ -37,6 +36,7 @@ from ashl.tracking.option import Tracking
 from ashl.tracking.recorder import Recorder
 
 RUNS = Path("runs")
+OF_A_RUN = ("gradients", "threads", "device", "precision")  # of `runtime`: what may change its bits
 MLFLOW_S = 30.0  # how long the end of a run waits for its copy in MLflow
 
 
@@ -82,7 +82,7 @@ def run(
     if seat and seat.job.rank != 0:
         return Ran(jobs.take_part(plan, seat))
     with jobs.waited_for(plan, seat):
-        saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan)
+        saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan, parts)
         run_dir = resume or folder(config, plan)
         recorder = Recorder(run_dir, tracking.events, sizes)
         write_inputs(recorder, config, overrides, None if saved else plan)
@@ -158,44 +158,55 @@ def drive(
     monitor: Monitor,
     seat: jobs.Seat | None,
     saving: Saving,
-    saved: dict | Saved | None,
+    saved: Saved | None,
 ) -> dict | None:
     """Run the plan where it wants to be run; returns how a paced run kept its pace."""
+    warn(saved and saved.broken)
     if plan.runtime["_target_"].endswith("SimRuntime"):
-        assert not isinstance(saved, Saved)
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
-    assert not isinstance(saved, dict)
     if seat:
         return jobs.join(plan, run_dir, monitor, seat)
-    server = None if in_lockstep(monitor.job.parts, plan.num_workers) else plan.home
-    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, server)
+    how = LOCKSTEP if in_lockstep(monitor.job.parts, plan.num_workers) else SERVER
+    home = None if monitor.job.stages[0].replicas else plan.home
+    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home)
+    if saved is not None and saved.how == VIRTUAL:
+        saved = as_real(plan, monitor.job, monitor, saving, saved)
+        if saved is None:
+            return None
+    elif saved is not None:
+        monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
     if saved is not None:
-        monitor.go_on(checkpoints.monitor_of(saved, plan.home, plan.limits))
         savings.number = saved.number + 1
         if savings.every_s is not None:
             savings.plan_next(saved.time_ns)
     pace = launch.launch(plan, run_dir, monitor, savings, saved)
-    for warning in filter(None, (saved and saved.broken, savings.warning)):
-        Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True, markup=False)
+    warn(savings.warning)
     return pace
 
 
+def warn(text: str | None) -> None:
+    if text is not None:
+        Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True, markup=False)
+
+
 def identity(config: dict[str, Any]) -> str:
-    """What a run is, apart from when it stops."""
-    return config_hash({**config, "stop": None})
+    """What a run is, apart from when it stops, and whether in virtual time or on processes."""
+    runtime = {"gradients": True, **config["runtime"]}
+    return config_hash({**config, "stop": None, "runtime": {key: runtime[key] for key in OF_A_RUN}})
 
 
-def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan) -> tuple[dict[str, Any] | Saved, dict[str, int]]:
+def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan, parts: Parts) -> tuple[Saved, dict[str, int]]:
     """The checkpoint of this run, and how much of its records is from before. Raises UsageError where there is none, or
     where it is of another run."""
-    if not is_virtual(config):
-        saved = checkpoints.newest(run_dir, identity(config))
-        return saved, checkpoints.cut_back(run_dir, saved, plan.home)
-    found = checkpoint.read(run_dir)
-    if found["run"] != identity(config):
-        raise UsageError(f"the checkpoint in {run_dir} is of another run; only stop.* may change when a run goes on")
-    return found, found["sizes"]
+    saved = checkpoints.newest(run_dir, identity(config))
+    goes_over = (saved.how == VIRTUAL) != is_virtual(config)
+    if goes_over and (any(own.topology.replicas for own in parts.stages) or not in_lockstep(parts, plan.num_workers)):
+        raise UsageError(
+            f"{run_dir} began {'in virtual time' if saved.how == VIRTUAL else 'on processes'}, and goes on only there: "
+            "where all go round by round, through a server or by all-reduce, it could go over; drop runtime"
+        )
+    return saved, checkpoints.cut_back(run_dir, saved)
 
 
 def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:

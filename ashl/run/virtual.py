@@ -5,55 +5,59 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from ashl.cluster.network import network
 from ashl.cluster.speed import speed_of
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
+from ashl.run import checkpoints
+from ashl.run.checkpoints import LOCKSTEP, STATE, VIRTUAL, Saved
 from ashl.run.monitor import Monitor
-from ashl.runtime import checkpoint
+from ashl.runtime import checkpoint, keeping
 from ashl.runtime.churn import Churn
 from ashl.runtime.cores import on_cores
 from ashl.runtime.effects import PeerLostError
-from ashl.runtime.packed import packed, unpacked
-from ashl.runtime.sim import Sim
+from ashl.runtime.node import Node
+from ashl.runtime.packed import unpacked
+from ashl.runtime.sim import Begin, Sim
 from ashl.stage.program import hearing, program
 
 
 class Saving(NamedTuple):
     """Which checkpoints are left: every so many seconds of the run's clock. `identity` is written into them: what the
-    run is, apart from when it stops."""
+    run is, apart from when it stops and where."""
 
     identity: str = ""
     every_s: float | None = None
 
 
-def simulate(
-    plan: Plan,
-    job: Job,
-    monitor: Monitor,
-    saving: Saving,
-    saved: dict[str, Any] | None = None,
-) -> Sim:
+def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved | None = None) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
-    speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = Sim(plan.num_ranks, speed, costs, monitor)
+    sim = simulation(Sim, plan, job, monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
-    run_dir = monitor.recorder.run_dir
+    number = 0 if saved is None else saved.number + 1
 
     def keep(document: dict[str, Any]) -> int | None:
+        nonlocal number
         if monitor.stopping is not None:  # ranks may know of it already
             return None
-        about = {"run": saving.identity, "sizes": monitor.recorder.sizes(), "monitor": packed(monitor.state())}
-        checkpoint.write(run_dir, {**document, **about})
+        folder = keeping.folder_of(monitor.recorder.run_dir, number)
+        about = {"how": VIRTUAL, "time_ns": document["time_ns"], "ranks_ns": [], "home_ns": document["time_ns"]}
+        try:
+            files = {STATE: keeping.write(folder / STATE, document)}
+            checkpoints.complete(folder, saving.identity, monitor, files, about)
+        except (OSError, RuntimeError) as error:
+            text = f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
+            raise AshlError(text) from error
+        number += 1
         return following(document["time_ns"], saving.every_s)
 
     if saved is not None:
-        monitor.go_on(unpacked(saved["monitor"]))
-        saved = {**saved, "packages": ("ashl", *plan.allow_targets), "device": stage.trainer.device}
-    if (due := following(saved["time_ns"] if saved else 0, saving.every_s)) is not None:
+        monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
+    if (due := following(saved.time_ns if saved else 0, saving.every_s)) is not None:
         sim.save_at(due, keep)
     play = partial(program, stages=job.stages)
     if cluster.befalls:
@@ -61,13 +65,76 @@ def simulate(
     try:
         runtime = job.parts.runtime
         with on_cores(sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner):
-            sim.run(play, monitor.tick, saved=saved)
+            sim.run(play, monitor.tick, saved and beginning(plan, job, saved))
     except PeerLostError as loss:
         raise AshlError(
             f"worker {loss.rank} is lost ({loss.why}), and what is under way needs it, as profiling does: the run ends "
             "here; let it fail later, or give profile=FILE"
         ) from loss
     return sim
+
+
+def simulation(kind: type[Sim], plan: Plan, job: Job, monitor: Monitor) -> Sim:
+    """Of what the cluster declares."""
+    cluster, stage = job.parts.cluster, job.stages[0]
+    speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
+    return kind(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), monitor)
+
+
+def beginning(plan: Plan, job: Job, saved: Saved) -> Begin:
+    """How a simulation comes to where the checkpoint was made, in virtual time or on processes."""
+    packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
+    if saved.how == VIRTUAL:
+        document = torch.load(saved.folder / STATE, weights_only=True)
+        return partial(checkpoint.resume, saved={**document, "packages": packages, "device": device})
+    files = [keeping.part_of(saved.folder, rank) for rank in range(plan.num_ranks)]
+    ranks = [keeping.read(file, packages, device) for file in files]
+    return partial(checkpoint.go_on, ranks=ranks, time_ns=saved.time_ns)
+
+
+class ReachedError(Exception):
+    """All ranks are at one version of the model."""
+
+
+class UntilTogether(Sim):
+    """Runs until all ranks are at the first version of the model that nobody has come to, and keeps each there."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.wanted, self.kept = 0, dict[int, tuple[int, dict[str, Any]]]()
+
+    def mark(self, node: Node, stage: int, state: Any) -> None:
+        if state is not None and state.version >= self.wanted and node.rank not in self.kept:
+            drawn = self.speed.drawn(node.rank)
+            self.kept[node.rank] = state.version, keeping.document_of(node, stage, state, self.now_ns, drawn)
+        if len(self.kept) == len(self.nodes):
+            raise ReachedError
+
+
+def as_real(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved) -> Saved | None:
+    """Of a simulated run whose workers go round by round: on to where all are at one version of the model, and the
+    checkpoint there, as processes leave it. None where the run is over before that."""
+    monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
+    sim = simulation(UntilTogether, plan, job, monitor)
+    assert isinstance(sim, UntilTogether)
+    begin = beginning(plan, job, saved)
+    assert isinstance(begin, partial)
+    marks = (unpacked(mark["state"], ("ashl", *plan.allow_targets)) for mark in begin.keywords["saved"]["marks"])
+    sim.wanted = 1 + max(state.version for state in marks)
+    try:
+        sim.run(partial(program, stages=job.stages), monitor.tick, begin)
+        return None
+    except ReachedError:
+        run_dir, number = monitor.recorder.run_dir, saved.number + 1
+    kept, folder = [sim.kept[rank] for rank in range(plan.num_ranks)], keeping.folder_of(run_dir, number)
+    times = [document["time_ns"] for _, document in kept]
+    files = {}
+    for rank, (_, document) in enumerate(kept):
+        path = keeping.part_of(folder, rank)
+        files[path.name] = keeping.write(path, document)
+    about = {"how": LOCKSTEP, "version": sim.wanted, "time_ns": max(times), "ranks_ns": times}
+    checkpoints.complete(folder, saving.identity, monitor, files, {**about, "home_ns": times[plan.home]})
+    return checkpoints.newest(run_dir, saving.identity)
 
 
 def following(now_ns: int, every_s: float | None) -> int | None:

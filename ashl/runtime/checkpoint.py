@@ -13,30 +13,25 @@ Source: Elnozahy et al., "A survey of rollback-recovery protocols in message-pas
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ashl.errors import AshlError, UsageError
 from ashl.learn.device import HOST
 from ashl.runtime.channel import Channel, Collective, Shared
 from ashl.runtime.kernel import Task
 from ashl.runtime.node import Node, Observer
-from ashl.runtime.packed import packed, save, unpacked
+from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.size_only import Vector
 
 if TYPE_CHECKING:
+    from ashl.runtime.keeping import Restored
     from ashl.runtime.sim import Sim
 
-SCHEMA = 4
-FILE = Path("checkpoint/state.pt")
 KEPT = ("steps", "staleness", "loss", "measures")  # of a node, beside its ledger
 MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"  # what may be on its way
 OF_A_CANCELLED_TASK = -1
@@ -176,7 +171,6 @@ class Saving:
         sim = self.sim
         under_way = [(time_ns, place, self.received(place, *what)) for time_ns, place, *what in sorted(sim._heap)]
         return {
-            "schema": SCHEMA,
             "time_ns": sim.now_ns,
             "cut": self.cut,
             "seq": sim._seq,
@@ -191,7 +185,7 @@ class Saving:
         }
 
 
-def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> None:
+def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) -> None:
     """Bring a fresh simulation to where the checkpoint was made. `start(node, saved=(stage, state))` is a rank's
     coroutine; `saved["packages"]` says whose classes a state may be of."""
     restored = partial(unpacked, packages=tuple(saved["packages"]), device=saved.get("device", HOST))
@@ -222,6 +216,16 @@ def resume(sim: Sim, saved: dict[str, Any], start: Callable[..., Coroutine]) -> 
     sim.network.go_on(restored(saved["ports"]))
     for node, known in zip(sim.nodes, restored(saved["nodes"]), strict=True):
         put_back(node, known)
+
+
+def go_on(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int) -> None:
+    """Bring a fresh simulation to this moment, with what each rank kept where nothing was on its way."""
+    sim.now_ns = time_ns
+    for node, known in zip(sim.nodes, ranks, strict=True):
+        put_back(node, known.node)
+        node.ledger.mark("wait", time_ns)
+        sim.speed.draw_from(node.rank, known.drawn)
+        sim._mains.append(sim.spawn(node, start(node, saved=(known.stage, known.state)), main=True))
 
 
 class Replay:
@@ -319,29 +323,3 @@ def put_back(node: Node, known: dict[str, Any]) -> None:
         setattr(node.ledger, name, value)
     for name in KEPT:
         setattr(node, name, known[name])
-
-
-def write(run_dir: Path, document: dict[str, Any]) -> None:
-    """Replace the run's checkpoint, in one step. Raises AshlError where it cannot be written."""
-    path = run_dir / FILE
-    try:
-        path.parent.mkdir(exist_ok=True)
-        save(path, document)
-    except (OSError, RuntimeError) as error:
-        raise AshlError(f"cannot write the checkpoint {path}; free some space or choose another run.dir") from error
-
-
-def read(run_dir: Path) -> dict[str, Any]:
-    """The checkpoint of a run. Raises UsageError where there is none, or none that can be read."""
-    path = run_dir / FILE
-    if not path.exists():
-        raise UsageError(
-            f"{run_dir} holds no checkpoint; runs in virtual time leave them with run.checkpoint_s=SECONDS"
-        )
-    try:
-        document = torch.load(path, weights_only=True)
-        if document["schema"] != SCHEMA:
-            raise ValueError(f"schema {document['schema']}")
-    except Exception as error:  # torch tells of a broken file in many ways
-        raise UsageError(f"{path} cannot be read ({type(error).__name__}); run this setting anew") from error
-    return document

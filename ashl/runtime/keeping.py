@@ -20,6 +20,8 @@ from ashl.runtime.packed import packed, save, unpacked
 from ashl.runtime.plane import first_line
 from ashl.runtime.records import Kept
 
+MANIFEST = "manifest.json"
+
 
 class Due(NamedTuple):
     """The checkpoint of this number is to be of this version of the model."""
@@ -45,13 +47,12 @@ class Keeper:
     def keep(self, number: int, node: Node, stage: int, state: Any, time_ns: int, drawn: int) -> None:
         """At the top of the loop, so many draws of jitter into the run."""
         self._done = number
-        document = {"stage": stage, "state": packed(state), "node": packed(counted(node))}
-        document |= {"time_ns": time_ns, "drawn": drawn}
+        document = document_of(node, stage, state, time_ns, drawn)
         kept = Kept(self._rank, number, stage, state.version, time_ns)
         threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
 
     def _write(self, document: dict[str, Any], kept: Kept) -> None:
-        path = file_of(self._run_dir, kept.number, self._rank)
+        path = part_of(folder_of(self._run_dir, kept.number), self._rank)
         try:
             self._emit(kept._replace(sha256=write(path, document)))
         except (OSError, RuntimeError) as error:
@@ -75,8 +76,21 @@ def folder_of(run_dir: Path, number: int) -> Path:
     return run_dir / "checkpoint" / str(number)
 
 
-def file_of(run_dir: Path, number: int, rank: int) -> Path:
-    return folder_of(run_dir, number) / f"rank{rank}.pt"
+def numbered(run_dir: Path) -> list[int]:
+    """The numbers of all checkpoints that have a manifest, the oldest first."""
+    found = (path.parent.name for path in run_dir.glob(f"checkpoint/*/{MANIFEST}"))
+    return sorted(int(name) for name in found if name.isdigit())
+
+
+def part_of(folder: Path, rank: int) -> Path:
+    """What a rank keeps of a checkpoint."""
+    return folder / f"rank{rank}.pt"
+
+
+def document_of(node: Node, stage: int, state: Any, time_ns: int, drawn: int) -> dict[str, Any]:
+    """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which `read` has it."""
+    known = {"stage": stage, "state": packed(state), "node": packed(counted(node))}
+    return known | {"time_ns": time_ns, "drawn": drawn}
 
 
 class Restored(NamedTuple):

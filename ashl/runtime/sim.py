@@ -19,7 +19,7 @@ from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel, Channels
-from ashl.runtime.checkpoint import Saving, resume
+from ashl.runtime.checkpoint import Saving
 from ashl.runtime.collected import collected
 from ashl.runtime.effects import Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
@@ -27,6 +27,7 @@ from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import chunk
 
 T = TypeVar("T")
+Begin = Callable[["Sim", Callable[..., Coroutine]], None]
 LAST = 2**62  # what the end of an instant adds to a place in the order of events
 
 
@@ -81,17 +82,17 @@ class Sim:
         if saving.until_consistent() and (due := keep(saving.document())) is not None:
             self.save_at(max(due, self.now_ns), keep)
 
-    def run(self, main: Callable[..., Coroutine], tick: Callable[[], None], saved: dict | None = None) -> list[Any]:
-        """Run `main(node)` on every rank until all have ended; returns their results in rank order. With a checkpoint,
-        go on from there: `main(node, saved=(stage, state))`.
+    def run(self, main: Callable[..., Coroutine], tick: Callable[[], None], begin: Begin | None = None) -> list[Any]:
+        """Run `main(node)` on every rank until all have ended; returns their results in rank order. To go on from a
+        checkpoint, `begin(sim, main)` brings all there: `main(node, saved=(stage, state))`.
 
         `tick` is called every few hundred events, to draw progress. Raises AshlError on a deadlock, naming who waits,
         and where some ranks have come to a collective and the others ended without.
         """
-        if saved is None:
+        if begin is None:
             self._mains = [self.spawn(node, main(node), main=True) for node in self.nodes]
         else:
-            resume(self, saved, main)
+            begin(self, main)
         try:
             with collecting_seldom():
                 self._drain(tick)

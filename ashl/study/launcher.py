@@ -20,7 +20,7 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from ashl.errors import AshlError
-from ashl.runtime.checkpoint import FILE
+from ashl.runtime.keeping import numbered
 from ashl.study.slots import GONE, LEAVE_S, LOG, POLL_S, Job, record_failure, run_all
 
 PREFIX = "launcher-"
@@ -118,7 +118,7 @@ def play_job(place: Path, number: int) -> None:
         return
     asked = json.loads(leave.read_text(encoding="utf-8"))
     path = Path(asked.pop("folder"))
-    resume, mark = (path / FILE).exists(), place / begun(number)
+    resume, mark = bool(numbered(path)), place / begun(number)
     if mark.exists() and not resume:  # the queue has started it a second time
         shutil.rmtree(path, ignore_errors=True)
     job = Job(path, asked["config"], tuple(asked["overrides"]), resume=resume)

@@ -27,7 +27,7 @@ from ashl.report.compare import Comparison, compare
 from ashl.report.leaderboard import named
 from ashl.report.records import flat
 from ashl.run.train import RUNS
-from ashl.runtime.checkpoint import FILE
+from ashl.runtime.keeping import numbered
 from ashl.study.grid import Grid, Setting, label
 from ashl.study.launcher import Launch, run_elsewhere
 from ashl.study.racing import Race
@@ -193,7 +193,7 @@ def run_on(
     """Run these settings to their end, or as far as the race lets them, or until it is over."""
     by_folder = {folder / setting.hash: setting for setting in settings}
     jobs = [
-        Job(path, inside(s.config, path), s.overrides, resume=(path / FILE).exists()) for path, s in by_folder.items()
+        Job(path, inside(s.config, path), s.overrides, resume=bool(numbered(path))) for path, s in by_folder.items()
     ]
 
     def show(running: list[Job]) -> None:
@@ -238,7 +238,7 @@ def ended(folder: Path, rerun_failed: bool) -> bool:
 def clear(folder: Path) -> None:
     """Take away what a kill has left of a run, unless it can go on from a checkpoint."""
     summary = read_summary(folder)
-    if (summary is not None and by_itself(summary)) or not (folder / FILE).exists():
+    if (summary is not None and by_itself(summary)) or not numbered(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 

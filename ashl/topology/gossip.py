@@ -337,7 +337,7 @@ def count(stage: Stage, state: RoundState) -> None:
     else:
         tally.advance(*stage.round_totals, stage.num_workers)
         tally.version += 1
-    state.steps, state.samples = tally.steps, tally.samples
+    state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
 
 
 def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:

@@ -10,6 +10,7 @@ from ashl.cli.app import main
 from ashl.errors import AshlError
 from ashl.tracking.recorder import METRICS, Recorder
 
+BROKEN = "cannot be gone on from (state.pt is not what was written)"
 PAUSED = [
     "runtime=sim",
     "tracking=none",
@@ -25,7 +26,7 @@ PAUSED = [
 def interrupted(workplace, capsys) -> Path:
     """A run with a checkpoint."""
     assert main(["train", *PAUSED, "sync=ssp", "run.checkpoint_s=0.3"]) == 0
-    assert (workplace / "run/checkpoint/state.pt").exists()
+    assert (workplace / "run/checkpoint/0/state.pt").exists()
     return workplace / "run"
 
 
@@ -75,3 +76,27 @@ def test_code_of_the_users_own_is_allowed_anew(interrupted: Path, workplace, cap
     assert "--resume run: the run imports code of your own; if you trust it, type 'allow_targets=[evil]'" in err
     code, err = resumed(capsys, "allow_targets=[evil]")
     assert (code, "of another run" in err) == (2, True), "what is allowed belongs to what a run is"
+
+
+def test_a_file_that_is_not_what_was_written_is_not_gone_on_with(interrupted: Path, capsys) -> None:
+    """Flipped or cut off: the checkpoint before counts, and without one the run does not begin."""
+    _, cut = sorted((interrupted / "checkpoint").glob("*/state.pt"), key=lambda file: int(file.parent.name))
+    cut.write_bytes(cut.read_bytes()[:-1000])
+    code, err = resumed(capsys, "stop.steps=90")
+    assert code == 0
+    assert err == f"ashl: run/checkpoint/{cut.parent.name} {BROKEN}\n"
+    for file in (interrupted / "checkpoint").glob("*/state.pt"):
+        text = bytearray(file.read_bytes())
+        text[len(text) // 2] ^= 1
+        file.write_bytes(text)
+    code, err = resumed(capsys)
+    assert code == 2
+    assert err.endswith(f"{BROKEN}; run this setting anew\n")
+
+
+@pytest.mark.parametrize("mode", ["sync=ssp", "topology=gossip sync=d_psgd"])
+def test_only_what_goes_round_by_round_goes_over_to_processes(mode: str, workplace, capsys) -> None:
+    assert main(["train", *PAUSED, *mode.split(), "run.checkpoint_s=0.3"]) == 0
+    code, err = resumed(capsys, "runtime=local")
+    assert code == 2
+    assert "run began in virtual time, and goes on only there: where all go round by round, through a server" in err

@@ -14,6 +14,7 @@ from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.build import assemble
 from ashl.run.mean_model import ModelSet
+from ashl.runtime.checkpoint import resume
 from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
@@ -129,7 +130,7 @@ def run(ran: Ran, saved: dict | None = None, save_at_ns: int | None = None, devi
 
     if save_at_ns is not None:
         sim.save_at(save_at_ns, keep)
-    sim.run(partial(program, stages=job.stages), tick=lambda: None, saved=saved)
+    sim.run(partial(program, stages=job.stages), tick=lambda: None, begin=saved and partial(resume, saved=saved))
     return kept
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
+from ashl.runtime.checkpoint import resume
 from ashl.runtime.node import Node
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
@@ -246,6 +247,6 @@ def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
         saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
         again = whole[:count]
         sim = simulation(again)
-        sim.run(overlapping, tick=lambda: None, saved=saved)
+        sim.run(overlapping, tick=lambda: None, begin=saved and partial(resume, saved=saved))
         assert again == whole
         assert not [channel.shared for channel in sim.channels.all() if channel.shared], "all have asked"
