@@ -14,6 +14,7 @@ from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoundRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
+from ashl.topology.partial_all_reduce import PartialAllReduce
 
 
 def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
@@ -32,8 +33,9 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
         if parts.runtime.name == "local" and not (lockstep or comes_anew(own)):
             raise UsageError(
                 f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
-                "checkpoints only then, or where a server merges their updates; drop it, or take sync=bsp or "
-                "sync=local_sgd with topology=all_reduce, or topology=parameter_server with overlap=none"
+                "checkpoints only then, where a server merges their updates, or where models are averaged in groups; "
+                "drop it, or take sync=bsp or sync=local_sgd with topology=all_reduce, or topology=parameter_server "
+                "with overlap=none"
             )
 
 
@@ -54,5 +56,8 @@ def _in_lockstep(own: StageParts, num_workers: int) -> bool:
 
 
 def comes_anew(own: StageParts) -> bool:
-    """Whether workers may take part again from a server's state, see `ashl.topology.membership`."""
+    """Whether workers may take part again from a server's state, or each from its own, see `ashl.topology.membership`
+    and `ashl.topology.broken_groups`."""
+    if isinstance(own.topology, PartialAllReduce):
+        return True
     return own.topology.has_server and CHURN in carried_by(own.topology, own.sync) and not beside(own)

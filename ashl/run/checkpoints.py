@@ -10,7 +10,8 @@ named further ahead. The run waits for nothing of this.
 LOCKSTEP: all go round by round, so that nothing is on its way when they are at one version, but what is sent again, and
 the run goes on bit for bit; also in virtual time what began on processes, and the other way round. SERVER: workers go
 at their own pace, and each keeps its state when it next goes on with that version or a newer one, after the server has
-kept its own; what is on its way then is lost, and computed again (`ashl.topology.membership`).
+kept its own; what is on its way then is lost, and computed again (`ashl.topology.membership`). EACH: workers have
+models of their own and meet in groups, and each keeps its state when it hears of it (`ashl.topology.broken_groups`).
 
 What the records hold of later moments is forgotten when the run goes on, and written anew.
 
@@ -43,7 +44,7 @@ from ashl.tracking.recorder import METRICS
 
 SCHEMA = 5
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")
-LOCKSTEP, SERVER, VIRTUAL = "lockstep", "server", "virtual"
+LOCKSTEP, SERVER, EACH, VIRTUAL = "lockstep", "server", "each", "virtual"
 MONITOR, STATE = "monitor.pt", "state.pt"
 MAY_CHANGE = "only stop.* and runtime may change when a run goes on"
 LEAVE = "runs leave them with run.checkpoint_s=SECONDS"
@@ -83,7 +84,8 @@ class Savings:
             return None
         per_ns = (beat.counts.merges - before[0]) / (beat.time_ns - before[1])
         self.kept = {}
-        self.wanted = self.number, beat.counts.merges + 1 + math.ceil(per_ns * self.ahead_s * 1e9)
+        ahead = beat.counts.merges + 1 + math.ceil(per_ns * self.ahead_s * 1e9)
+        self.wanted = self.number, 0 if self.how == EACH else ahead
         self.number += 1
         return self.wanted
 
@@ -110,7 +112,7 @@ class Savings:
         that what a worker had pushed before is merged."""
         versions = [kept.version for kept in self.kept.values()]
         most = self.kept[self.num_ranks - 1].version if self.how == SERVER else max(versions)
-        together = min(versions) == most
+        together = self.how == EACH or min(versions) == most
         return together and len({kept.stage for kept in self.kept.values()}) == 1
 
     def plan_next(self, now_ns: int) -> None:

@@ -23,7 +23,7 @@ from ashl.planning.legal_checkpoints import in_lockstep
 from ashl.planning.make import prepared
 from ashl.run import checkpoints, launch
 from ashl.run import job as jobs
-from ashl.run.checkpoints import LOCKSTEP, SERVER, VIRTUAL, Saved, Savings
+from ashl.run.checkpoints import EACH, LOCKSTEP, SERVER, VIRTUAL, Saved, Savings
 from ashl.run.monitor import Monitor
 from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
@@ -167,8 +167,12 @@ def drive(
         return None
     if seat:
         return jobs.join(plan, run_dir, monitor, seat)
-    how = LOCKSTEP if in_lockstep(monitor.job.parts, plan.num_workers) else SERVER
-    home = None if monitor.job.stages[0].replicas else plan.home
+    how, replicas = SERVER, monitor.job.stages[0].replicas
+    if in_lockstep(monitor.job.parts, plan.num_workers):
+        how = LOCKSTEP
+    elif replicas:
+        how = EACH
+    home = None if how == LOCKSTEP and replicas else plan.home
     savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home)
     if saved is not None and saved.how == VIRTUAL:
         saved = as_real(plan, monitor.job, monitor, saving, saved)

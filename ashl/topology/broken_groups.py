@@ -10,6 +10,10 @@ averaged; where nobody has one any more, the newcomer begins with the first mode
 whoever has asked least, its optimizer begins anew, and its data go on behind what was counted of it. Who comes at a
 border takes part from the next stage on, and who comes when the run is over is told so. A life is known by the moment
 at which it asked to take part, and what answers it has that as its tag.
+
+From a checkpoint on processes all come anew, each as it was at the top of its loop, with its own model and data. The
+coordinator counts of each what is in its model, and nobody has asked; what others had of an average that a worker was
+kept before, they keep.
 """
 
 from __future__ import annotations
@@ -164,6 +168,28 @@ async def admit(node: Node, stage: Stage, state: MakerState, heir: int, giver: i
     await node.send(heir, welcomed(state.lives[heir]), None, told)
 
 
+async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerState) -> tuple[int, MakerState]:
+    """From a checkpoint: nothing is on its way, and all workers come anew, as they were."""
+    stage, tally, came = stages[index], state.tally, dict[int, Message]()
+    generator.reopen(state.groups)
+    state.asked, state.running, state.yet, state.broken, state.heirs = {}, {}, {}, {}, {}
+    state.last = [OWN - rank for rank in stage.workers]
+    while len(came) < stage.num_workers:
+        message = await node.recv(JOIN)
+        came[message.src] = message
+    for rank, message in sorted(came.items()):
+        life, rounds, steps = map(int, message.meta)
+        more = steps - tally.steps_by[rank] - tally.dropped_by[rank]
+        tally.take_back(rank, tally.commits[rank] - rounds, -more, -more * stage.worker(rank).batch)
+        tally.lose(rank)
+        tally.come(rank)
+        state.lives[rank] = life
+    for rank in stage.workers:
+        told = Told(GO, 0, stage.index, NOBODY, tally.samples, tick=state.ticks)
+        await node.send(rank, welcomed(state.lives[rank]), None, told)
+    return index, state
+
+
 async def close_doors(node: Node, state: MakerState) -> None:
     """Once all others are let go: whoever has come, or comes, is told that the run is over."""
     while True:
@@ -185,14 +211,15 @@ async def anew(node: Node, stage: Stage, state: Replica, number: float) -> tuple
     return tuple(int(member) for member in left), int(epoch)
 
 
-async def come(node: Node, stages: Sequence[Stage], state: Replica) -> tuple[int, Any] | None:
+async def come(node: Node, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
-    is over."""
+    is over. `kept`: all come, and this is its state from a checkpoint."""
+    done = (state.round, state.step) if kept else ()
     while True:
         while await node.recv(LOST, before_s=node.now):
             pass  # what was before is of no concern
         state.life = int(float(node.now_ns)) + (state.life == node.now_ns)
-        await node.send(stages[0].home, JOIN, None, (state.life,))
+        await node.send(stages[0].home, JOIN, None, (state.life, *done))
         told = Told(*(await node.recv(welcomed(state.life), src=stages[0].home)).meta)
         if told.word == STOP:
             node.ledger.close(int(told.end_ns))
@@ -205,6 +232,8 @@ async def come(node: Node, stages: Sequence[Stage], state: Replica) -> tuple[int
             break
     stage = stages[int(told.stage)]
     state.samples, state.tick = int(told.samples), int(told.tick)
+    if kept:
+        return stage.index, state
     state.enter(stage, node.rank)
     state.step = state.round = int(told.done)
     state.drawn = state.step * state.batch

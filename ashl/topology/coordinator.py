@@ -67,6 +67,11 @@ class CoordinatorState:
     entered: int | None = None  # the stage that it is in
     newcomers: dict[int, tuple[float, ...]] = field(default_factory=dict)  # who asks to take part, and as what life
 
+    @property
+    def version(self) -> int:
+        """How often models have been merged."""
+        return self.tally.version
+
     def enter(self, stage: Stage, now_s: float) -> None:
         if self.entered != stage.index:  # else it goes on from a checkpoint
             self.entered = stage.index

@@ -70,8 +70,13 @@ class PartialAllReduce(Topology):
 
     async def come(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, Replica] | None:
-        return await broken_groups.come(node, stages, Replica(*stages[0].trainer.init()))
+    ) -> tuple[int, Replica | MakerState] | None:
+        if kept is None:
+            return await broken_groups.come(node, stages, Replica(*stages[0].trainer.init()))
+        index, state = kept
+        if node.rank == stages[0].home:
+            return await broken_groups.gather(node, stages, index, state)
+        return await broken_groups.come(node, stages, state, kept=True)
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
         """The machine of each worker."""

@@ -1,0 +1,185 @@
+"""Whole runs that are killed and taken up again: `python -m tests.benchmarks.resumes`.
+
+`--trials N --seed S` real runs of drawn modes: every process gets SIGKILL at a drawn moment after the first checkpoint,
+then `ashl train --resume` goes on. Where all go round by round, the parameters at the end have to be those of the run
+in virtual time that was never stopped, bit for bit. Elsewhere the run has to end by its count, with books that balance
+and a training loss of at most 1.25 times that of the whole run plus 0.05. All else is WRONG.
+
+`--cost`: what checkpoints cost. In one run of real processes without declared costs, one every 10 s: how many rounds
+less end in the 2 s after each than in as long a time between them, as a share of the run.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ashl.tracking import jsonl
+from tests.benchmarks.table import show
+from tests.disturbed import ranks_of
+from tests.support import simulated
+
+RUN = [
+    "cluster.compute=[1,1.5,2]",
+    "cluster.link=null",
+    "cluster.step_s=0.008",
+    "cluster.exchange_s=0.002",
+    "tracking.events=all",
+    "eval.every_commits=300",
+]
+ROUNDS = {
+    "bsp, Top-K": "sync=bsp compression=topk compression.ratio=0.2 optimizer.momentum=0.9",
+    "bsp by all-reduce, QSGD, Adam": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
+    "local SGD, Nesterov outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
+    "local SGD by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=3",
+    "D-PSGD": "topology=gossip sync=d_psgd topology.graph=ring",
+    "CHOCO, Top-K": "topology=gossip sync=choco topology.graph=ring compression=topk compression.ratio=0.2",
+}
+OWN_PACE = {
+    "ssp, Top-K": "sync=ssp compression=topk compression.ratio=0.2",
+    "asp, QSGD": "sync=asp compression=qsgd optimizer.lr=0.02",
+    "FedBuff": "sync=fedbuff",
+    "Decoupled DiLoCo": "sync=decoupled sync.grace_s=0.01 outer=nesterov",
+    "ashl": "schedule=ashl",
+    "averages in groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
+}
+STEPS, FIRST_S, LAST_S = 1200, 0.0, 4.0
+AFTER_S, EVERY_S, LONG_S = 2.0, 10.0, 75.0
+
+
+class Whole(NamedTuple):
+    """A run in virtual time that was never stopped."""
+
+    sha256: str
+    loss: float
+
+
+def whole(line: list[str]) -> Whole:
+    ran = simulated(*line)
+    assert ran.learner is not None
+    return Whole(ran.sha256, float(ran.learner.evaluate(ran.params)["train_loss"] or 0.0))
+
+
+def started(argv: list[str], folder: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "ashl.cli", "train", *argv, f"run.dir={folder}", "tracking=none", "-q"]
+    return subprocess.Popen(command, start_new_session=True)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint/*/manifest.json"), key=lambda path: int(path.parent.name))
+
+
+def killed(line: list[str], folder: str, after_s: float) -> str:
+    """A run of which every process is killed so long after its first checkpoint."""
+    process = started([*line, "runtime=local", "run.checkpoint_s=0.5"], folder)
+    try:
+        while not checkpoints(Path(folder)) and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(after_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    while ranks_of(Path(folder)):
+        time.sleep(0.02)
+    if Path(folder, "summary.json").exists():
+        return "was over"
+    manifest = json.loads(checkpoints(Path(folder))[-1].read_text())
+    return f"killed {after_s:.2f} s after its first checkpoint, goes on from {manifest['time_ns'] / 1e9:.2f} s"
+
+
+def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tuple[bool, str]:
+    """Whether a run that is taken up ends as it should, and how it did."""
+    command = [sys.executable, "-m", "ashl.cli", "train", "--resume", folder, "-q"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    path = Path(folder, "summary.json")
+    if ended.returncode or ended.stderr or not path.exists() or ranks_of(Path(folder)):
+        return False, f"exit code {ended.returncode}: {ended.stderr}"
+    summary = json.loads(path.read_text())
+    spent = [sum(value for key, value in worker.items() if key in KINDS) for worker in summary["workers"]]
+    rounds = [(e["rank"], e["round"]) for e in jsonl.read(Path(folder, "events.jsonl")) if e["kind"] == "round"]
+    balanced = (
+        summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) >= STEPS
+        and len(rounds) == len(set(rounds))
+        and all(abs(seconds - summary["time_s"]) < 1e-6 for seconds in spent)
+    )
+    if in_rounds:
+        same = summary["params_sha256"] == expected.sha256
+        return balanced and same, "the same bits" if same else "other bits"
+    loss = summary["final"]["train_loss"]
+    return balanced and loss < 1.25 * expected.loss + 0.05, f"loss {loss:.3f}, whole {expected.loss:.3f}"
+
+
+KINDS = {f"{kind}_s" for kind in ("compute", "compress", "push", "pull", "wait", "down")}
+
+
+def trials(count: int, seed: int) -> None:
+    rng, wrong, known = random.Random(seed), list[str](), dict[str, Whole]()
+    for number in range(count):
+        modes = ROUNDS if number % 2 else OWN_PACE
+        name, after_s = rng.choice(list(modes)), rng.uniform(FIRST_S, LAST_S)
+        line = [*RUN, *modes[name].split(), f"stop.steps={STEPS}"]
+        known[name] = known.get(name) or whole(line)
+        how = killed(line, f"run-{number}", after_s)
+        ok, what = (True, "") if how == "was over" else judged(line, f"run-{number}", modes is ROUNDS, known[name])
+        print(f"{number + 1}/{count} {name}: {how}; {what}{'' if ok else ': WRONG'}", flush=True)
+        wrong += [] if ok else [f"run-{number} {name}: {how}; {what}"]
+    print(f"{count - len(wrong)} of {count} as they should, seed {seed}", *wrong, sep="\n")
+
+
+def seen(process: subprocess.Popen, folder: Path, of: Callable[[dict], float]) -> list[float]:
+    """The moments of all checkpoints that a run makes until it has ended."""
+    found = dict[str, float]()
+    while process.poll() is None:
+        for path in checkpoints(folder):
+            with suppress(OSError, ValueError):
+                found[path.parent.name] = of(json.loads(path.read_text()))
+        time.sleep(0.2)
+    return list(found.values())
+
+
+def cost() -> None:
+    """Rounds that end shortly after a checkpoint against those of all other times, in one run."""
+    mode = "cluster=real cluster.num_workers=2 topology=all_reduce sync=bsp model.hidden=[512,512] optimizer=adam"
+    line = [*mode.split(), "runtime=local", f"stop.seconds={LONG_S}", f"run.checkpoint_s={EVERY_S}"]
+    process = started([*line, "tracking.events=all", "eval.every_s=1000"], "cost")
+    moments = seen(process, Path("cost"), lambda manifest: max(manifest["ranks_ns"]) / 1e9)
+    ends = [e["end_s"] for e in jsonl.read(Path("cost/events.jsonl")) if e["kind"] == "round" and e["rank"] == 0]
+    near = [sum(at <= end < at + AFTER_S for end in ends) for at in moments if at + AFTER_S < LONG_S]
+    between = [at + AFTER_S * k for at in moments for k in (-2, -1, 1, 2, 3)]
+    far = [sum(at <= end < at + AFTER_S for end in ends) for at in between if AFTER_S < at < LONG_S - AFTER_S]
+    usual = statistics.median(far)
+    shares = sorted((1 - count / usual) * AFTER_S / EVERY_S for count in near)
+    size = sum(file.stat().st_size for file in checkpoints(Path("cost"))[-1].parent.iterdir())
+    row = [f"{len(near)}", f"{size / 1e6:.1f} MB", f"{usual / AFTER_S:.0f}", f"{statistics.median(shares):+.2%}"]
+    spread = f"{shares[0]:+.2%} to {shares[-1]:+.2%}"
+    columns = ["", "checkpoints", "size", "rounds/s", "share of the run", "from, to"]
+    note = (
+        f"mlp with 2 x 512 hidden units, Adam, two processes; rounds in the {AFTER_S:g} s after each and between them"
+    )
+    show("what a checkpoint every 10 s costs", columns, [["bsp by all-reduce", *row, spread]], note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cost", action="store_true", help="what checkpoints cost, and no trials")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        cost() if asked.cost else trials(asked.trials, asked.seed)
+
+
+if __name__ == "__main__":
+    main()
