@@ -1,4 +1,4 @@
-"""What failures cost whom: `python -m tests.benchmarks.churn`.
+"""What failures cost whom: `python -m tests.benchmarks.churn`; `--only TEXT` = of modes with this in their name.
 
 Sixteen unequal workers (factors 1, 1.5, 2 and 3) at a parameter server or without one, in virtual time without
 gradients, for 2,000 s of steps of 0.5 s; each worker fails after an exponential time of so many seconds on average, and
@@ -6,6 +6,7 @@ is back after 5. Goodput is the steps/s that count over those of the same run wi
 can be above the share of the time that workers are there; who is below it also loses what they were at, or waits.
 """
 
+import argparse
 from statistics import median
 
 from tests.benchmarks.table import show
@@ -20,6 +21,7 @@ CLUSTER = (
     "runtime.gradients=false",
 )
 GROUPS = ("topology=partial_all_reduce", "sync=ripples_smart")
+DECOUPLED = ("sync=decoupled", "sync.local_steps=8", "sync.grace_s=1", "sync.min_learners=8")
 MODES = {
     "bsp": ("sync=bsp",),
     "backup, 4 of 16": ("sync=backup", "sync.backups=4"),
@@ -36,6 +38,9 @@ MODES = {
     ),
     "ahl, H from 4": ("sync=ahl", "schedule.h_preset=[4]"),
     "shl, H from 2": ("sync=shl", "schedule.h_preset=[2]"),
+    "decoupled, H = 8, 8 of 16": DECOUPLED,
+    "decoupled, H = 8, 1 of 16": (*DECOUPLED[:-1], "sync.min_learners=1"),
+    "fedbuff, 4 of 16": ("sync=fedbuff", "sync.buffer=4"),
     "ad_psgd, exponential graph": ("topology=gossip", "sync=ad_psgd", "topology.graph=exponential"),
 }
 MTBF_S, MTTR_S, SEEDS = (10, 30, 100, 300, 1000), 5, (0, 1, 2)
@@ -49,8 +54,11 @@ def goodputs(mode: tuple[str, ...]) -> list[float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    only = parser.parse_args().only
     rows = {"workers there": [mtbf_s / (mtbf_s + MTTR_S) for mtbf_s in MTBF_S]}
-    rows |= {name: goodputs(mode) for name, mode in MODES.items()}
+    rows |= {name: goodputs(mode) for name, mode in MODES.items() if only in name}
     columns = ["mean time between failures", *(f"{mtbf_s} s" for mtbf_s in MTBF_S)]
     note = f"medians over seeds {', '.join(map(str, SEEDS))}"
     show("goodput", columns, [[name, *(f"{value:.3f}" for value in values)] for name, values in rows.items()], note)
