@@ -26,7 +26,7 @@ PAUSED = [
 def interrupted(workplace, capsys) -> Path:
     """A run with a checkpoint."""
     assert main(["train", *PAUSED, "sync=ssp", "run.checkpoint_s=0.3"]) == 0
-    assert (workplace / "run/checkpoint/0/state.pt").exists()
+    assert [*workplace.glob("run/checkpoint/*/state.pt")]
     return workplace / "run"
 
 

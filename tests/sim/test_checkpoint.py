@@ -104,7 +104,7 @@ CASES = {
     "d_psgd": ("topology=gossip", "sync=d_psgd"),
     "noloco": ("topology=gossip", "sync=noloco", "sync.local_steps=2"),
     "relay_sum": ("topology=gossip", "sync=relay_sum"),
-    "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring"),
+    "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring", "stop.epochs=6"),
     "swarm": ("topology=gossip", "sync=swarm", "sync.local_steps=2", "sync.overlap=false", "topology.graph=complete"),
     "hop": ("topology=gossip", "sync=hop", "sync.staleness=1", "topology.graph=ring", "cluster.exchange_s=0.01"),
     "d_admm": ("topology=gossip", "sync=d_admm", "sync.delay=1", "sync.barrier=1", "topology.graph=ring"),
