@@ -3,10 +3,12 @@
 Two processes over gloo, the same model, batch, momentum and data, one thread each; neither side's start-up counts.
 """
 
+import io
 import json
 import os
 import socket
 import tempfile
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +40,7 @@ BASE = (
 
 def ours(*overrides: str) -> float:
     """Samples a second of a whole `ashl train`, as its summary has them."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # what a run says at its end
         config = compose([*overrides, f"run.dir={folder}/run"], None)
         train(config, list(overrides), quiet=True)
         return json.loads((Path(folder) / "run/summary.json").read_text())["samples_per_s"]
