@@ -25,9 +25,21 @@ from ashl.compression.around.feedback import Residual, rescaled, restored
 from ashl.compression.around.layers import with_layout
 from ashl.compression.base.code import Sparse
 from ashl.compression.contract import TURN, BodyError, Flags, Layer, Layout, State, Turn, size_of
-from ashl.compression.wire.arrays import array_of
-from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
-from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed, write_body
+from ashl.compression.wire.arrays import (
+    Array,
+    array_of,
+    as_bytes,
+    beside,
+    joined,
+    looked_up,
+    ops,
+    placed,
+    read,
+    tensor_of,
+    where_true,
+)
+from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack_truths
+from ashl.compression.wire.body import HEADER, Parts, typed, write_body
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
 from ashl.option import Count, option
 
@@ -37,6 +49,7 @@ class AdaComp(Sparse):
     """Sends what stands out among its neighbours."""
 
     code: ClassVar[int] = 57
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(variable=True)
     layout: ClassVar[Layout | None] = None
     conv_bin: Count
@@ -53,9 +66,9 @@ class AdaComp(Sparse):
         with np.errstate(over="ignore", invalid="ignore"):
             whole = g if old is None else g + array_of(old)
             parts, places = self.chosen(whole, g)
-            rest = whole.copy() if whole is g else whole
-            rest[places] -= self.meant(parts, places, g.size)
-        return Residual(torch.from_numpy(rest), None, turn.lr), write_body(self.code, g.size, parts)
+            rest = array_of(x.clone()) if whole is g else whole
+            rest[places] -= self.meant(parts, places, len(g))
+        return Residual(tensor_of(rest), None, turn.lr), write_body(self.code, len(g), parts)
 
     def undo(self, sender: Residual, body: Tensor) -> Residual:
         return sender._replace(error=restored(self, sender.error, body))
@@ -66,11 +79,12 @@ class AdaComp(Sparse):
     def adopt(self, kept: State) -> State:
         return kept if isinstance(kept, Residual) else None
 
-    def chosen(self, whole: np.ndarray, g: np.ndarray) -> tuple[Parts, np.ndarray]:
+    def chosen(self, whole: Array, g: Array) -> tuple[Parts, Array]:
         """What of G is sent, and the places of that."""
         scales, found, start = [], [], 0
-        for size, length in self.bins(whole.size):
-            total, end, step = 0.0, start + size, length * max(1, BLOCK // length)
+        for size, length in self.bins(len(whole)):
+            total, end, together = 0.0, start + size, max(1, BLOCK // length)
+            step = size if isinstance(whole, Tensor) else length * together
             for at in range(start, end, step):
                 cut = min(at + step, end)
                 last = cut - (cut - at) % length  # where a shorter bin begins
@@ -78,31 +92,36 @@ class AdaComp(Sparse):
                     if part.stop > part.start:
                         rows = -1, min(length, part.stop - part.start)
                         stands_out, largest = outstanding(whole[part].reshape(rows), g[part].reshape(rows))
-                        found.append(np.flatnonzero(stands_out) + part.start)
-                        total += float(largest.sum(dtype=np.float64))
+                        found.append(where_true(stands_out.reshape(-1)) + part.start)
+                        largest = read(largest)
+                        for row in range(0, len(largest), together):
+                            total += float(largest[row : row + together].sum(dtype=np.float64))
             scales.append(total / -(-size // length))
             start = end
-        places, levels = np.concatenate(found), np.array(scales, "<f4")
-        if not places.size:
-            return Parts(0, EMPTY, scales=levels), places
-        signs, coded = pack_signs(whole[places]), write_indices(self.indices, places, whole.size)
-        return Parts(places.size, signs, coded, levels), places
+        places, levels = joined(found), np.array(scales, "<f4")
+        if not len(places):
+            return Parts(0, whole[:0], scales=levels), places
+        signs, coded = pack_signs(whole[places]), write_indices(self.indices, places, len(whole))
+        return Parts(len(places), signs, coded, levels), places
 
     def unpack(self, parts: Parts, d: int) -> Any:
         sizes, k = [size for size, _ in self.bins(d)], parts.count
         typed(parts.scales, "<f4", len(sizes), "scales")
         typed(parts.values, "u1", packed_bytes(k, 1), "signs")
-        if parts.form or not (k or not parts.indices.size):
+        if parts.form or not (k or not len(parts.indices)):
             raise BodyError(f"what came are not {k} signs")
-        places = read_indices(self.indices, parts.indices, k, d) if k else np.empty(0, np.int64)
+        places = read_indices(self.indices, parts.indices, k, d) if k else placed(parts.values, np.empty(0, np.int64))
         return places, self.meant(parts, places, d)
 
-    def meant(self, parts: Parts, places: np.ndarray, d: int) -> np.ndarray:
+    def meant(self, parts: Parts, places: Array, d: int) -> Array:
         """The values at these places."""
-        ends = np.cumsum([size for size, _ in self.bins(d)])
-        negative = np.unpackbits(parts.values, count=places.size, bitorder="little").view(bool)
-        values = np.repeat(parts.scales.view("<f4"), np.diff(np.searchsorted(places, ends), prepend=0))
-        return np.where(negative, -values, values)
+        ends, scales = np.cumsum([size for size, _ in self.bins(d)]), read(parts.scales).view("<f4")
+        negative = unpack_truths(as_bytes(parts.values), len(places))
+        if isinstance(places, Tensor):
+            values = looked_up(scales, torch.searchsorted(beside(places, ends), places.long(), side="right"))
+        else:
+            values = np.repeat(scales, np.diff(np.searchsorted(places, ends), prepend=0))
+        return ops(places).where(negative, -values, values)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 * len(self.bins(d)) + packed_bytes(d, 1) + index_room(self.indices, d, d)
@@ -115,8 +134,11 @@ class AdaComp(Sparse):
         return [(layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin) for layer in layout]
 
 
-def outstanding(whole: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def outstanding(whole: Array, g: Array) -> tuple[Array, Array]:
     """Of bins [n, length]: what is sent, and the largest |G| of each."""
+    if isinstance(whole, Tensor):
+        largest = whole.abs().amax(1, keepdim=True)
+        return ((whole + g).abs() >= largest) & (whole != 0) | ~whole.isfinite(), largest
     magnitudes = np.abs(whole)
     largest = magnitudes.max(axis=1, keepdims=True)
     np.add(whole, g, out=magnitudes)

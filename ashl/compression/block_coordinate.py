@@ -24,6 +24,7 @@ from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Sparse
 from ashl.compression.base.linear import SummedValues
 from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.arrays import Array, read
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.option import Count, option
 
@@ -33,6 +34,7 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
     """One block at a time."""
 
     code: ClassVar[int] = 60
+    on_host: ClassVar[bool] = False
     blocks: Count
     order: Literal["cyclic", "random"]
     scaled: bool
@@ -43,17 +45,17 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
         unbiased, contraction, drains = self.scaled and random, not self.scaled and random, not (self.scaled or random)
         return Flags(unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        count = self.number(x.size)
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        count = self.number(len(x))
         block = turn.common % count if self.order == "cyclic" else int(turn.shared().integers(count))
-        values = x[self.place(block, x.size)]
+        values = x[self.place(block, len(x))]
         if self.scaled and count > 1:
-            values = values * np.float32(count)
-        return Parts(values.size, values, scales=np.array([block], "<u4"))
+            values = values * float(count)
+        return Parts(len(values), values, scales=np.array([block], "<u4"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        block = int(typed(parts.scales, "<u4", 1, "scales")[0])
-        if block >= self.number(d) or parts.form or parts.indices.size:
+        block = int(typed(read(parts.scales), "<u4", 1, "scales")[0])
+        if block >= self.number(d) or parts.form or len(parts.indices):
             raise BodyError(f"block {block} came of {self.number(d)}")
         place = self.place(block, d)
         return place, typed(parts.values, "<f4", place.stop - place.start, "values")

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from ashl.compression.around.layers import with_layout
 from ashl.compression.base.alike import between
@@ -27,15 +28,17 @@ from ashl.compression.base.code import Code, kept
 from ashl.compression.base.select import largest_of_rows
 from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
 from ashl.compression.contract import BodyError, Flags, Layer, Layout, Turn
+from ashl.compression.wire.arrays import Array, as_bytes, as_index, beside, holds, joined, ops, over, read, zeros
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import width
+from ashl.compression.wire.levels import reach_of
 from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.option import option
 
 SIDE = 64  # of a block, at most
 SCALE, BITS = 22, 24  # of cosines, and of coefficients: 64² products add up to less than 2⁵³
-LARGEST = np.finfo(np.float32).max
+LARGEST = float(np.finfo(np.float32).max)
 ROUNDING = 2.0**-20  # of a transform and back, relative to ‖x‖²
 
 
@@ -81,21 +84,21 @@ class Grid(NamedTuple):
         """Coefficients that are sent, of all blocks."""
         return self.blocks * self.kept
 
-    def strips(self) -> Iterator[slice]:
-        """Blocks that lie beside each other, by row of blocks: as many rows as fit the cache."""
+    def strips(self, like: Array) -> Iterator[slice]:
+        """Blocks that lie beside each other, by row of blocks: as many rows as fit the cache; on a device all."""
         down, across = self.cut
-        step = max(1, BLOCK // (across * self.size))
+        step = down if isinstance(like, Tensor) else max(1, BLOCK // (across * self.size))
         return (slice(first, min(first + step, down)) for first in range(0, down, step))
 
-    def forward(self, x: np.ndarray, top: np.float32, strip: slice) -> np.ndarray:
+    def forward(self, x: Array, top: np.float32, strip: slice) -> Array:
         """The coefficients [blocks, size] of a strip of x/top."""
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
-        filled = np.zeros(((strip.stop - strip.start) * height, across * width), np.float32)
-        np.divide(rows, top if top else np.float32(1), out=filled[: len(rows), : self.columns])
+        filled = zeros(x, (strip.stop - strip.start) * height, across * width)
+        filled[: len(rows), : self.columns] = over(rows, float(top) or 1.0)
         blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
-        return turned(cosines(height), blocks, cosines(width).T).reshape(-1, self.size)
+        return turned(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T).reshape(-1, self.size)
 
-    def backward(self, coefficients: np.ndarray, x: np.ndarray, strip: slice) -> np.ndarray:
+    def backward(self, coefficients: Array, x: Array, strip: slice) -> Array:
         """That strip again, as it is in x."""
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
         blocks = between(wholes(height).T, coefficients.reshape(-1, height, width), wholes(width), SCALE, BITS)
@@ -103,14 +106,14 @@ class Grid(NamedTuple):
         rows[:] = filled[: len(rows), : self.columns]
         return rows
 
-    def of(self, x: np.ndarray, strip: slice) -> np.ndarray:
+    def of(self, x: Array, strip: slice) -> Array:
         """The rows of this layer, in the flat vector x, that a strip covers."""
         height = self.block[0]
         matrix = x[self.start : self.stop].reshape(self.rows, self.columns)
         return matrix[strip.start * height : strip.stop * height]
 
 
-def turned(left: np.ndarray, blocks: np.ndarray, right: np.ndarray) -> np.ndarray:
+def turned(left: Array, blocks: Array, right: Array) -> Array:
     """left @ block @ right of each: products so small that BLAS does not share them among threads, which waits long
     where cores are busy."""
     if len(left) == 1:
@@ -142,6 +145,7 @@ class DeMo(Code, Share):
     """Keeps a share of the cosine coefficients."""
 
     code: ClassVar[int] = 62
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(contraction=True)
     layout: ClassVar[Layout | None] = None
     values: ValueCode
@@ -149,53 +153,59 @@ class DeMo(Code, Share):
     def shaped(self, layout: Layout) -> DeMo:
         return with_layout(self, layout)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        grids = self.grids(turn.ratio, x.size)
-        if self.form(grids, x.size) == DENSE:
-            return Parts(x.size, x, form=DENSE)
-        top = np.float32(max(x.max(), -x.min()))
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        grids = self.grids(turn.ratio, len(x))
+        if self.form(grids, len(x)) == DENSE:
+            return Parts(len(x), x, form=DENSE)
+        top = reach_of(x)
         chosen, places = [], []
         for grid in grids:
             found = []
-            for strip in grid.strips():
+            for strip in grid.strips(x):
                 blocks = grid.forward(x, top, strip)
                 inside = largest_of_rows(blocks, grid.kept)
-                chosen.append(np.take_along_axis(blocks, inside, axis=1).reshape(-1))
+                there = isinstance(blocks, Tensor)
+                along = blocks.gather(1, inside) if there else np.take_along_axis(blocks, inside, 1)
+                chosen.append(along.reshape(-1))
                 found.append(inside.reshape(-1))
-            places.append(pack(np.concatenate(found), width(grid.size)))
-        values, scales = write_values(self.values, np.concatenate(chosen), turn)
-        scales = np.concatenate([np.array([top], "<f4").view(np.uint8), scales.view(np.uint8)])
+            places.append(pack(joined(found), width(grid.size)))
+        values, scales = write_values(self.values, joined(chosen), turn)
+        scales = joined([beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)])
         share = np.array([self.ratio if turn.ratio is None else turn.ratio], "<f8").view(np.uint8)
-        return Parts(counted(grids), values, np.concatenate([share, *places]), scales)
+        return Parts(counted(grids), values, joined([beside(x, share), *places]), scales)
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        if parts.form == DENSE and not parts.indices.size + parts.scales.size and parts.count == d:
+        size = len(parts.indices)
+        if parts.form == DENSE and not size + len(parts.scales) and parts.count == d:
             return typed(parts.values, "<f4", d, "values")
-        if parts.form != SPARSE or parts.indices.size < 8 or parts.scales.size < 4:
-            raise BodyError(f"what came are no blocks of coefficients: form {parts.form}, {parts.indices.size} bytes")
-        share = np.frombuffer(parts.indices[:8].tobytes(), "<f8")[0]
+        if parts.form != SPARSE or size < 8 or len(parts.scales) < 4:
+            raise BodyError(f"what came are no blocks of coefficients: form {parts.form}, {size} bytes")
+        share = np.frombuffer(read(parts.indices[:8]).tobytes(), "<f8")[0]
         if not 0 < share <= 1:
             raise BodyError(f"a share of {share} of the coefficients came")
         grids = self.grids(float(share), d)
         sizes = [packed_bytes(grid.sent, width(grid.size)) for grid in grids]
-        if parts.count != counted(grids) or parts.indices.size != 8 + sum(sizes):
-            raise BodyError(f"{parts.count} coefficients of {d} elements came with {parts.indices.size} bytes")
+        if parts.count != counted(grids) or size != 8 + sum(sizes):
+            raise BodyError(f"{parts.count} coefficients of {d} elements came with {size} bytes")
         values = read_values(self.values, parts.values, parts.scales[4:], parts.count)
-        top = parts.scales[:4].view("<f4")[0]
-        x, value, start = np.empty(d, np.float32), 0, 8
+        top = read(parts.scales[:4]).view("<f4")[0]
+        x, value, start = zeros(values, d), 0, 8
         for grid, size in zip(grids, sizes, strict=True):
             inside = unpack(parts.indices[start : start + size], width(grid.size), grid.sent).reshape(-1, grid.kept)
-            if (inside >= grid.size).any() or not (inside[:, 1:] > inside[:, :-1]).all():
+            if not holds((inside < grid.size).all() & (inside[:, 1:] > inside[:, :-1]).all()):
                 raise BodyError(f"the places that came are not {grid.kept} ascending numbers below {grid.size}")
             content = values[value : value + grid.sent].reshape(inside.shape)
-            for strip in grid.strips():
+            for strip in grid.strips(x):
                 part = slice(strip.start * grid.cut[1], strip.stop * grid.cut[1])
-                blocks = np.zeros((part.stop - part.start, grid.size), np.float32)
-                np.put_along_axis(blocks, inside[part].astype(np.int64), content[part], axis=1)
+                blocks, at = zeros(values, part.stop - part.start, grid.size), as_index(inside[part])
+                if isinstance(blocks, Tensor):
+                    blocks.scatter_(1, at, content[part])
+                else:
+                    np.put_along_axis(blocks, at, content[part], axis=1)
                 rows = grid.backward(blocks, x, strip)
-                rows *= top
+                rows *= float(top)
                 if np.isfinite(top):
-                    np.clip(rows, -LARGEST, LARGEST, out=rows)
+                    ops(rows).clip(rows, -LARGEST, LARGEST, out=rows)
             value, start = value + grid.sent, start + size
         return x
 

@@ -58,6 +58,10 @@ class Diana(Codec):
         return QSGD(levels=levels, bucket=self.bucket, norm=self.norm, entropy=self.entropy, **PLAIN)
 
     @property
+    def on_host(self) -> bool:
+        return self.inner.on_host
+
+    @property
     def flags(self) -> Flags:
         return Flags(unbiased=True, variable=self.inner.flags.variable)
 

@@ -23,15 +23,18 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from torch import Tensor
 
 from ashl.compression.base.code import Sparse, kept
 from ashl.compression.base.select import NEGATIVE, POSITIVE, largest
 from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
 from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.arrays import Array, beside, holds, ops, placed, read, zeros
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
 from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.compression.wire.levels import ends_of
+from ashl.learn.device import numbers
 from ashl.option import Count, option
 
 LevelsRule = Literal["mean", "lloyd"]
@@ -44,30 +47,37 @@ class Dryden(Sparse, Share):
     """Two thresholds by proportion, two sets of levels."""
 
     code: ClassVar[int] = 31
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(contraction=True, variable=True)
     levels: LevelsRule
     num_levels: Count
     indices: IndexCode
     layers: bool
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: Array, turn: Turn) -> Parts:
         share = self.ratio if turn.ratio is None else turn.ratio
-        if np.isnan(ends_of(x)).any():
-            x = np.where(np.isnan(x), np.float32(np.nan), x)  # they go with the positive ones
-        of_side = np.empty(x.size, bool)
-        above = x.size - int(np.count_nonzero(np.less_equal(x, 0, out=of_side)))
-        below = int(np.count_nonzero(np.less(x, 0, out=of_side)))
+        if holds(ops(x).isnan(ends_of(x)).any()):  # of either sign they go with the positive ones
+            x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
         sides = []
-        for size, order in ((above, POSITIVE), (below, NEGATIVE)):
-            places = largest(x, kept(share, size), order) if size else np.empty(0, np.int64)
-            sides.append((places, np.abs(x[places])))
+        for size, order in zip(self._sizes(x), (POSITIVE, NEGATIVE), strict=True):
+            places = largest(x, kept(share, size), order) if size else placed(x, np.empty(0, np.int64))
+            sides.append((read(places), np.abs(read(x[places]))))  # few, which the host writes
         return self._written(x, *sides)
 
-    def _written(self, x: np.ndarray, positive: Any, negative: Any) -> Parts:
+    def _sizes(self, x: Array) -> list[int]:
+        """How many elements are positive, or no number, and how many are negative."""
+        if isinstance(x, Tensor):
+            least, below = numbers([(x <= 0).sum(), (x < 0).sum()])
+            return [len(x) - int(least), int(below)]
+        of_side = np.empty(x.size, bool)
+        above = x.size - int(np.count_nonzero(np.less_equal(x, 0, out=of_side)))
+        return [above, int(np.count_nonzero(np.less(x, 0, out=of_side)))]
+
+    def _written(self, x: Array, positive: Any, negative: Any) -> Parts:
         (p, above), (n, below) = positive, negative
-        k = p.size + n.size
-        if self._size(k, x.size) >= 4 * x.size:
-            return Parts(x.size, x, form=DENSE)
+        k, d = p.size + n.size, len(x)
+        if self._size(k, d) >= 4 * d:
+            return Parts(d, x, form=DENSE)
         scales, codes = [], []
         for side, values in enumerate((above, below)):
             levels = learned(self.levels, values, self.num_levels)
@@ -75,15 +85,19 @@ class Dryden(Sparse, Share):
             scales.append(levels if self.levels == "mean" else centred(levels, values, chosen))
             codes.append(chosen | side << self._width)
         order = np.argsort(np.concatenate([p, n]))
-        places, numbers = np.concatenate([p, n])[order], np.concatenate(codes)[order]
+        places, codes = np.concatenate([p, n])[order], np.concatenate(codes)[order]
         scales = np.concatenate(scales).astype("<f4")
-        indices = write_indices(self.indices, places, x.size) if k else EMPTY
-        return Parts(k, pack(numbers, self._width + 1), indices, scales, SPARSE)
+        indices = write_indices(self.indices, places, d) if k else EMPTY
+        return Parts(k, beside(x, pack(codes, self._width + 1)), indices, scales, SPARSE)
 
     def unpack(self, parts: Parts, d: int) -> Any:
         k, form, count = parts.count, parts.form, self._count
-        if form == DENSE and k == d and not (parts.scales.size or parts.indices.size):
+        if form == DENSE and k == d and not (len(parts.scales) or len(parts.indices)):
             return slice(None), typed(parts.values, "<f4", d, "values")
+        if isinstance(parts.values, Tensor):  # few, which the host reads
+            few = parts._replace(values=read(parts.values), indices=read(parts.indices), scales=read(parts.scales))
+            places, values = self.unpack(few, d)
+            return placed(parts.values, places), beside(parts.values, values)
         scales = typed(parts.scales, "<f4", 2 * count, "levels")
         if form != SPARSE or parts.values.size != packed_bytes(k, self._width + 1):
             raise BodyError(f"what came is no vector of levels: form {form}, {k} values, {parts.values.size} bytes")

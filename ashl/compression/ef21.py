@@ -64,6 +64,10 @@ class EF21(Codec):
         return TopK(**own, warmup_epochs=0, critical_ratio=None, layers=False, **PLAIN)
 
     @property
+    def on_host(self) -> bool:
+        return self.inner.on_host
+
+    @property
     def flags(self) -> Flags:
         return Flags(variable=self.inner.flags.variable)
 

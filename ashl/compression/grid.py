@@ -16,13 +16,16 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from ashl.compression.base.code import Code
 from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.arrays import Array, over
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.body import HEADER, Parts, typed
-from ashl.compression.wire.levels import dithered
+from ashl.compression.wire.levels import dithered, reach_of
 from ashl.option import Number, option
 
 MOST = 16  # bits
@@ -34,14 +37,15 @@ class Grid(Code):
     """Rounds to a grid of 2^b − 1 points."""
 
     code: ClassVar[int] = 102
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(unbiased=True)
     bits: Annotated[int, Number, Field(ge=2, le=MOST)]
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: Array, turn: Turn) -> Parts:
         return rounded(x, self.bits, turn)
 
-    def unpack(self, parts: Parts, d: int) -> np.ndarray:
-        return read(parts, d)
+    def unpack(self, parts: Parts, d: int) -> Array:
+        return meant(parts, d)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, self.bits)
@@ -55,35 +59,42 @@ def most(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def rounded(x: np.ndarray, bits: int, turn: Turn) -> Parts:
+def rounded(x: Array, bits: int, turn: Turn) -> Parts:
     """x on the grid of so many bits."""
     words, steps = turn.words(), most(bits)
-    top = np.maximum(x.max(initial=0), -x.min(initial=0))
+    top = reach_of(x)
+    scales = np.array([top if np.isfinite(top) else np.nan], "<f4")
+    if isinstance(x, Tensor):
+        y = (over(x, float(top)) * steps).clamp_(-steps, steps) if scales[0] > 0 else None
+        levels = x.new_zeros(len(x), dtype=torch.int32) if y is None else dithered(y, words, 0, steps)
+        return Parts(len(x), pack(levels, bits), scales=scales, form=bits)
     levels = np.zeros(x.size, np.uint8 if bits <= 8 else np.uint16)
     buffer = np.empty(min(BLOCK, x.size), np.float32)
-    for start in range(0, x.size if np.isfinite(top) and top else 0, BLOCK):
+    for start in range(0, x.size if scales[0] > 0 else 0, BLOCK):
         part = x[start : start + BLOCK]
         y = np.divide(part, top, out=buffer[: part.size])
         y *= np.float32(steps)
         np.clip(y, -steps, steps, out=y)
         levels[start : start + BLOCK] = dithered(y, words, start, steps)
-    if not np.isfinite(top):
-        top = np.nan
-    return Parts(x.size, pack(levels, bits), scales=np.array([top], "<f4"), form=bits)
+    return Parts(x.size, pack(levels, bits), scales=scales, form=bits)
 
 
-def read(parts: Parts, d: int) -> np.ndarray:
+def meant(parts: Parts, d: int) -> Array:
     """What such a body decodes to. Raises BodyError."""
     bits, count = parts.form, parts.count
-    if count != d or parts.indices.size or not (bits == WHOLE or 2 <= bits <= MOST):
+    if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
         raise BodyError(f"what came is no grid of {d} elements: form {bits}, {count} values")
     if bits == WHOLE:
         typed(parts.scales, "<f4", 0, "scales")
-        return typed(parts.values, "<f4", d, "values").copy()
-    if parts.values.size != packed_bytes(d, bits):
-        raise BodyError(f"{d} numbers of {bits} bits came in {parts.values.size} bytes")
-    top, steps = typed(parts.scales, "<f4", 1, "scales")[0], np.float32(most(bits))
-    x = (unpack_bytes if bits <= 8 else unpack)(parts.values, bits, d).astype(np.float32)
+        values = typed(parts.values, "<f4", d, "values")
+        return values.clone() if isinstance(values, Tensor) else values.copy()
+    if len(parts.values) != packed_bytes(d, bits):
+        raise BodyError(f"{d} numbers of {bits} bits came in {len(parts.values)} bytes")
+    top, steps = typed(parts.scales, "<f4", 1, "scales"), np.float32(most(bits))
+    numbers = (unpack_bytes if bits <= 8 else unpack)(parts.values, bits, d)
+    if isinstance(numbers, Tensor):
+        return over(numbers.to(torch.float32) - most(bits), most(bits)) * top
+    x = numbers.astype(np.float32)
     x -= steps
     x /= steps
     x *= top

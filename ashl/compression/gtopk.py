@@ -35,7 +35,7 @@ from ashl.compression.base.select import largest
 from ashl.compression.base.sparsifier import SPARSE
 from ashl.compression.contract import BodyError, CodecInput, Collective, Flags, Keeps, Outcome, Reduces, State, Team
 from ashl.compression.topk import TopK
-from ashl.compression.wire.arrays import array_of
+from ashl.compression.wire.arrays import array_of, beside, placed, read, tensor_of
 from ashl.compression.wire.body import EMPTY, Parts, read_body, typed, write_body
 from ashl.compression.wire.index_code import write_indices
 from ashl.option import option
@@ -45,7 +45,7 @@ WORD = 4  # bytes: what follows the bits of a set stays aligned
 
 
 class Few(NamedTuple):
-    """Some elements of a vector: ascending places, and what is there."""
+    """Some elements of a vector: ascending places, and what is there. The host merges them, wherever the vector is."""
 
     places: np.ndarray
     values: np.ndarray
@@ -63,7 +63,6 @@ class GTopK(TopK, Reduces, Collective):
     """Selects together with all others."""
 
     code: ClassVar[int] = 81
-    on_host: ClassVar[bool] = True  # what is merged on the way is
     promises: ClassVar[Flags] = Flags(contraction=True, reduces=True)
     values: Literal["fp32"]
     layers: Literal[False]
@@ -109,11 +108,11 @@ class GTopK(TopK, Reduces, Collective):
 
     def selected(self, source: CodecInput, weight: float) -> Few:
         """What a worker starts with: c·p at its own places."""
-        p = array_of(source.x)
-        k = self.kept(source.turn.ratio, p.size)
-        places = largest(p, k) if self.form(k, p.size) == SPARSE else np.arange(p.size)
+        p, d = array_of(source.x), source.x.numel()
+        k = self.kept(source.turn.ratio, d)
+        places = largest(p, k) if self.form(k, d) == SPARSE else placed(p, np.arange(d))
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-            return Few(places, p[places] * np.float32(weight))
+            return Few(read(places), read(p[places]) * np.float32(weight))
 
     def merged(self, own: Few, body: Tensor, d: int) -> Few:
         """The largest of the sums with a child's."""
@@ -150,21 +149,22 @@ class GTopK(TopK, Reduces, Collective):
 
     def ended(self, source: CodecInput, own: Few, final: Final) -> Outcome:
         """Sent is what of the worker's own came through."""
-        update, sent = torch.zeros(source.x.numel()), torch.zeros_like(source.x)
-        update.numpy()[final.few.places] = final.few.values
-        through = final.few.places[final.alive & within(final.few, own)]
+        update, sent = torch.zeros_like(source.x), torch.zeros_like(source.x)
+        array = array_of(update)
+        array[placed(array, final.few.places)] = beside(array, final.few.values)
+        through = placed(array, final.few.places[final.alive & within(final.few, own)])
         sent[through] = source.x[through]
         return Outcome(update, sent)
 
     def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
         """At a server: the k largest of the sum; what is left of it is kept for the next merge."""
-        total = torch.zeros(d) if memory is None else memory.clone()
+        total = torch.zeros(d, device=str(bodies[0].device)) if memory is None else memory.clone()
         for body, weight in zip(bodies, weights, strict=True):
             self.add(total, body, weight)
         k = max(read_body(body, self.code, d).count for body in bodies)
         if not k:
             raise BodyError("nothing was selected by anybody")
-        places, x = largest(total.numpy(), k), torch.zeros(d)
+        places, x = tensor_of(largest(array_of(total), k)), torch.zeros_like(total)
         x[places], total[places] = total[places], 0.0
         return (total if self.feedback or self.momentum is not None else None), x
 

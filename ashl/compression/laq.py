@@ -33,10 +33,11 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression.contract import TURN, BodyError, Codec, Estimator, Flags, Turn
-from ashl.compression.wire.arrays import array_of
+from ashl.compression.wire.arrays import Array, array_of, as_bytes, over, read, tensor_of, wide, zeros
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
-from ashl.learn.device import to_host
+from ashl.compression.wire.levels import reach_of
+from ashl.learn.device import numbers
 from ashl.option import Count, NonNegative, Number, option
 
 LEVELS, WHOLE = 0, 1  # forms of a body: levels of δ, or g as float32
@@ -59,6 +60,7 @@ class LAQ(Codec):
     """Sends when the gradient has changed."""
 
     code: ClassVar[int] = 100
+    on_host: ClassVar[bool] = False
     estimator: Estimator
     bits: Annotated[int, Number, Field(ge=1, le=16)] | None
     xi: NonNegative
@@ -73,9 +75,8 @@ class LAQ(Codec):
         return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
 
     def encode(self, sender: Lazy | None, x: Tensor, turn: Turn = TURN) -> tuple[Lazy, Tensor]:
-        state = moved(sender or Lazy(), turn.params if turn.params is None else to_host(turn.params), self.memory)
-        g = array_of(x)
-        sent = np.zeros_like(g) if state.sent is None else state.sent.numpy()
+        state, g = moved(sender or Lazy(), turn.params, self.memory), array_of(x)
+        sent = zeros(g, len(g)) if state.sent is None else array_of(state.sent)
         with np.errstate(over="ignore", invalid="ignore"):
             parts = self._parts(g, sent)
             now = self._applied(parts, sent)
@@ -84,8 +85,8 @@ class LAQ(Codec):
         lazy = change <= reach + 3 * (error + state.error) and state.age < self.max_age
         before = (state.sent, state.error, state.age)
         if lazy and state.sent is not None:
-            return state._replace(age=state.age + 1, before=before), torch.empty(0, dtype=torch.uint8)
-        after = state._replace(sent=torch.from_numpy(now), error=error, age=0, before=before)
+            return state._replace(age=state.age + 1, before=before), x[:0].to(torch.uint8)
+        after = state._replace(sent=tensor_of(now), error=error, age=0, before=before)
         return after, write_body(self.code, x.numel(), parts)
 
     def decode(self, receiver: Tensor | None, body: Tensor, d: int) -> tuple[Tensor, Tensor]:
@@ -94,19 +95,24 @@ class LAQ(Codec):
                 raise BodyError("a gradient was left out before any had come")
             return receiver, receiver
         parts = read_body(body, self.code, d)
-        sent = np.zeros(d, np.float32) if receiver is None else receiver.numpy()
+        sent = zeros(parts.values, d) if receiver is None else array_of(receiver)
         with np.errstate(over="ignore", invalid="ignore"):
-            now = torch.from_numpy(self._applied(parts, sent))
+            now = tensor_of(self._applied(parts, sent))
             return now, now
 
     def undo(self, sender: Lazy, body: Tensor) -> Lazy:
         sent, error, age = sender.before
         return sender._replace(sent=sent, error=error, age=age)
 
-    def _parts(self, g: np.ndarray, sent: np.ndarray) -> Parts:
+    def _parts(self, g: Array, sent: Array) -> Parts:
+        d, top = len(g), 2 ** (self.bits or 1) - 1
         if self.bits is None:
-            return Parts(g.size, g, form=WHOLE)
-        d, top = g.size, 2**self.bits - 1
+            return Parts(d, g, form=WHOLE)
+        if isinstance(g, Tensor):
+            reach = reach_of(g - sent)
+            scales = np.array([reach if np.isfinite(reach) else np.nan], "<f4")
+            levels = ((over(g - sent, float(reach) or 1.0) + 1) * (top / 2) + 0.5).clamp(0, top)
+            return Parts(d, pack(levels.to(torch.int32) * int(np.isfinite(reach)), self.bits), scales=scales)
         buffer, stream = np.empty(min(BLOCK, d), np.float32), np.empty(packed_bytes(d, self.bits), np.uint8)
         reach = np.max([np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)], initial=np.float32(0))
         if not np.isfinite(reach):
@@ -122,24 +128,27 @@ class LAQ(Codec):
             stream[where.start * self.bits // 8 :][: piece.size] = piece
         return Parts(d, stream, scales=np.array([reach], "<f4"))
 
-    def _applied(self, parts: Parts, sent: np.ndarray) -> np.ndarray:
+    def _applied(self, parts: Parts, sent: Array) -> Array:
         """Q after a message, the same to the bit at both ends."""
-        d = sent.size
+        d = len(sent)
         form = WHOLE if self.bits is None else LEVELS
-        if parts.count != d or parts.indices.size or parts.form != form:
+        if parts.count != d or len(parts.indices) or parts.form != form:
             raise BodyError(f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values")
-        values = parts.values.view(np.uint8)
+        values = as_bytes(parts.values)
         if self.bits is None:
             typed(parts.scales, "<f4", 0, "scales")
-            return typed(values, "<f4", d, "values").copy()
-        reach = typed(parts.scales.view(np.uint8), "<f4", 1, "scales")[0]
-        if values.size != packed_bytes(d, self.bits):
-            raise BodyError(f"{d} levels of {self.bits} bits came in {values.size} bytes")
-        numbers = unpack_bytes if self.bits <= 8 else unpack
+            return array_of(tensor_of(typed(values, "<f4", d, "values")).clone())
+        reach = typed(read(parts.scales).view(np.uint8), "<f4", 1, "scales")[0]
+        if len(values) != packed_bytes(d, self.bits):
+            raise BodyError(f"{d} levels of {self.bits} bits came in {len(values)} bytes")
+        unpacked = unpack_bytes if self.bits <= 8 else unpack
+        if isinstance(sent, Tensor):
+            levels = unpacked(values, self.bits, d).to(torch.float32)
+            return (levels * (2 / (2**self.bits - 1)) - 1) * float(reach) + sent
         now = np.empty(d, np.float32)
         for where in blocks(d):
             change = now[where]
-            change[:] = numbers(values[where.start * self.bits // 8 :], self.bits, change.size)
+            change[:] = unpacked(values[where.start * self.bits // 8 :], self.bits, change.size)
             change *= np.float32(2 / (2**self.bits - 1))
             change -= np.float32(1)
             change *= reach
@@ -163,10 +172,13 @@ def changes(x: np.ndarray, y: np.ndarray, buffer: np.ndarray) -> Iterator[tuple[
     )
 
 
-def distance(x: np.ndarray, y: np.ndarray) -> float:
-    """‖x − y‖² in float64."""
+def distance(x: Array, y: Array) -> float:
+    """‖x − y‖² in float64; on a device right to its last bits."""
+    if isinstance(x, Tensor):
+        apart = wide(x - y)
+        return numbers([apart @ apart])[0]
     buffer, total = np.empty(min(BLOCK, x.size), np.float32), 0.0
     for _, part in changes(x, y, buffer):
-        wide = part.astype(np.float64)
-        total += float(np.einsum("i,i->", wide, wide))
+        apart = wide(part)
+        total += float(np.einsum("i,i->", apart, apart))
     return total

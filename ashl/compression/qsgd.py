@@ -37,6 +37,7 @@ class QSGD(Code, Wrappers):
     """Levels of a bucket's norm."""
 
     code: ClassVar[int] = 15
+    on_host: ClassVar[bool] = False
     levels: Annotated[int, Number, Field(ge=1, le=127)]
     bucket: Count
     norm: Literal["l2", "max"]
@@ -46,10 +47,6 @@ class QSGD(Code, Wrappers):
     def flags(self) -> Flags:
         small, variable = self.bound(None, self.bucket) < 1, self.entropy != "none"
         return Flags(unbiased=True, contraction=small, variable=variable)
-
-    @property
-    def on_host(self) -> bool:
-        return self.entropy != "none"
 
     def pack(self, x: Array, turn: Turn) -> Parts:
         row, top, words = min(self.bucket, len(x)), 2 * self.levels, turn.words()

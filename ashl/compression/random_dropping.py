@@ -38,6 +38,7 @@ class RandomDropping(Sparsifier):
     """Keeps large elements, and some of the others."""
 
     code: ClassVar[int] = 53
+    on_host: ClassVar[bool] = True  # draws one number after the other
 
     @property
     def flags(self) -> Flags:

@@ -48,6 +48,7 @@ class Rotated(Code, Wrappers):
     """Levels between the ends of rotated blocks."""
 
     code: ClassVar[int] = 14
+    on_host: ClassVar[bool] = False
     levels: Levels
     layers: bool
     entropy: EntropyCode
@@ -56,10 +57,6 @@ class Rotated(Code, Wrappers):
     def flags(self) -> Flags:
         small, variable = self.bound(None, LARGEST) < 1, self.entropy != "none"
         return Flags(unbiased=True, contraction=small, variable=variable)
-
-    @property
-    def on_host(self) -> bool:
-        return self.entropy != "none"
 
     def pack(self, x: Array, turn: Turn) -> Parts:
         row, top, words = block_of(len(x)), self.levels - 1, turn.words()

@@ -21,7 +21,8 @@ from ashl.compression.base.code import Sparse
 from ashl.compression.base.select import NEGATIVE, POSITIVE, Order, largest
 from ashl.compression.base.sparsifier import Share
 from ashl.compression.contract import BodyError, Flags, Turn
-from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.arrays import Array, beside, read, viewed
+from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
 from ashl.option import option
 
@@ -31,23 +32,24 @@ class SBC(Sparse, Share):
     """Keeps one side, as its mean."""
 
     code: ClassVar[int] = 58
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(contraction=True, variable=True)
     indices: IndexCode
     layers: bool
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        k = self.kept(turn.ratio, x.size)
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        k = self.kept(turn.ratio, len(x))
         (up, above), (down, below) = side(x, k, POSITIVE), side(x, k, NEGATIVE)
         places, mean = (up, above) if abs(above) >= abs(below) or np.isnan(above) else (down, below)
-        if not places.size:
-            return Parts(0, EMPTY)
-        return Parts(places.size, EMPTY, write_indices(self.indices, places, x.size), np.array([mean], "<f4"))
+        if not len(places):
+            return Parts(0, x[:0])
+        return Parts(len(places), x[:0], write_indices(self.indices, places, len(x)), np.array([mean], "<f4"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        if parts.values.size or parts.form or not (parts.count or parts.indices.size + parts.scales.size == 0):
+        if len(parts.values) or parts.form or not (parts.count or len(parts.indices) + len(parts.scales) == 0):
             raise BodyError(f"what came is not one number at {parts.count} places")
         if not parts.count:
-            return slice(0), EMPTY.view(np.float32)
+            return slice(0), viewed(parts.values, "<f4")
         mean = typed(parts.scales, "<f4", 1, "scales")
         return read_indices(self.indices, parts.indices, parts.count, d), mean
 
@@ -58,12 +60,12 @@ class SBC(Sparse, Share):
         return 1 - 1 / (d * self.kept(ratio, d) ** 2)
 
 
-def side(x: np.ndarray, k: int, order: Order) -> tuple[np.ndarray, float]:
+def side(x: Array, k: int, order: Order) -> tuple[Array, float]:
     """The places of the k largest elements of one sign, or of all, and their mean; 0 where there are none."""
     places = largest(x, k, order)
-    values = x[places]
+    values = read(x[places])
     of_it = np.signbit(values) == (order is NEGATIVE)
     of_it &= values != 0
     if not of_it.all():
-        places, values = places[of_it], values[of_it]
+        places, values = places[beside(places, of_it)], values[of_it]
     return places, float(values.mean(dtype=np.float64)) if values.size else 0.0

@@ -31,10 +31,6 @@ class SingleThreshold(Sparsifier):
     code: ClassVar[int] = 55
     promises: ClassVar[Flags] = Flags(contraction=True, variable=True)
 
-    @property
-    def on_host(self) -> bool:
-        return self.codes_on_host
-
     def pack(self, x: Array, turn: Turn) -> Parts:
         k = self.kept(turn.ratio, len(x))
         bound = estimated(x, k)

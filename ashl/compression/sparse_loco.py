@@ -16,12 +16,15 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from ashl.compression.base.code import kept
 from ashl.compression.base.select import largest_of_rows
 from ashl.compression.base.sparsifier import DENSE, SPARSE, Selection, Share
 from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.wire.arrays import Array, as_index, beside, holds, joined, read
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
 from ashl.compression.wire.body import Parts
 from ashl.compression.wire.index_code import width
@@ -52,8 +55,8 @@ class SparseLoCo(Selection, Share):
     def place_bytes(self, k: int, d: int) -> int:
         return 4 + packed_bytes(k, width(self.chunk))
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        each, d = self.each(turn.ratio), x.size
+    def pack(self, x: Array, turn: Turn) -> Parts:
+        each, d = self.each(turn.ratio), len(x)
         k = self.total(each, d)
         if self.form(k, d) != SPARSE:
             return self.parts_of(x, k, None, None, turn)
@@ -61,22 +64,23 @@ class SparseLoCo(Selection, Share):
         columns = [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
         if d > whole:
             columns.append(largest_of_rows(x[None, whole:], k - whole // self.chunk * each)[0])
-        inside = np.concatenate(columns)
-        coded = np.concatenate([np.array([each], "<u4").view(np.uint8), pack(inside, width(self.chunk))])
-        return self.parts_of(x, k, x[inside + self.starts(each, k)], coded, turn)
+        inside = joined(columns)
+        coded = joined([beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))])
+        return self.parts_of(x, k, x[inside + self.starts(x, each, k)], coded, turn)
 
-    def starts(self, each: int, k: int) -> np.ndarray:
+    def starts(self, like: Array, each: int, k: int) -> Array:
         """Where the chunk of each of the k values begins."""
-        return np.arange(k) // each * self.chunk
+        numbers = torch.arange(k, device=str(like.device)) if isinstance(like, Tensor) else np.arange(k)
+        return numbers // each * self.chunk
 
-    def read_places(self, buffer: np.ndarray, k: int, d: int) -> np.ndarray:
-        each = int.from_bytes(buffer[:4].tobytes(), "little")
-        if buffer.size != self.place_bytes(k, d) or not 1 <= each <= self.chunk or self.total(each, d) != k:
-            raise BodyError(f"{k} places in chunks of {self.chunk} came as {each} each in {buffer.size} bytes")
-        places = unpack(buffer[4:], width(self.chunk), k).astype(np.int64)
+    def read_places(self, buffer: Array, k: int, d: int) -> Array:
+        each = int.from_bytes(read(buffer[:4]).tobytes(), "little")
+        if len(buffer) != self.place_bytes(k, d) or not 1 <= each <= self.chunk or self.total(each, d) != k:
+            raise BodyError(f"{k} places in chunks of {self.chunk} came as {each} each in {len(buffer)} bytes")
+        places = as_index(unpack(buffer[4:], width(self.chunk), k))
         inside = (places < self.chunk).all()
-        places += self.starts(each, k)
-        if not inside or places[-1] >= d or not (places[1:] > places[:-1]).all():
+        places += self.starts(places, each, k)
+        if not holds(inside & (places[-1] < d) & (places[1:] > places[:-1]).all()):
             raise BodyError(f"the places that came are not {k} ascending numbers below {d}")
         return places
 

@@ -18,17 +18,20 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base.code import Sparse
 from ashl.compression.contract import BodyError, Flags, Turn
-from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
+from ashl.compression.wire.arrays import Array, as_bytes, holds, looked_up, ops, read, where_true
+from ashl.compression.wire.bits import BLOCK, pack, pack_truths, packed_bytes, unpack, unpack_truths
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
 from ashl.option import Positive, option
 
 WORDS, INDICES, DENSE = 0, 1, 2  # forms of a body
-SIGN = np.uint32(1 << 31)
+SIGN = 1 << 31
 LARGEST = np.float32(3.4028235e38)
 
 
@@ -37,45 +40,43 @@ class Strom(Sparse, Wrappers):
     """Sends ±τ."""
 
     code: ClassVar[int] = 30
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(drains=True, variable=True)
     threshold: Positive
     indices: Literal["words", "int32", "packed", "bitmap", "golomb"]
     dense: bool
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: Array, turn: Turn) -> Parts:
         places, finite = beyond(x, self.threshold)
         scales = np.array([self.threshold if finite else np.nan], "<f4")
         negative = x[places] < 0
-        k, d = places.size, x.size
+        k, d = len(places), len(x)
         if self.dense or self._sparse_bytes(k, d) >= packed_bytes(d, 2):
-            codes = np.zeros(d, np.uint8)
-            codes[places] = 1 + negative
+            codes = ops(x).zeros_like(x, dtype=ops(x).uint8)
+            codes[places] = as_bytes(negative) + 1
             return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
         if self.indices == "words":
-            return Parts(k, (places | negative * int(SIGN)).astype("<u4"), scales=scales, form=WORDS)
-        indices = write_indices(self.indices, places, d)
-        return Parts(k, np.packbits(negative, bitorder="little"), indices, scales, INDICES)
+            return Parts(k, pack(places | negative * SIGN, 32), scales=scales, form=WORDS)
+        return Parts(k, pack_truths(negative), write_indices(self.indices, places, d), scales, INDICES)
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        (tau,) = typed(parts.scales, "<f4", 1, "scales").tolist()
+        (tau,) = typed(read(parts.scales), "<f4", 1, "scales").tolist()
         k, form = parts.count, parts.form
         if form == DENSE and k == d:
             _expect(parts, packed_bytes(d, 2), indices=False)
             codes = unpack(parts.values, 2, d)
-            if codes.max() > 2:
+            if not holds(codes.max() <= 2):
                 raise BodyError("an element of two bits is 3, where 0, 1 and 2 were expected")
-            return slice(None), np.array([0, tau, -tau], np.float32).take(codes)
+            return slice(None), looked_up(np.array([0, tau, -tau], np.float32), codes)
         if form == WORDS:
             _expect(parts, 4 * k, indices=False)
-            words = typed(parts.values, "<u4", k, "words")
-            places = read_indices("int32", (words & ~SIGN).astype("<u4").view(np.uint8), k, d)
-            return places, np.where(words & SIGN, np.float32(-tau), np.float32(tau))
+            words = typed(parts.values, "<i4", k, "words")
+            return read_indices("int32", as_bytes(words & SIGN - 1), k, d), either(words < 0, tau)
         if form != INDICES or self.indices == "words":
             raise BodyError(f"what came is no vector of thresholds: form {form}, {k} values of {d}")
         _expect(parts, -(-k // 8), indices=True)
-        negative = np.unpackbits(parts.values, count=k, bitorder="little").view(bool)
-        places = read_indices(self.indices, parts.indices, k, d)
-        return places, np.where(negative, np.float32(-tau), np.float32(tau))
+        negative = unpack_truths(parts.values, k)
+        return read_indices(self.indices, parts.indices, k, d), either(negative, tau)
 
     def payload(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, 2)
@@ -87,8 +88,17 @@ class Strom(Sparse, Wrappers):
         return 4 * k if self.indices == "words" else -(-k // 8) + index_bytes(self.indices, k, d)
 
 
-def beyond(x: np.ndarray, threshold: float) -> tuple[np.ndarray, bool]:
+def either(negative: Array, tau: float) -> Array:
+    """−τ where it is negative, else τ."""
+    if isinstance(negative, Tensor):
+        return torch.where(negative, -tau, tau)
+    return np.where(negative, np.float32(-tau), np.float32(tau))
+
+
+def beyond(x: Array, threshold: float) -> tuple[Array, bool]:
     """The places where |x| > threshold or x is NaN, ascending, and whether x is finite."""
+    if isinstance(x, Tensor):
+        return where_true(~(x.abs() <= float(np.float32(threshold)))), holds(x.isfinite().all())
     buffer, found = np.empty(BLOCK, np.float32), []
     finite = True
     for start in range(0, x.size, BLOCK):
@@ -101,5 +111,5 @@ def beyond(x: np.ndarray, threshold: float) -> tuple[np.ndarray, bool]:
 
 
 def _expect(parts: Parts, size: int, indices: bool) -> None:
-    if parts.values.size != size or (parts.indices.size and not indices):
-        raise BodyError(f"{parts.values.size} and {parts.indices.size} bytes of {parts.count} signs came")
+    if len(parts.values) != size or (len(parts.indices) and not indices):
+        raise BodyError(f"{len(parts.values)} and {len(parts.indices)} bytes of {parts.count} signs came")

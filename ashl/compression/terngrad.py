@@ -17,6 +17,7 @@ Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Dist
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -41,7 +42,7 @@ from ashl.compression.contract import (
     Turn,
     size_of,
 )
-from ashl.compression.wire.arrays import Array, array_of
+from ashl.compression.wire.arrays import Array, array_of, beside, bytes_of, joined, read, tensor_of
 from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.entropy_code import EntropyCode
@@ -57,6 +58,7 @@ class TernGrad(Code, Wrappers):
     """Three values for each element."""
 
     code: ClassVar[int] = 16
+    on_host: ClassVar[bool] = False
     layers: bool
     clip_sigmas: Positive | None
     shared_scale: bool
@@ -71,24 +73,20 @@ class TernGrad(Code, Wrappers):
         sizes = tuple(layer.size for layer in layout) if self.layers else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
-    @property
-    def on_host(self) -> bool:
-        return self.entropy != "none" or self.clip_sigmas is not None
-
     def pack(self, x: Array, turn: Turn) -> Parts:
         top, words = self.top(x), turn.words()
         if self.entropy == "none":
             return Parts(len(x), write_ternary(x, top, words), scales=top)
-        numbers = (ternary(x[where], top, words, where.start) for where in blocks(x.size))
-        return Parts(x.size, packed(x.size, 2, numbers, self.entropy), scales=top)
+        numbers = (ternary(x[where], top, words, where.start) for where in pieces(x))
+        return Parts(len(x), packed(len(x), 2, numbers, self.entropy), scales=top)
 
     def unpack(self, parts: Parts, d: int) -> Array:
         top = typed(parts.scales, "<f4", 1, "scales")
         if self.entropy == "none":
             return read_ternary(whole(parts, d), top, d)
 
-        def meant(_: slice, block: np.ndarray) -> None:
-            block -= np.float32(1)
+        def meant(_: slice, block: Array) -> None:
+            block -= 1
             block *= top
 
         return unpacked(whole(parts, d), d, min(BLOCK // 8, d), 2, meant, self.entropy)
@@ -103,17 +101,18 @@ class TernGrad(Code, Wrappers):
         """m, float32 [1]."""
         ends = ends_of(x)
         top = ends.abs().amax(0, keepdim=True) if isinstance(ends, Tensor) else np.abs(ends).max(keepdims=True)
-        if self.clip_sigmas is None or not 0 < top < np.inf:
+        if self.clip_sigmas is None or not 0 < (most := read(top)) < np.inf:
             return top
-        parts = (x[where] / top for where in blocks(x.size))
-        sigma = top * np.sqrt(sum(float(np.dot(part, part)) for part in parts) / x.size)
-        return np.minimum(top, self.clip_sigmas * sigma).astype(np.float32)
+        parts = (x[where] / top for where in pieces(x))
+        sigma = most * np.sqrt(sum(float(read((part @ part)[None])[0]) for part in parts) / len(x))
+        return beside(x, np.minimum(most, self.clip_sigmas * sigma).astype(np.float32))
 
 
 @dataclass(frozen=True)
 class SharedScale(Collective):
     """The protocol of an all-reduce in which all round to the same m."""
 
+    on_host: ClassVar[bool] = False
     codec: TernGrad
     sizes: tuple[int, ...]  # of the parts with an m each
 
@@ -151,23 +150,27 @@ class SharedScale(Collective):
 
     def tops(self, x: Tensor) -> np.ndarray:
         """m of each part."""
-        return np.concatenate([self.codec.top(array_of(x[part])) for part in slices(self.sizes)])
+        return np.concatenate([read(self.codec.top(array_of(x[part]))) for part in slices(self.sizes)])
 
     def words(self, x: Tensor, tops: np.ndarray, turn: Turn, workers: int) -> Tensor:
         """int32: the ternaries of all parts, as numbers 0, 1 and 2 with room for the sum over all workers."""
         array, parts = array_of(x), enumerate(slices(self.sizes))
-        numbers = [ternary(array[part], tops[i : i + 1], turn.words(i)) for i, part in parts]
-        stream = pack(np.concatenate(numbers), sum_width(workers))
-        return torch.from_numpy(np.concatenate([stream, np.zeros(-stream.size % 4, np.uint8)]).view(np.int32))
+        numbers = [ternary(array[part], beside(array, tops[i : i + 1]), turn.words(i)) for i, part in parts]
+        stream = pack(joined(numbers), sum_width(workers))
+        return tensor_of(joined([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])).view(torch.int32)
 
     def update(self, total: Tensor, tops: np.ndarray, workers: int) -> Tensor:
         """What the sum of all words stands for."""
-        d = sum(self.sizes)
-        sums = unpack(total.numpy().view(np.uint8), sum_width(workers), d).astype(np.float32)
-        sums -= np.float32(workers)
-        for part, top in zip(slices(self.sizes), tops, strict=True):
+        sums = tensor_of(unpack(bytes_of(total.view(torch.uint8)), sum_width(workers), sum(self.sizes))).float()
+        sums -= workers
+        for part, top in zip(slices(self.sizes), tops.tolist(), strict=True):
             sums[part] *= top
-        return torch.from_numpy(sums)
+        return sums
+
+
+def pieces(x: Array) -> Iterable[slice]:
+    """Of an array, blocks that fit the cache; on a device all at once."""
+    return [slice(0, len(x))] if isinstance(x, Tensor) else blocks(x.size)
 
 
 def sum_width(workers: int) -> int:

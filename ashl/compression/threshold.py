@@ -33,10 +33,6 @@ class Threshold(Indexed):
     promises: ClassVar[Flags] = Flags(drains=True, variable=True)
     threshold: Positive
 
-    @property
-    def on_host(self) -> bool:
-        return self.codes_on_host
-
     def pack(self, x: Array, turn: Turn) -> Parts:
         places = reaching(x, self.threshold)
         return self.written(x, len(places), places, turn)

@@ -31,10 +31,6 @@ class TopK(Sparsifier):
     code: ClassVar[int] = 2
     promises: ClassVar[Flags] = Flags(contraction=True)
 
-    @property
-    def on_host(self) -> bool:
-        return self.codes_on_host
-
     def pack(self, x: Array, turn: Turn) -> Parts:
         k = self.kept(turn.ratio, len(x))
         return self.written(x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, turn)

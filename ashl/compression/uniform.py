@@ -35,6 +35,7 @@ class StochasticUniform(Code, Wrappers):
     """Levels between the ends of the vector."""
 
     code: ClassVar[int] = 13
+    on_host: ClassVar[bool] = False
     levels: Levels
     layers: bool
     entropy: EntropyCode
@@ -42,10 +43,6 @@ class StochasticUniform(Code, Wrappers):
     @property
     def flags(self) -> Flags:
         return Flags(unbiased=True, variable=self.entropy != "none")
-
-    @property
-    def on_host(self) -> bool:
-        return self.entropy != "none"
 
     def pack(self, x: Array, turn: Turn) -> Parts:
         ends, top, row, words = ends_of(x)[None], self.levels - 1, min(ROW, len(x)), turn.words()

@@ -20,17 +20,27 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from ashl.compression.around.feedback import rescaled
 from ashl.compression.base.code import Sparse
 from ashl.compression.contract import TURN, BodyError, Flags, Layout, Turn, size_of
-from ashl.compression.wire.arrays import array_of
+from ashl.compression.wire.arrays import (
+    Array,
+    array_of,
+    as_index,
+    holds,
+    looked_up,
+    ops,
+    read,
+    tensor_of,
+    where_true,
+    wide,
+)
+from ashl.compression.wire.bits import pack
 from ashl.compression.wire.body import HEADER, Parts, typed, write_body
 from ashl.errors import UsageError
-from ashl.learn.device import to_host
 from ashl.option import Count, Fraction, Number, option
 
 PLACE_BITS = 28
@@ -53,6 +63,7 @@ class Variance(Sparse):
     """Sends what has become certain."""
 
     code: ClassVar[int] = 101
+    on_host: ClassVar[bool] = False
     flags: ClassVar[Flags] = Flags(variable=True)
     estimator: ClassVar[str] = "moments"
     alpha: Annotated[float, Number, Field(ge=1, allow_inf_nan=False)]
@@ -74,32 +85,30 @@ class Variance(Sparse):
     def encode(self, sender: Waiting | None, x: Tensor, turn: Turn = TURN) -> tuple[Waiting, Tensor]:
         old = sender or Waiting()
         g = array_of(x)
-        fresh = np.zeros_like(g) if turn.squares is None else array_of(to_host(turn.squares))
+        fresh = ops(g).zeros_like(g) if turn.squares is None else array_of(turn.squares)
         with np.errstate(over="ignore", invalid="ignore"):
             sums = g + self._kept(old.error, old.lr, turn.lr, 1)
             squares = fresh + self._kept(old.squares, old.lr, turn.lr, 2)
             # Not «greater than»: what is no number has to be sent.
-            places = np.flatnonzero(~(sums.astype(np.float64) ** 2 <= self.alpha * squares.astype(np.float64)))
+            places = where_true(~(wide(sums) ** 2 <= self.alpha * wide(squares)))
             top, signs, steps = rounded(sums[places])
             sent = steps <= SMALLEST
             places, words = places[sent], (signs[sent] << 31) | (steps[sent] << PLACE_BITS)
             values = sums[places]
-            squares *= np.float32(self.zeta)
+            squares *= self.zeta
             sums[places] = squares[places] = 0
-        after = Waiting(*map(torch.from_numpy, (sums, squares, places, values)), lr=turn.lr)
-        words = (words | places).astype("<u4")
-        return after, write_body(self.code, x.numel(), Parts(places.size, words, scales=top))
+        after = Waiting(*map(tensor_of, (sums, squares, places, values)), lr=turn.lr)
+        return after, write_body(self.code, x.numel(), Parts(len(places), pack(words | places, 32), scales=top))
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        top = typed(parts.scales, "<f4", 1, "scales")[0]
-        words = typed(parts.values, "<u4", parts.count, "values")
-        places = (words & np.uint32(2**PLACE_BITS - 1)).astype(np.int64)
-        if parts.form or parts.indices.size or (places.size and places[-1] >= d) or (np.diff(places) <= 0).any():
+        top = typed(read(parts.scales), "<f4", 1, "scales")
+        words = typed(parts.values, "<i4", parts.count, "values")
+        places = as_index(words & 2**PLACE_BITS - 1)
+        sound = not len(places) or holds((places[-1] < d) & (places[1:] > places[:-1]).all())
+        if parts.form or len(parts.indices) or not sound:
             raise BodyError(f"the places that came are not {parts.count} ascending numbers below {d}")
-        steps = (words >> np.uint32(PLACE_BITS) & np.uint32(SMALLEST)).astype(np.int32)
-        values = np.ldexp(top, -steps)
-        np.negative(values, out=values, where=words >> np.uint32(31) > 0)
-        return places, values
+        levels = np.ldexp(top, -np.arange(SMALLEST + 1, dtype=np.int32))
+        return places, looked_up(np.concatenate([levels, -levels]), words >> PLACE_BITS & 2 * SMALLEST + 1)
 
     def residual(self, sender: Waiting | None) -> Tensor | None:
         return sender and sender.error
@@ -113,18 +122,18 @@ class Variance(Sparse):
     def _kept(self, vector: Tensor | None, before: float, now: float, power: int) -> Any:
         """What was kept, in units of this learning rate."""
         kept = rescaled(vector, before**power, now**power)
-        return np.float32(0) if kept is None else kept.numpy()
+        return 0.0 if kept is None else array_of(kept)
 
 
-def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def rounded(x: Array) -> tuple[np.ndarray, Array, Array]:
     """(M, signs, e): the largest power of two, float32 [1], and of each element its sign bit and M / |C(x)| as an
     exponent of two; above 7 where it is too small, and 0 where it is no number."""
-    length = np.abs(x)
-    top = length.max(initial=0.0)
+    length, signs, where = abs(x), as_index(ops(x).signbit(x)), ops(x).where
+    top = float(read(length.max()[None])[0]) if len(x) else 0.0
     if not np.isfinite(top) or not top:
-        return np.array([top], "<f4"), np.signbit(x).astype(np.int64), np.where(length == 0, SMALLEST + 1, 0)
+        return np.array([top], "<f4"), signs, where(length == 0, SMALLEST + 1, 0)
     highest = int(np.frexp(top)[1]) - 1
-    mantissa, exponent = np.frexp(length)  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
-    nearest = np.where(mantissa < 0.75, exponent - 1, exponent)  # of equal distances up
-    steps = np.where(length == 0, SMALLEST + 1, np.maximum(highest - nearest, 0))
-    return np.array([np.ldexp(np.float32(1), highest)], "<f4"), np.signbit(x).astype(np.int64), steps
+    mantissa, exponent = ops(x).frexp(length)  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
+    nearest = where(mantissa < 0.75, exponent - 1, exponent)  # of equal distances up
+    steps = where(length == 0, SMALLEST + 1, (highest - nearest).clip(0))
+    return np.array([np.ldexp(np.float32(1), highest)], "<f4"), signs, steps

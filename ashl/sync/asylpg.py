@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from ashl.compression.contract import Turn
-from ashl.compression.grid import MOST, WHOLE, Grid, read, rounded
+from ashl.compression.grid import MOST, WHOLE, Grid, meant, rounded
 from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.body import HEADER, Parts, read_body, write_body
 from ashl.learn.device import numbers, to_host
@@ -181,4 +181,4 @@ def is_encoded(body: Vector) -> bool:
 
 def read_model(body: Any, d: int) -> Any:
     """Q(x) as a vector. Raises BodyError."""
-    return torch.from_numpy(read(read_body(body, Grid.code, d), d))
+    return torch.from_numpy(meant(read_body(body, Grid.code, d), d))

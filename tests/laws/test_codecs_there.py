@@ -29,7 +29,22 @@ PORTED = {name: row for name, row in ROWS.items() if not row.on_host} | {
     "qsgd-31": codec("qsgd", norm="max", levels=31),
 }
 LAST_BIT = {
-    name for name, row in PORTED.items() if name.startswith("rotated") or (name.startswith("qsgd") and row.norm == "l2")
+    name
+    for name, row in PORTED.items()
+    if name.startswith(("rotated", "demo", "terngrad-clipped")) or (name.startswith("qsgd") and row.norm == "l2")
+}
+KEEPS = {  # what keeps something between messages
+    "topk": codec("topk", feedback=True),
+    "topk-int8": codec("topk", values="int8", momentum=0.9, feedback=False),
+    "adacomp": codec("adacomp"),
+    "diana": codec("diana", norm="max"),
+    "ef21": codec("ef21"),
+    "ef21-natural": codec("ef21", compressor="natural"),
+    "econtrol": codec("econtrol", values="int4"),
+    "laq": codec("laq"),
+    "lag": codec("laq", bits=None),
+    "variance": codec("variance"),
+    "gtopk": codec("gtopk", feedback=True),
 }
 NOT_FINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 KINDS = (*VECTORS, "-0", *NOT_FINITE)
@@ -80,6 +95,35 @@ def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
             assert bits(found) == bits(expected) if kind != "nan" else torch.equal(found.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_is_kept_is_kept_alike(name: str) -> None:
+    """Over four messages, of which one is dropped; of small moves, so that something is left out."""
+    row, d = for_layers(KEEPS[name], (Layer("a", (20, 30)), Layer("b", (400,)))), 1000
+    sender = sender_there = receiver = receiver_there = None
+    for i in range(4):
+        x = vector("heavy", d, seed=i) + 10 * vector("normal", d, seed=9)
+        params, squares = vector("normal", d, seed=9) * (1 + i / 1000), vector("normal", d, seed=i) ** 2
+        turn = Turn(ratio=0.1, seed=3, round=i, lr=-0.1, params=params, squares=squares)
+        sender, body = row.encode(sender, x, turn)
+        kept = row.residual(sender)
+        with guarded():
+            moved = turn._replace(params=there(params), squares=there(squares))
+            sender_there, same = row.encode(sender_there, there(x), moved)
+            kept_there = row.residual(sender_there)
+            assert (kept is None) == (kept_there is None)
+            if kept is not None and kept_there is not None:
+                assert bits(to_host(kept_there)) == bits(kept)
+            if i == 2:
+                sender, sender_there = row.undo(sender, body), row.undo(sender_there, same)
+                continue
+            if not row.flags.reduces:
+                receiver_there, found = row.decode(receiver_there, same, d)
+                same, found = to_host(same), to_host(found)
+                receiver, expected = row.decode(receiver, body, d)
+                assert bits(found) == bits(expected)
+            assert bits(to_host(same)) == bits(body)
+
+
 def test_lengths_are_right_to_the_last_bits() -> None:
     """And what is rounded by them is, but for a few elements that lie on the edge."""
     row, d = PORTED["qsgd-127"], 70_001
@@ -93,7 +137,23 @@ def test_lengths_are_right_to_the_last_bits() -> None:
     assert (here[ends:].int() - same[ends:]).abs().max() <= 1
 
 
-@pytest.mark.parametrize("name", ["topk-int32", "topk-bitmap", "random_k-seed", "qsgd-max", "terngrad", "sign"])
+OTHERS = [
+    "dryden",
+    "adacomp",
+    "sbc",
+    "strom",
+    "sparse_loco-16",
+    "demo",
+    "grid-11",
+    "block_coordinate",
+    "variance",
+    "topk-int8",
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["topk-int32", "topk-bitmap", "random_k-seed", "qsgd-max", "terngrad", "sign", "qsgd-elias", *OTHERS]
+)
 def test_what_is_no_body_is_refused_there_too(name: str) -> None:
     row, d = PORTED[name], 1000
     body = row.encode(None, vector("normal", d), Turn(ratio=0.03))[1]

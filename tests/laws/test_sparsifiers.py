@@ -372,7 +372,7 @@ def test_cosines_keep_lengths_and_come_back(shape: tuple[int, ...]) -> None:
     x = vector("normal", d)
     (grid,) = option.grids(0.9, d)
     back, total = np.empty(d, np.float32), 0.0
-    for strip in grid.strips():
+    for strip in grid.strips(back):
         coefficients = grid.forward(x.numpy(), np.float32(2), strip)
         total += float((coefficients.astype(np.float64) ** 2).sum())
         grid.backward(coefficients, back, strip)

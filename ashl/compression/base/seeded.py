@@ -32,10 +32,6 @@ class Seeded(Selection, SummedValues, Share):
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         return placed(buffer, places_of(read(buffer), k, d))
 
-    @property
-    def on_host(self) -> bool:
-        return self.codes_on_host
-
     def payload(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)
 

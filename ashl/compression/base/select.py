@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ashl.compression.wire import there
@@ -35,9 +36,11 @@ def largest(x: Array, k: int, order: Order = MAGNITUDE) -> Array:
     Of equal ones the first are taken. A NaN counts as larger than all numbers, as in torch.topk.
     """
     if isinstance(x, Tensor):
-        assert order is MAGNITUDE
-        sample = there.magnitudes(x)[_spread_out(len(x))]
-        return there.largest(x, k, _rank(len(sample), k, len(x)), sample)
+        operation, operand = order
+        bits = x.view(torch.int32)
+        keys = bits & int(operand) if operation is np.bitwise_and else bits ^ int(operand)
+        sample = keys[_spread_out(len(x))]
+        return there.largest(keys, k, _rank(len(sample), k, len(x)), sample)
     bits = x.view(np.int32)
     bound = _bound(bits, k, order)
     if bound is not None:
@@ -65,8 +68,10 @@ def estimated(x: Array, k: int) -> float:
     return float(np.partition(sample, sample.size - rank)[sample.size - rank].view(np.float32))
 
 
-def largest_of_rows(x: np.ndarray, k: int) -> np.ndarray:
+def largest_of_rows(x: Array, k: int) -> Array:
     """Ascending column indices [rows, k] of the k largest |x| of each row, for x float32 [rows, columns]."""
+    if isinstance(x, Tensor):
+        return there.largest_of_rows(there.magnitudes(x), k)
     rows, columns = x.shape
     found = np.empty((rows, k), np.int32)
     step = max(1, BLOCK // columns)

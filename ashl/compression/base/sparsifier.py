@@ -14,7 +14,7 @@ from ashl.compression.contract import BodyError, Flags, Turn
 from ashl.compression.wire.arrays import Array, viewed
 from ashl.compression.wire.body import EMPTY, HEADER, Parts
 from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, index_room, read_indices, write_indices
-from ashl.compression.wire.value_code import ANYWHERE, ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.option import Natural, Ratio, option
 
 SPARSE, WHOLE, DENSE = 0, 1, 2  # forms of a body: some values with their places, all of them, all of them as float32
@@ -37,13 +37,9 @@ class Share(Wrappers):
 class Selection(Sparse, Wrappers):
     """The writing and reading of what was selected; each says how it selects, and how its places are written."""
 
+    on_host: ClassVar[bool] = False
     values: ValueCode
     layers: bool
-
-    @property
-    def codes_on_host(self) -> bool:
-        """Whether what it writes values with does not work on a device."""
-        return self.values not in ANYWHERE
 
     def place_bytes(self, k: int, d: int) -> int:
         """The size of what says where k of d elements are."""

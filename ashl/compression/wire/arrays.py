@@ -57,6 +57,31 @@ def placed(like: Array, places: np.ndarray) -> Array:
     return beside(like, places.astype(np.int64)) if isinstance(like, Tensor) else places
 
 
+def as_index(numbers: Array) -> Array:
+    """Numbers that lie there as an index of what lies there, too."""
+    return numbers.long() if isinstance(numbers, Tensor) else numbers.astype(np.int64)
+
+
+def wide(array: Array) -> Array:
+    """In float64."""
+    return array.to(torch.float64) if isinstance(array, Tensor) else array.astype(np.float64)
+
+
+def looked_up(table: np.ndarray, numbers: Array) -> Array:
+    """Of a short table the entries of these numbers, where they lie."""
+    return beside(numbers, table)[numbers.long()] if isinstance(numbers, Tensor) else table.take(numbers)
+
+
+def where_true(condition: Array) -> Array:
+    """The ascending places where it holds."""
+    return condition.nonzero().view(-1) if isinstance(condition, Tensor) else np.flatnonzero(condition)
+
+
+def ops(array: Array) -> Any:
+    """Where the functions for such arrays are that NumPy and torch have under one name."""
+    return torch if isinstance(array, Tensor) else np
+
+
 def joined(parts: Sequence[Array]) -> Array:
     """One after the other."""
     return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else np.concatenate(parts)

@@ -76,6 +76,18 @@ def pack_signs(x: Array) -> Array:
     return packed
 
 
+def pack_truths(truths: Array) -> Array:
+    """uint8 [⌈d/8⌉] of bool [d]."""
+    return there.pack(truths, 1) if isinstance(truths, Tensor) else np.packbits(truths, bitorder="little")
+
+
+def unpack_truths(stream: Array, count: int) -> Array:
+    """bool [count] again."""
+    if isinstance(stream, Tensor):
+        return there.unpack(stream, 1, count).view(torch.bool)
+    return np.unpackbits(stream, count=count, bitorder="little").view(bool)
+
+
 def signed(buffer: Array, count: int, magnitude: Array) -> Array:
     """float32 [count]: a magnitude, float32 [1], with the signs of such a stream."""
     if isinstance(buffer, Tensor):

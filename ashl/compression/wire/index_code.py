@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import BodyError
-from ashl.compression.wire.arrays import Array, beside, holds, joined, read, viewed
-from ashl.compression.wire.bits import pack, packed_bytes, unpack
+from ashl.compression.wire.arrays import Array, beside, holds, joined, read, viewed, where_true
+from ashl.compression.wire.bits import pack, pack_truths, packed_bytes, unpack, unpack_truths
 
 IndexCode = Literal["int32", "packed", "bitmap", "golomb"]
 INDEX_CODES: Sequence[IndexCode] = ("int32", "packed", "bitmap", "golomb")
@@ -76,7 +76,7 @@ def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
     elif code == "golomb":
         indices = _read_golomb(buffer, k, d)
     else:
-        indices = _ones(buffer, d)
+        indices = where_true(unpack_truths(buffer, d))
     if k == 0 and not len(indices):
         return indices if isinstance(indices, Tensor) else np.empty(0, np.int64)
     if len(indices) != k or not holds(
@@ -94,17 +94,11 @@ def _unary_bytes(k: int, d: int, b: int) -> int:
 def _bitmap(places: Array, size: int) -> Array:
     """A stream of so many bits, of which those at these places are 1."""
     if isinstance(places, Tensor):
-        return pack(torch.zeros(size, dtype=torch.bool, device=str(places.device)).index_fill_(0, places, True), 1)
-    mask = np.zeros(size, bool)
-    mask[places] = True
-    return np.packbits(mask, bitorder="little")
-
-
-def _ones(buffer: Array, count: int) -> Array:
-    """The places of the bits of such a stream that are 1."""
-    if isinstance(buffer, Tensor):
-        return unpack(buffer, 1, count).nonzero().view(-1)
-    return np.flatnonzero(np.unpackbits(buffer, count=count, bitorder="little").view(bool))
+        mask = torch.zeros(size, dtype=torch.bool, device=str(places.device)).index_fill_(0, places, True)
+    else:
+        mask = np.zeros(size, bool)
+        mask[places] = True
+    return pack_truths(mask)
 
 
 def _write_golomb(indices: Array, d: int) -> Array:
@@ -128,7 +122,7 @@ def _read_golomb(buffer: Array, k: int, d: int) -> Array:
     b = int(read(buffer[:1])[0]) if len(buffer) else -1
     if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
         raise BodyError(f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes")
-    ends = _ones(buffer[first:], 8 * (len(buffer) - first))
+    ends = where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first)))
     if len(ends) != k or not holds(ends[-1] // 8 == len(buffer) - first - 1):
         raise BodyError(f"{len(ends)} golomb indices below {d} came where {k} were expected")
     before = beside(ends, np.arange(k))  # of each end the ones below it; what else is below it are high bits of gaps

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ashl.compression.contract import BodyError
 from ashl.compression.wire import there
-from ashl.compression.wire.arrays import Array, holds
+from ashl.compression.wire.arrays import Array, beside, holds, read
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack_bytes
 from ashl.compression.wire.body import Parts
 from ashl.compression.wire.entropy_code import EntropyCode, bound_bytes, folded, read_levels, unfolded, write_levels
@@ -67,14 +67,16 @@ def spread(x: Array, span: Array, top: int) -> Array:
 def rounded(y: Array, words: ByIndex, start: int, zero: int = 0) -> Array:
     """uint8: ⌊y + u⌋ + zero, for y in any form, which is changed; `start`, a multiple of 4, counts elements before."""
     if isinstance(y, Tensor):
-        return there.dithered(y, words, start, zero, BITS).to(torch.uint8)
+        return dithered(y, words, start, zero).to(torch.uint8)
     levels = dithered(y, words, start).astype(np.uint8)
     levels += np.uint8(zero)  # modulo 256, so what was negative no longer is
     return levels
 
 
-def dithered(y: np.ndarray, words: ByIndex, start: int, zero: int = 0) -> np.ndarray:
+def dithered(y: Array, words: ByIndex, start: int, zero: int = 0) -> Array:
     """int32: ⌊y + u⌋ + zero, for |y| < 2¹⁵ in any form, which is changed."""
+    if isinstance(y, Tensor):
+        return there.dithered(y, words, start, zero, BITS)
     first = words.words(y, start // LANES, -(-y.size // LANES))
     sums = first.view(np.uint16)[: y.size].astype(np.int32).reshape(y.shape)
     y *= np.float32(UNITS)  # exact
@@ -94,11 +96,13 @@ def level_bytes(count: int, top: int, entropy: EntropyCode) -> int:
 
 
 def packed(count: int, top: int, blocks: Iterator[Array], entropy: EntropyCode = "none") -> Array:
-    """The numbers of blocks, each but the last a multiple of 8 long, as one stream of `count`."""
+    """The numbers of blocks, each but the last a multiple of 8 long, as one stream of `count`. Entropy codes are the
+    host's work."""
     if entropy != "none":
         from_middle = folded(np.arange(top + 1) - (top + 1) // 2).astype(np.uint8)
-        levels = np.concatenate([from_middle.take(numbers.reshape(-1)) for numbers in blocks])
-        return write_levels(entropy, levels[:count], top + 1)
+        pieces = list(blocks)
+        levels = np.concatenate([from_middle.take(read(numbers).reshape(-1)) for numbers in pieces])
+        return beside(pieces[0], write_levels(entropy, levels[:count], top + 1))
     stream, bits, start = np.empty(packed_bytes(count, width(top)), np.uint8), width(top), 0
     for numbers in blocks:
         piece = pack(numbers.reshape(-1)[: count - start], bits)
@@ -124,7 +128,7 @@ def unpacked(
     bits, rows = width(top), -(-count // row)
     if entropy != "none":
         to_middle = (unfolded(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
-        stream, bits = to_middle.take(read_levels(entropy, stream, count, top + 1)), 8
+        stream, bits = beside(stream, to_middle.take(read_levels(entropy, read(stream), count, top + 1))), 8
     if len(stream) != packed_bytes(count, bits):
         raise BodyError(f"{count} numbers of {bits} bits came in {len(stream)} bytes")
     there = isinstance(stream, Tensor)
@@ -159,6 +163,11 @@ def ends_of(x: Array) -> Array:
     if isinstance(x, Tensor):
         return there.ends_of(x)
     return np.array([float(end) for end in torch.aminmax(torch.from_numpy(x))], np.float32) + np.float32(0)  # no -0
+
+
+def reach_of(x: Array) -> np.float32:
+    """max |x_j|, in the host's memory; NaN where one is."""
+    return read(abs(ends_of(x)).max()[None])[0]
 
 
 def mean_magnitude(x: Array) -> np.ndarray:

@@ -91,15 +91,22 @@ def _with_signs(buffer: Tensor, count: int, bits: Tensor | int) -> Tensor:
 # --- the largest
 
 
-def largest(x: Tensor, k: int, rank: int | None, sample: Tensor) -> Tensor:
-    """Ascending places, int64 [k], of the k largest |x|, of equal ones the first; `rank` is that of a bound in a sample
-    that more than k reach, None where all are looked at."""
-    keys = magnitudes(x)
+def largest(keys: Tensor, k: int, rank: int | None, sample: Tensor) -> Tensor:
+    """Ascending places, int64 [k], of the k largest keys, of equal ones the first; `rank` is that of a bound in a
+    sample that more than k reach, None where all are looked at."""
     if rank is not None:
         places = reaching(keys, sample.kthvalue(len(sample) - rank + 1).values.clamp(min=1))
         if len(places) >= k:
             return places[_chosen(keys[places], k)]
     return _chosen(keys, k)
+
+
+def largest_of_rows(keys: Tensor, k: int) -> Tensor:
+    """The same of each row: column indices, int64 [rows, k]."""
+    least = keys.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = keys > least, keys == least
+    chosen = above | equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True))
+    return chosen.nonzero()[:, 1].view(-1, k)
 
 
 def reaching(keys: Tensor, bound: Tensor | int) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import Turn
-from ashl.compression.wire.arrays import Array, cast, uncast
+from ashl.compression.wire.arrays import Array, beside, cast, read, uncast
 from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
 from ashl.compression.wire.body import EMPTY, typed
 from ashl.compression.wire.levels import mean_magnitude
@@ -31,7 +31,7 @@ from ashl.compression.wire.trits import BLOCK, pack_trits, read_ternary, trit_by
 ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "ternary", "mean"]
 WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
 CHUNK = 1024  # values that share a scale, where there are several
-ANYWHERE: Sequence[ValueCode] = ("fp32", "fp16", "bf16", "natural", "mean")  # on a device too
+BY_HOST: Sequence[ValueCode] = ("int8", "int4", "int2", "ternary")  # also where values lie on a device: they are few
 LOW = 0.7  # of the mean magnitude: ternary values below it become 0
 VALUES = 1  # the word that tells the random numbers of values from those of places
 
@@ -57,6 +57,9 @@ def value_bound(code: ValueCode, k: int) -> float:
 
 def write_values(code: ValueCode, values: Array, turn: Turn) -> tuple[Array, Array]:
     """(values, scales) as they go into a body."""
+    if code in BY_HOST and isinstance(values, Tensor):
+        coded, scales = write_values(code, read(values), turn)
+        return beside(values, coded), scales
     if code == "fp32":
         return values, EMPTY
     if code == "bf16":
@@ -83,6 +86,8 @@ def write_values(code: ValueCode, values: Array, turn: Turn) -> tuple[Array, Arr
 
 def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
     """float32 [k]. Raises BodyError where they are of another size."""
+    if code in BY_HOST and isinstance(values, Tensor):
+        return beside(values, read_values(code, read(values), read(scales), k))
     scales = typed(scales, "<f4", _scales(code, k), "scales")
     if code == "fp32":
         return typed(values, "<f4", k, "values")
@@ -100,10 +105,10 @@ def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
     if code == "ternary":
         return read_ternary(values, scales, k)
     numbers = unpack(values, WIDTHS[code], k)
-    read = _read_two_levels if code == "int2" else _read_levels
+    meant = _read_two_levels if code == "int2" else _read_levels
     chunks = -(-k // CHUNK)
     each = np.repeat(scales.reshape(chunks, -1), np.minimum(CHUNK, k - CHUNK * np.arange(chunks)), axis=0)
-    return read(code, numbers, each)
+    return meant(code, numbers, each)
 
 
 def _scales(code: ValueCode, k: int) -> int:
