@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
-from ashl.cluster.speed import speed_of
 from ashl.compression.around.layers import Layerwise
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.around.wrapper import innermost
 from ashl.compression.base.code import Code
-from ashl.compression.contract import Codec, Collective, Layout, Turn
+from ashl.compression.contract import Codec, Collective, Layout
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.optimizer.contract import Optimizer
@@ -32,14 +30,9 @@ from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
 from ashl.planning.build import Parts, StageParts, layer_groups, layout_of, link_of
 from ashl.planning.by_part import as_measured
-from ashl.planning.predict import Uncontended
-from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends, Link
+from ashl.planning.chains import chain_of
 from ashl.stage.rule import DELAY, OVERLAP, Rule, Topology
 from ashl.topology.parameter_server import UPDATES, ServerRule
-
-LinkOf = Callable[[int, int], Link]  # of the elements [start, stop)
-WARM = 1_000_000  # an epoch in which every warm-up is over
 
 
 def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None, clock: Any) -> Plan:
@@ -113,69 +106,6 @@ def whole(option: Codec, layout: Layout) -> tuple[str, str] | None:
 def spec_of(spec: Spec, option: Overlap) -> Spec:
     """The option as a plan has it."""
     return {"_target_": spec["_target_"], **asdict(option)}  # ty: ignore[invalid-argument-type]
-
-
-def chain_of(
-    stage: StagePlan,
-    cluster: Any,
-    groups: Sequence[Part],
-    link: LinkOf | None = None,
-    server: bool = False,
-    algorithm: str | None = None,
-) -> Chain | None:
-    """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a message's `link` where it
-    is compressed; or pushes and pulls of all at once through a server's port, where messages under way at once share
-    their latency. None where that is not declared."""
-    if not isinstance(cluster, Cluster) or cluster.missing():
-        return None
-    steady = replace(cluster, jitter=0.0, events=())
-    batch, team, d = stage.workers[0].batch, tuple(range(len(stage.workers))), groups[0].stop
-    speed, costs = speed_of(steady, batch, seed=0), Uncontended(network(steady, 4 * d, algorithm))
-    step_ns = [speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in team]
-
-    def ready_ns(group: Part) -> int:
-        done = (d - group.start) / d if link else 0.0  # of an encoding
-        encoded_ns = [speed.cost_ns(rank, "compress", done, 0) or 0 for rank in team]
-        return max(round(step_ns[rank] * group.ready) + encoded_ns[rank] for rank in team)
-
-    chain = Chain(
-        ready_ns=tuple(map(ready_ns, groups)),
-        nbytes=bare(groups).nbytes,
-        cost_ns=partial(costs.all_reduce_ns, team, now_ns=0),
-        half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
-        needed_ns=tuple(round(max(step_ns) * group.needed) for group in groups),
-    )
-    if server:
-        latency_ns = max(costs.transfer_ns(rank, len(team), 0) for rank in team)
-        up_ns, down_ns = (partial(costs.at_server_ns, team, out=out) for out in (False, True))
-        chain = replace(
-            chain,
-            ready_ns=tuple(ready + latency_ns for ready in chain.ready_ns),
-            cost_ns=up_ns,
-            half_ns=down_ns,
-            needed_ns=tuple(needed - latency_ns for needed in chain.needed_ns),
-            answer_ns=latency_ns + down_ns(4 * d),
-        )
-    return chain if link is None else compressed(chain, stage, costs, groups, link)
-
-
-def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Sequence[Part], link: LinkOf) -> Compressed:
-    """The chain with messages as long as their codecs make them."""
-    whole, team = link(0, groups[0].stop), tuple(range(len(stage.workers)))
-    shares = [worker.compression_ratio for worker in stage.workers]
-    linear = whole.flags.linear
-
-    @cache
-    def body_ns(first: int, last: int, share: float | None) -> int:
-        own, turn = link(groups[last - 1].start, groups[first].stop), Turn(ratio=share, epoch=WARM)
-        body = own.encode(Ends(), SizeOnly(0), turn)
-        if linear:
-            return costs.all_reduce_ns(team, own.summand(body, turn).nbytes, 0)
-        return costs.all_gather_ns(team, len(team) * body.nbytes, 0)
-
-    latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
-    ratio = None if whole.codec.ratio is None else min(shares) if linear else max(shares)  # as `topology.exchange` does
-    return Compressed(chain.ready_ns, chain.nbytes, lambda _: latency_ns, ratio=ratio, body_ns=body_ns)
 
 
 def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Part], cluster: Cluster) -> str:

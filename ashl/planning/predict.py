@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
-from ashl.cluster.network import Exchange, Ports, network
+from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Fitted
-from ashl.cluster.speed import NS, speed_of
+from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
+from ashl.planning.chains import Uncontended, chain_among
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
+from ashl.stage.link import Link
 from ashl.stage.program import program
-from ashl.stage.rule import Members, extra_ranks
+from ashl.stage.rule import extra_ranks
 from ashl.stage.stage import Stage
 
 CYCLES = 128  # of every worker: enough for the slack of a bounded lead to be used up within the first half
@@ -104,32 +106,6 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     return seen
 
 
-class Uncontended:
-    """What transfers cost at the start of a run, a ring of many worked out once for all that are in it."""
-
-    def __init__(self, network: Exchange | Ports) -> None:
-        self._network = network
-        self._sum_ns, self._gather_ns = cache(network.all_reduce_ns), cache(network.all_gather_ns)
-
-    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
-        return self._network.transfer_ns(src, dst, nbytes)
-
-    def at_server_ns(self, workers: Members, nbytes: int, *, out: bool) -> int:
-        """How long these bytes of each worker hold the port of the server, which comes after them, on their way out of
-        it or into it; or the slowest of the workers' own."""
-        if isinstance(self._network, Exchange):
-            return max(self.transfer_ns(rank, len(workers), nbytes) for rank in workers)
-        service_ns = partial(self._network.service_ns, nbytes=nbytes, now_ns=0, inner=False)
-        own_ns = max(service_ns(rank, out=not out) for rank in workers)
-        return max(own_ns, len(workers) * service_ns(len(workers), out=out))
-
-    def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int:
-        return self._sum_ns(group, nbytes, now_ns)
-
-    def all_gather_ns(self, group: Members, total: int, now_ns: int) -> int:
-        return self._gather_ns(group, total, now_ns)
-
-
 def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
     """Steps between two merges: one where gradients are exchanged, as many as fill the interval where the sync mode has
     one, else the plan's H."""
@@ -137,6 +113,24 @@ def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
     if stage.sync.exchange == "gradient":
         return 1
     return math.ceil(interval_ns / step_ns) if interval_ns else worker.local_steps
+
+
+def in_parts_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int]:
+    """How long a step and its exchange take each worker in the long run, where messages go while it computes."""
+    links = {(m.start, m.stop): link for m, link in zip(stage.messages, stage.links, strict=bool(stage.links))}
+
+    def link_of(start: int, stop: int) -> Link:
+        return links.get((start, stop), stage.link)
+
+    cycles, known = [], dict[Hashable, int]()
+    for rank in range(stage.num_workers):
+        server = stage.topology.has_server
+        chain = chain_among((rank,), stage.plan, speed, costs, stage.parts, link_of if links else None, server)
+        like = chain.ready_ns, chain.needed_ns, rank if server else None  # a sum costs all the same
+        if like not in known:
+            known[like] = stage.overlap.step_ns(chain)
+        cycles.append(known[like])
+    return cycles
 
 
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
@@ -154,15 +148,14 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     half, whole = seen.half_and_whole()
     span_ns, waited_ns = whole.time_ns - half.time_ns, seen.waited_ns(whole) - seen.waited_ns(half)
     costs = Uncontended(network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
-    workers = []
-    for rank, worker in enumerate(plan.workers):
+    cycles_ns = in_parts_ns(stage, speed, costs) if stage.messages else []
+    for rank in range(n) if not stage.messages else ():
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
         hidden_ns = stage.delayed.beside(steps) * step_ns[rank] if stage.delayed else 0
-        cycle_ns = steps * step_ns[rank] + max(0, exchange_ns - hidden_ns)
-        workers.append(replace(worker, predicted_cycle_s=cycle_ns / NS))
+        cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden_ns))
     return replace(
         plan,
-        workers=tuple(workers),
+        workers=tuple(replace(w, predicted_cycle_s=ns / NS) for w, ns in zip(plan.workers, cycles_ns, strict=True)),
         predicted_steps_per_s=(whole.steps - half.steps) / span_ns * NS if span_ns else None,
         predicted_wait_share=waited_ns / (span_ns * n) if span_ns else None,
     )

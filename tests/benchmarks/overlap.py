@@ -14,7 +14,7 @@ from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import greedy, optimal
 from ashl.overlap.priority import Priority
 from ashl.planning.build import layer_groups, layout_of, link_of
-from ashl.planning.overlapping import chain_of
+from ashl.planning.chains import chain_of
 from tests.benchmarks.table import show
 from tests.conf_option import conf_option
 from tests.support import planned

@@ -21,7 +21,7 @@ from ashl.overlap.chain import joined, parts_of_tensors
 from ashl.overlap.none import Serial
 from ashl.plan.plan import SERIAL, Plan
 from ashl.planning.build import assemble, link_of
-from ashl.planning.overlapping import chain_of
+from ashl.planning.chains import chain_of
 from ashl.stage.stage import Stage
 from tests.benchmarks.simulator import simulation
 from tests.conf_option import conf_option

@@ -8,7 +8,7 @@ import pytest
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble, layer_groups
-from ashl.planning.overlapping import chain_of
+from ashl.planning.chains import chain_of
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, simulated
 

@@ -1,0 +1,125 @@
+"""What transfers cost where nothing is in their way, and a step as a chain of layer groups with its exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from ashl.cluster.network import Exchange, Ports, network
+from ashl.cluster.spec import Cluster
+from ashl.cluster.speed import Speed, speed_of
+from ashl.compression.contract import Turn
+from ashl.overlap.chain import Chain, Compressed, Part, bare
+from ashl.plan.plan import StagePlan
+from ashl.size_only import SizeOnly
+from ashl.stage.link import Ends, Link
+from ashl.stage.rule import Members
+
+LinkOf = Callable[[int, int], Link]  # of the elements [start, stop)
+WARM = 1_000_000  # an epoch in which every warm-up is over
+
+
+class Uncontended:
+    """What transfers cost at the start of a run, a ring of many worked out once for all that are in it."""
+
+    def __init__(self, network: Exchange | Ports) -> None:
+        self._network = network
+        self._sum_ns, self._gather_ns = cache(network.all_reduce_ns), cache(network.all_gather_ns)
+
+    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
+        return self._network.transfer_ns(src, dst, nbytes)
+
+    def at_server_ns(self, workers: Members, server: int, nbytes: int, *, out: bool) -> int:
+        """How long these bytes of each of these workers hold the port of the server, on their way out of it or into it;
+        or the slowest of the workers' own."""
+        if isinstance(self._network, Exchange):
+            return max(self.transfer_ns(rank, server, nbytes) for rank in workers)
+        service_ns = partial(self._network.service_ns, nbytes=nbytes, now_ns=0, inner=False)
+        own_ns = max(service_ns(rank, out=not out) for rank in workers)
+        return max(own_ns, len(workers) * service_ns(server, out=out))
+
+    def all_reduce_ns(self, group: Members, nbytes: int, now_ns: int) -> int:
+        return self._sum_ns(group, nbytes, now_ns)
+
+    def all_gather_ns(self, group: Members, total: int, now_ns: int) -> int:
+        return self._gather_ns(group, total, now_ns)
+
+
+def chain_of(
+    stage: StagePlan,
+    cluster: Any,
+    groups: Sequence[Part],
+    link: LinkOf | None = None,
+    server: bool = False,
+    algorithm: str | None = None,
+) -> Chain | None:
+    """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a message's `link` where it
+    is compressed; or pushes and pulls of all at once through a server's port, where messages under way at once share
+    their latency. None where that is not declared."""
+    if not isinstance(cluster, Cluster) or cluster.missing():
+        return None
+    steady = replace(cluster, jitter=0.0, events=())
+    speed, costs = speed_of(steady, stage.workers[0].batch, seed=0), network(steady, 4 * groups[0].stop, algorithm)
+    everybody = tuple(range(len(stage.workers)))
+    return chain_among(everybody, stage, speed, Uncontended(costs), groups, link, server)
+
+
+def chain_among(
+    members: Members,
+    stage: StagePlan,
+    speed: Speed,
+    costs: Uncontended,
+    groups: Sequence[Part],
+    link: LinkOf | None,
+    server: bool,
+) -> Chain:
+    """The same of the slowest of some workers, with no other push or pull than theirs; sums are over all."""
+    team, d = tuple(range(len(stage.workers))), groups[0].stop
+    step_ns = {rank: speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in members}
+
+    def ready_ns(group: Part) -> int:
+        done = (d - group.start) / d if link else 0.0  # of an encoding
+        encoded_ns = {rank: speed.cost_ns(rank, "compress", done, 0) or 0 for rank in members}
+        return max(round(step_ns[rank] * group.ready) + encoded_ns[rank] for rank in members)
+
+    chain = Chain(
+        ready_ns=tuple(map(ready_ns, groups)),
+        nbytes=bare(groups).nbytes,
+        cost_ns=partial(costs.all_reduce_ns, team, now_ns=0),
+        half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
+        needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
+    )
+    if server:
+        home = len(team)
+        latency_ns = max(costs.transfer_ns(rank, home, 0) for rank in members)
+        up_ns, down_ns = (partial(costs.at_server_ns, members, home, out=out) for out in (False, True))
+        chain = replace(
+            chain,
+            ready_ns=tuple(ready + latency_ns for ready in chain.ready_ns),
+            cost_ns=up_ns,
+            half_ns=down_ns,
+            needed_ns=tuple(needed - latency_ns for needed in chain.needed_ns),
+            answer_ns=latency_ns + down_ns(4 * d),
+        )
+    return chain if link is None else compressed(chain, stage, costs, groups, link)
+
+
+def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Sequence[Part], link: LinkOf) -> Compressed:
+    """The chain with messages as long as their codecs make them."""
+    whole, team = link(0, groups[0].stop), tuple(range(len(stage.workers)))
+    shares = [worker.compression_ratio for worker in stage.workers]
+    linear = whole.flags.linear
+
+    @cache
+    def body_ns(first: int, last: int, share: float | None) -> int:
+        own, turn = link(groups[last - 1].start, groups[first].stop), Turn(ratio=share, epoch=WARM)
+        body = own.encode(Ends(), SizeOnly(0), turn)
+        if linear:
+            return costs.all_reduce_ns(team, own.summand(body, turn).nbytes, 0)
+        return costs.all_gather_ns(team, len(team) * body.nbytes, 0)
+
+    latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
+    ratio = None if whole.codec.ratio is None else min(shares) if linear else max(shares)  # as `topology.exchange` does
+    return Compressed(chain.ready_ns, chain.nbytes, lambda _: latency_ns, ratio=ratio, body_ns=body_ns)
