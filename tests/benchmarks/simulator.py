@@ -1,13 +1,16 @@
 """What the simulator costs: `python -m tests.benchmarks.simulator`.
 
 First against a plain training loop of one process over as many minibatches, then on all cores against one, then its
-events per second when nothing is learned. Seconds are of the processor, so that a busy neighbour does not lengthen
-them, but where several cores are at work.
+events per second when nothing is learned, what planning takes, and memory. Seconds are of the processor, so that a busy
+neighbour does not lengthen them, but where several cores are at work.
 """
 
+import resource
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
-from ashl.planning.make import prepared
+from ashl.planning.make import make_plan, prepared
 from ashl.runtime.cores import cores_of, on_cores
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
@@ -42,6 +45,7 @@ TOPOLOGIES = {  # those without a server
     "groups of ripples_smart": ("topology=partial_all_reduce", "schedule=single", "sync=ripples_smart"),
 }
 WORKERS = (10, 100, 1000)
+MANY = (10, 1000, 10_000)
 EVENTS = 100_000
 TIMED = {  # overrides of runs without gradients
     "bsp": ("sync=bsp",),
@@ -205,12 +209,36 @@ def planning() -> None:
     )
 
 
+def peak_mb(line: tuple[str, ...], n: int) -> float:
+    """The most memory that this process has held, once it has planned and run that."""
+    torch.set_num_threads(1)
+    simulation(make_plan(without_server(line, n)))()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def memory() -> None:
+    rows = []
+    for name, line in {"server, asp": TIMED["asp"], **TOPOLOGIES}.items():
+        cells = []
+        for n in MANY:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+                cells.append(f"{fresh.submit(peak_mb, line, n).result():.0f}")
+        rows.append([name, *cells])
+    show(
+        "Most memory of a process that plans and simulates, in MiB",
+        ["", *(f"{n:,} workers" for n in MANY)],
+        rows,
+        "without gradients, ten steps of each worker and more; about 300 of them are torch's",
+    )
+
+
 def main() -> None:
     torch.set_num_threads(1)
     against_a_loop()
     on_all_cores()
     events()
     planning()
+    memory()
 
 
 if __name__ == "__main__":
