@@ -17,6 +17,7 @@ class Overlap(Contract, group="overlap", strict=True):
     crosses: ClassVar[bool] = False  # whether the next forward pass begins before all sums are in
     halves: ClassVar[bool] = False  # ... and sums are scattered during backward, and gathered during that
     pulls: ClassVar[bool] = False  # ... at a parameter server, whose model comes back in parts
+    by_slice: ClassVar[bool] = False  # ... which merges each slice once it has come from all, and sends it back at once
     fragments: ClassVar[int] = 0  # into how many the model is cut, each exchanged by itself; 0 = it is exchanged whole
     share: ClassVar[float | None] = None  # of the elements, that each exchange draws anew as its fragment
     untimed: ClassVar[str] = "plan=bytes"  # what to take where its plan would follow from costs, and none are known

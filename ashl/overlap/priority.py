@@ -79,9 +79,7 @@ class Priority(Crossing):
         made = replace(self, plan=self.messages(chain))
         if made.slice != "auto":
             return made._with_credit(chain)
-        sizes = [longest(chain, made.messages(chain)) // 4]
-        while sizes[-1] > max(2 * LEAST, sum(chain.nbytes) // (2 * MOST)):
-            sizes.append(sizes[-1] // 2)
+        sizes = sizes_tried(chain, made.messages(chain))
         tried = [min(size, self.credit) for size in sizes] if self.credit != "auto" else sizes
         return min((replace(made, slice=n)._with_credit(chain) for n in tried), key=lambda one: one.step_ns(chain))
 
@@ -92,6 +90,14 @@ class Priority(Crossing):
         made = [replace(self, credit=self.slice * count) for count in CREDITS]
         least = min(one.step_ns(chain) for one in made)
         return max((one for one in made if one.step_ns(chain) <= WORTH * least), key=lambda one: one.credit_bytes)
+
+
+def sizes_tried(chain: Chain, messages: Sequence[int]) -> list[int]:
+    """Parameters of a slice, the largest first."""
+    sizes = [longest(chain, messages) // 4]
+    while sizes[-1] > max(2 * LEAST, sum(chain.nbytes) // (2 * MOST)):
+        sizes.append(sizes[-1] // 2)
+    return sizes
 
 
 def longest(chain: Chain, messages: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster
 from ashl.compression.around.layers import Layerwise
 from ashl.compression.around.wrapped import wrapped
@@ -23,6 +24,7 @@ from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import Merged
 from ashl.overlap.none import Serial
 from ashl.overlap.priority import Priority
+from ashl.overlap.slices import Slices
 from ashl.overlap.streaming import Fragmented
 from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
@@ -117,6 +119,7 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
     options: dict[str, Overlap] = dict(zip(names, plans, strict=True))
     if topology.has_server:
         options["tictac"] = TicTac(plan="tuned")
+        options["slices"] = Slices(slice="auto").planned(chain)
     elif chain.needed_ns:
         options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(chain)
         options["dear"] = DeAR(plan="tuned")
@@ -187,6 +190,12 @@ def streamed(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
     )
 
 
+def merges_by_slice(own: StageParts, workers: int) -> bool:
+    """Whether a merge is of all workers, by a sum and a step that go element by element."""
+    whole = own.sync.in_rounds and own.sync.quorum(workers) == workers
+    return whole and type(own.sync).step is Rule.step and type(own.aggregate).fold is Weighted.fold
+
+
 def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout: Layout) -> None:
     """Refuse what leaves no gradient to send in parts. Raises UsageError."""
     name = f"overlap={choices['overlap']}"
@@ -197,9 +206,11 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
     elif own.sync.exchange != "gradient":
         why, instead = "local steps make one update, and only after the last is there anything to send", "sync=bsp"
     elif own.topology.has_server and (own.overlap.compresses or (own.overlap.crosses and not own.overlap.pulls)):
-        why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=wfbp, tictac"
+        why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=slices"
     elif own.overlap.pulls and not own.topology.has_server:
         why, instead = "there is no server to pull from", "topology=parameter_server, or overlap=priority"
+    elif own.overlap.by_slice and not merges_by_slice(own, len(stage.workers)):
+        why, instead = "a slice is merged once it has come from all, by a sum and one step", "sync=bsp"
     elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own", "sync=bsp"
     elif not own.compression.flags.lossless and not own.overlap.compresses:
@@ -210,7 +221,7 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
-    elif own.overlap.crosses and not own.overlap.pulls and not own.optimizer.elementwise:
+    elif (own.overlap.by_slice or (own.overlap.crosses and not own.overlap.pulls)) and not own.optimizer.elementwise:
         why, instead = "the optimizer steps on one layer group at a time, and does not say elementwise", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
         why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"

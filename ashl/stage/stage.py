@@ -146,6 +146,11 @@ class Stage:
         return tuple((message.ready, self.tag("part", k)) for k, message in enumerate(self.messages))
 
     @cached_property
+    def push_share(self) -> float:
+        """Of the work of a whole push, what merging one takes a server that has a piece of the model, or a slice."""
+        return self.link.d / self.trainer.num_params if self.overlap.by_slice else 1 / self.topology.servers
+
+    @cached_property
     def delayed(self) -> Delayed | None:
         """How it computes while it exchanges, where it does."""
         return self.overlap if isinstance(self.overlap, Delayed) else None

@@ -16,6 +16,7 @@ from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.stage import GO, Stage
+from ashl.topology.by_slice import after_slices, joined
 from ashl.topology.local_work import reports_mean
 from ashl.topology.members import away
 from ashl.topology.replies import AS_PLANNED, Pull
@@ -35,7 +36,8 @@ def rule_of(stage: Stage) -> ServerRule:
 async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one push; returns whether the model changed."""
     tally, worker, rule = state.tally, message.src, rule_of(stage)
-    message = await put_together(node, stage, message) if stage.messages else message
+    if stage.messages:
+        message, stage = await put_together(node, stage, message), await after_slices(node, stage, state)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = tally.version - version
     all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
@@ -70,7 +72,7 @@ async def merged(node: Node, stage: Stage, state: ServerState, message: Message)
     body = stage.link.arrived(state.ends, worker, message.body)
     times = (step_s, node.now - message.start_ns / 1e9, pull_s)
     push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
-    update = await node.compute(partial(merge, stage, state, push), work=1 / stage.topology.servers, kind="apply")
+    update = await node.compute(partial(merge, stage, state, push), work=stage.push_share, kind="apply")
     if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
         node.show_update(update, of=None, tick=tally.version - 1)
     tally.now_s = node.now
@@ -97,7 +99,8 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
         update = stage.aggregate.fold(members, weights)
     state.buffer = ()
     lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
-    moments, state.outer_state, state.params = stage.sync.step(stage, state, update, lr)
+    step = joined if state.made else stage.sync.step
+    moments, state.outer_state, state.params = step(stage, state, update, lr)
     if moments is not None:
         state.moments = moments
     tally.merge()

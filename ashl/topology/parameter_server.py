@@ -25,6 +25,7 @@ from ashl.stage.link import Ends
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.topology.by_slice import taken
 from ashl.topology.delayed import AT_ONCE_S, at_border, worked
 from ashl.topology.dismissal import call_in, dismiss
 from ashl.topology.ending import leave, record_end, verdict
@@ -33,7 +34,7 @@ from ashl.topology.members import as_members
 from ashl.topology.membership import come, gather, membership, welcome
 from ashl.topology.merging import CLOSE, close, merge, merged, more, receive, reply, rule_of
 from ashl.topology.replies import PULL, Orders, Pull
-from ashl.topology.sliced import following, settled, sliced
+from ashl.topology.sliced import comes_in_parts, following, settled, sliced
 
 
 class Updates:
@@ -188,6 +189,8 @@ class ServerState:
     tally: Tally
     evaluated: Start = NOTHING  # the last evaluation
     buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
+    slices: dict[int, tuple[Push, ...]] = field(default_factory=dict)  # ... by number, where slices are merged
+    made: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (moments, elements) of those that were merged
     ends: Ends = field(default_factory=Ends)  # what the codec keeps here
     outer_state: Any = None  # the outer optimizer's moments
     profile: Profile | None = None  # as measured by a profiling stage
@@ -216,6 +219,7 @@ class ServerState:
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
         self.entered, self.word, self.called, self.reason, self.ahead = stage.index, GO, (), None, None
+        self.slices, self.made = {}, {}
         self.tally.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.tally)
         self.workers, self.ends = stage.plan.workers, stage.entered(self.ends, self.tally.samples)
@@ -231,7 +235,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     exchanges are delayed, the next piece of work is computed between a push and its reply."""
     state.enter(stage, node.rank)
     messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
-    server = stage.topology.server_of(stage, node.rank)
+    server, in_parts = stage.topology.server_of(stage, node.rank), comes_in_parts(stage)
     while word in (GO, LAST):
         if state.coming is None or await settled(node, stage, state):
             node.mark(stage.index, state)
@@ -247,7 +251,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             stage.link.undo(state.ends, body)
         if message.body is not None:
-            if stage.overlap.pulls and word == GO and len(stage.messages) > 1:
+            if in_parts and word == GO:
                 state.coming = message.body
             else:
                 state.params = message.body if word == NEXT else messages.take(stage, state, message.body)
@@ -258,6 +262,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
         state.batch, state.last = int(reply.batch) or state.batch, word == LAST
         if word in (NEXT, STOP):
+            await node.drop(stage.tag("back"))  # slices of a model that comes as a whole now, or no more
             leave(node, stage, word, int(reply.end_ns))
         node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=bool(reply.dropped), loss=loss)
         state.round += 1
@@ -271,7 +276,8 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     """
     tally, rule, push = state.tally, rule_of(stage), stage.tag("push")
     state.enter(stage, node.now)
-    incoming, deadline_s = (push, LOST, JOIN), stage.judge.deadline_s
+    slices = {stage.tag("slice"): taken} if stage.overlap.by_slice else {}
+    incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.judge.deadline_s
     endless = node.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
         await welcome(node, stage, state, state.newcomers[0])
@@ -283,7 +289,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        take_in = receive if message.tag == push else close if message.tag == CLOSE else membership
+        take_in = receive if message.tag == push else others.get(message.tag, membership)
         if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
             node.snapshot(state.params, counts=tally.report())
         word, reason = verdict(node, stage, tally)
@@ -308,6 +314,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
                 await following(node, stage, ranks, state.params)
     if state.word == STOP:
         node.mark(stage.index, None)
+    await node.drop(*slices)  # of pushes that are too late
     await dismiss(node, stage, state, state.word)
     record_end(node, stage, tally, state.reason)
     return state.word

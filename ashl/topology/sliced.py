@@ -19,6 +19,7 @@ from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
 from ashl.runtime.sums import piece, together
 from ashl.stage.stage import Stage
+from ashl.topology.by_slice import pulled, push_slices, slices
 from ashl.topology.estimate import draw
 from ashl.topology.local_work import Work, WorkerState
 
@@ -40,14 +41,18 @@ async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
         model = Pieces(stage.slices[::-1], taken) if needs else state.params
         return stage.trainer.gradient_in_parts(model, node.rank, step, span, stage.slices, hand_out)
 
-    others = node.spawn(forwarded(node, stage.server, tags[:-1])) if tags[:-1] else None
+    others = None
+    if stage.overlap.by_slice:
+        others = node.spawn(push_slices(node, stage, state.batch))
+    elif tags[:-1]:
+        others = node.spawn(forwarded(node, stage.server, tags[:-1]))
     loss = await node.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
         state.params, state.coming = together(came), None
     step_s = node.now - start
-    if others is not None:
-        await node.join(others)
-    body = (await node.recv(tags[-1])).body
+    body = None if others is None else await node.join(others)
+    if not stage.overlap.by_slice:
+        body = (await node.recv(tags[-1])).body
     return Work(body, loss, 1, state.batch, step_s, state.version)
 
 
@@ -60,6 +65,8 @@ async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
 
 async def put_together(node: Node, stage: Stage, push: Message) -> Message:
     """At the server: a push with the slices that left before it; it began when the first of them did."""
+    if stage.overlap.by_slice:  # they have been taken in one by one
+        return push
     before = [await node.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # the first layers first
     return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
@@ -68,18 +75,27 @@ async def put_together(node: Node, stage: Stage, push: Message) -> Message:
 # --- the way back
 
 
+def comes_in_parts(stage: Stage) -> bool:
+    """Whether a reply is not the whole model."""
+    return stage.overlap.by_slice or (stage.overlap.pulls and len(stage.messages) > 1)
+
+
 def groups(stage: Stage) -> list[tuple[int, Tag]]:
     """The messages of a model that follow the first one, in the order in which forward needs them."""
     return [(k, stage.tag("group", k)) for k in reversed(range(len(stage.messages) - 1))]
 
 
 def head(stage: Stage, model: Any) -> Any:
-    """What forward needs first, which goes with the reply."""
+    """What goes with the reply: what forward needs first, or the last slice."""
+    if stage.overlap.by_slice:
+        return piece(model, *stage.once(slices)[-1])
     return piece(model, stage.messages[-1].start, stage.messages[-1].stop)
 
 
 async def following(node: Node, stage: Stage, ranks: Sequence[int], model: Any) -> None:
-    """At the server: the rest of the model, to these workers in turn."""
+    """At the server: the rest of the model, to these workers in turn, but for slices that have gone."""
+    if stage.overlap.by_slice:
+        return
     for k, tag in groups(stage):
         body = piece(model, stage.messages[k].start, stage.messages[k].stop)
         for rank in ranks:
@@ -87,9 +103,12 @@ async def following(node: Node, stage: Stage, ranks: Sequence[int], model: Any) 
 
 
 async def settled(node: Node, stage: Stage, state: WorkerState) -> bool:
-    """Whether nothing is on its way to this worker: a checkpoint has it come first."""
-    if not node.wants_mark:
+    """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are all there."""
+    if stage.overlap.by_slice:
+        state.params = await pulled(node, stage, state.coming)
+    elif node.wants_mark:
+        state.params = together([state.coming, *[(await node.recv(tag)).body for _, tag in groups(stage)]])
+    else:
         return False
-    came = [(await node.recv(tag)).body for _, tag in groups(stage)]
-    state.params, state.coming = together([state.coming, *came]), None
+    state.coming = None
     return True

@@ -60,11 +60,14 @@ def test_synchronous_modes_give_the_simulators_parameters(mode, tmp_path):
     assert adds_up(summary)
 
 
-@pytest.mark.parametrize("overlap", ["wfbp", "tictac"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param("wfbp", marks=pytest.mark.slow), "tictac", "slices overlap.slice=1000"]
+)
 def test_what_travels_in_parts_is_put_together(overlap, tmp_path):
     """Slices of a push leave while backward goes on, and those of the model come while forward does."""
     links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.0005")
-    chosen = (*QUICK, *links, "cluster=homogeneous", "cluster.num_workers=2", "sync=bsp", f"overlap={overlap}")
+    chosen = (*QUICK, *links, "cluster=homogeneous", "cluster.num_workers=2", "sync=bsp")
+    chosen = (*chosen, *f"overlap={overlap}".split())
     summary, sim = real(tmp_path / "run", *chosen), simulated(*chosen)
     assert summary["params_sha256"] == sim.sha256
     assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("ledger") if r["rank"] < 2)

@@ -1,5 +1,6 @@
 """Plans of sums that go on under the next forward pass: laws on random chains, and what a tuner chooses."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -11,6 +12,7 @@ from ashl.overlap.crossing import took_ns
 from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import optimal
 from ashl.overlap.priority import Priority, done_ns
+from ashl.overlap.slices import Slices
 
 cost = st.integers(0, 20)
 layers = st.lists(st.tuples(cost, st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=7)
@@ -60,6 +62,25 @@ def test_dear_takes_its_closed_form_and_no_more_than_twice_half_hidden(drawn) ->
     halves = [(q, r, s // 2) for q, r, s in tails(any_chain)]
     assert dear(any_chain) == max(r + s for _, r, s in halves) + max(q + s for q, _, s in halves)
     assert max(map(sum, tails(any_chain))) <= dear(any_chain)
+
+
+@given(layers, cost, st.integers(1, 3))
+def test_slices_that_come_back_at_once_take_their_closed_form(drawn, latency, size) -> None:
+    """Two machines one after the other: max over i ≤ j of R_i + u_i + ... + u_j + d_j + ... + d_m."""
+    any_chain = chain([(forward, backward, 4 * size) for forward, backward, size in drawn], latency)
+    any_chain = replace(any_chain, answer_ns=7 + any_chain.half_ns(sum(any_chain.nbytes)))
+    cuts = [
+        (ready, min(4 * size, nbytes - start))
+        for ready, nbytes in zip(any_chain.ready_ns, any_chain.nbytes, strict=True)
+        for start in range(0, nbytes, 4 * size)
+    ]
+    up, down = ([cost_ns(nbytes) for _, nbytes in cuts] for cost_ns in (any_chain.cost_ns, any_chain.half_ns))
+    last = [
+        ready + sum(up[i : j + 1]) + sum(down[j:]) for i, (ready, _) in enumerate(cuts) for j in range(i, len(cuts))
+    ]
+    assert Slices(slice=size).step_ns(any_chain) == max(last) + 7
+    auto = Slices(slice="auto").planned(any_chain)
+    assert auto.step_ns(any_chain) <= any_chain.end_ns((1,) * len(drawn)) + any_chain.answer_ns, "one slice a group"
 
 
 @given(layers, cost)

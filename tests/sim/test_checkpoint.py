@@ -163,7 +163,12 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
 
 @pytest.mark.parametrize(
     "chosen",
-    ["overlap=priority", "overlap=dear", "topology=parameter_server overlap=tictac model.hidden=[32,32]"],
+    [
+        "overlap=priority",
+        "overlap=dear",
+        "topology=parameter_server overlap=tictac model.hidden=[32,32]",
+        "topology=parameter_server overlap=slices overlap.slice=900",
+    ],
 )
 def test_what_comes_under_the_next_forward_pass_is_let_in_for_a_checkpoint(chosen: str) -> None:
     """That takes a moment of the run's time, and changes nothing of what it learns."""

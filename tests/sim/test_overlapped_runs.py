@@ -123,6 +123,8 @@ def test_a_run_takes_its_closed_form() -> None:
         note = next(note for note in plan.notes if "a step and its sum" in note)
         assert simulation(plan)().now_ns / 10 == pytest.approx(float(note.split()[6]) * 1e6, rel=1e-3)
         assert plan.stages[0].predicted_steps_per_s == pytest.approx(3e3 / float(note.split()[6]), rel=1e-3)
+        cycles = [worker.predicted_cycle_s for worker in plan.stages[0].workers]
+        assert cycles[0] == cycles[1] < cycles[2] == pytest.approx(3 / plan.stages[0].predicted_steps_per_s)
 
 
 def test_a_planned_merge_stands_in_the_plan_and_runs_again_from_there() -> None:

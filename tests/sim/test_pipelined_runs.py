@@ -19,6 +19,15 @@ def runs(*overrides: str):
     return [simulated(*RING, *NETS, *overrides, *overlap) for overlap in ((), SLICES, HALVES)]
 
 
+@pytest.mark.parametrize(("overlap", "workers"), [("priority", 2), ("dear", 2), ("tictac", 1), ("slices", 1)])
+def test_the_cycle_of_one_worker_is_what_a_step_of_all_alike_takes(overlap, workers) -> None:
+    """Predicted from the chain of a worker, beside what the simulator counts."""
+    topology = "parameter_server" if workers == 1 else "all_reduce"
+    alike = (f"cluster.compute={[1] * workers}", f"topology={topology}", "cluster.server_bandwidth_mbit_s=2")
+    stage = planned(*RING, *NETS, *alike, "runtime.gradients=false", f"overlap={overlap}").stages[0]
+    assert stage.workers[0].predicted_cycle_s == pytest.approx(workers / stage.predicted_steps_per_s)
+
+
 @pytest.mark.parametrize(("workers", "optimizer"), [(2, "adam"), (3, "sgd"), (4, "adamw")])
 def test_the_same_model_and_counts(workers, optimizer) -> None:
     """With moments and weight decay, on unequal workers, and a count of steps that ends within a round."""

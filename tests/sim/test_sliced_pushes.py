@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from ashl.config.construct import construct
 from ashl.plan.plan import Plan
+from ashl.planning.build import layer_groups
+from ashl.planning.chains import chain_of
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, simulated
 
@@ -42,10 +45,16 @@ def four_layers(overlap: str, workers: int, **spec: object) -> Plan:
         ("tictac.TicTac", {"plan": "layers"}, 1, 22 + 9 * (22 - 5 + 13 + 2)),
         ("tictac.TicTac", {"plan": [2, 2]}, 1, 24 + 9 * (24 - 5 + 13 + 3)),
         ("tictac.TicTac", {"plan": [4]}, 1, 10 * (28 + 13) - 13),
+        # Slice by slice the pull of each goes on beside the pushes that follow; the last one comes alone.
+        ("slices.Slices", {"slice": 250}, 1, 9 * (22 + 1) + 22),
+        ("slices.Slices", {"slice": 750}, 1, 9 * (22 - 5 + 3 + 2 + 3) + 22),  # of 3, 3, 1, 1, 3 and 2
+        ("slices.Slices", {"slice": 1500}, 1, 9 * (9 + 6 + 13) + 22),
         # Through one port the second pull comes after 26, a push of that worker begins with its first slice, and the
         # port serves it last. In the first round both begin at once.
         ("none.Serial", {}, 2, 15 + 26 + 9 * (26 + 15 + 13)),
         ("wfbp.WFBP", {}, 2, 9 + 26 + 9 * (26 + 9 + 13)),
+        # From then on one worker is a slice behind, and the last two slices are whole one right after the other.
+        ("slices.Slices", {"slice": 250}, 2, 9 + 26 + (26 + 9 + 1) + 8 * (26 + 9 + 2)),
     ],
 )
 def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, seconds) -> None:
@@ -56,15 +65,26 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, s
 @pytest.mark.parametrize("sync", ["bsp", pytest.param("backup", marks=pytest.mark.slow)])
 def test_same_model_in_less_time(sync) -> None:
     runs = [
-        simulated(*SERVER, *UNEQUAL, f"sync={sync}", "stop.steps=15", f"overlap={overlap}")
-        for overlap in ("none", "wfbp", "merged", "tictac")
+        simulated(*SERVER, *UNEQUAL, f"sync={sync}", "stop.steps=9", f"overlap={overlap}")
+        for overlap in ("none", "wfbp", "merged", "tictac", "slices" if sync == "bsp" else "tictac")
     ]
     if sync == "bsp":  # who comes too late hangs on the clock
         assert len({run.sha256 for run in runs}) == 1
         assert len({run.of("ledger")[0]["bytes_up"] for run in runs}) == 1
-    serial, each, merged, ordered = (run.time_ns for run in runs)
-    assert ordered < max(each, merged) < serial
+    serial, each, merged, ordered, sliced = (run.time_ns for run in runs)
+    assert sliced <= ordered < max(each, merged) < serial
     assert all(sum(run.end["steps_by"]) == run.end["steps"] for run in runs)
+
+
+@pytest.mark.parametrize(("latency_s", "slice"), [(0.1, 250), (0.25, 400)])
+def test_slices_take_what_their_plan_says(latency_s, slice) -> None:
+    """The closed form of the plan, with latencies, and merges that take no time."""
+    plan = four_layers("slices.Slices", 1, slice=slice)
+    plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
+    chain = chain_of(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan), server=True)
+    step_ns = construct(plan.stages[0].overlap, "overlap").step_ns(chain)
+    sim = simulation(plan)()
+    assert sim.nodes[1].counter.tally.end_ns == 9 * step_ns + chain.end_ns((1, 1, 1, 1)), "the last ends with its push"
 
 
 def test_a_plan_weighs_what_all_push_at_once() -> None:

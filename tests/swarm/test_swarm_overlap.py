@@ -12,6 +12,7 @@ from ashl.overlap.chain import FORWARD, Part
 from ashl.overlap.dear import DeAR
 from ashl.overlap.none import Serial
 from ashl.overlap.priority import Priority
+from ashl.overlap.slices import Slices
 from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
 from ashl.stage.stage import Stage
@@ -43,7 +44,7 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     stage = bound(rng, BSP(exchange="gradient"), topology, cluster.num_workers, drawn_limits(rng))
     size = stage.trainer.num_params
     if topology.has_server:
-        overlap = rng.choice([WFBP(), TicTac(plan="layers")])
+        overlap = rng.choice([WFBP(), TicTac(plan="layers"), Slices(slice=rng.randint(max(1, size // 20), size))])
         return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
     slices, plan = rng.randint(max(1, size // 20), size), rng.choice(["layers", "bytes"])
     priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5) * slices)
