@@ -62,13 +62,20 @@ class Ledger:
 
     def blocked(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
         """The task was blocked until now: pushing first, then waiting, then pulling what it waited for."""
-        if now_ns <= self.cursor:
+        at, end, spans = self.cursor, now_ns if now_ns <= self.limit_ns else int(self.limit_ns), self._spans
+        if end <= at:
             return
-        if push_end_ns > self.cursor:
-            self.mark("push", min(push_end_ns, now_ns))
-        if pull_start_ns > self.cursor:
-            self.mark("wait", min(pull_start_ns, now_ns))
-        self.mark("pull", now_ns)
+        if push_end_ns > at:
+            until = push_end_ns if push_end_ns < end else end
+            spans.append(("push", at, until))
+            at = until
+        if at < pull_start_ns and at < end:
+            until = pull_start_ns if pull_start_ns < end else end
+            spans.append(("wait", at, until))
+            at = until
+        if at < end:
+            spans.append(("pull", at, end))
+        self.cursor = end
 
     def collective(self, begin_ns: int, end_ns: int, main: bool) -> None:
         """A collective is under way from here to there; of another task it is the main task's time where that is idle

@@ -296,7 +296,7 @@ class Stage:
         """scale · w_i of all workers that take part."""
         return self._weighed([self._sized[rank] for rank in self.workers])
 
-    @property
+    @cached_property
     def estimator(self) -> str:
         """Which gradient the workers exchange, see `topology.estimate`."""
         if self.trainer.statistics:

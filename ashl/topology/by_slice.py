@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from ashl.aggregate.weighted import Push
@@ -90,11 +91,12 @@ async def after_slices(node: Node, stage: Stage, state: ServerState) -> Stage:
 
 def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> None:
     """Keep a slice of a push; where it has come from all, step on it."""
-    members = state.slices[number] = (*state.slices.get(number, ()), push)
+    members = state.slices.setdefault(number, [])
+    members.append(push)
     if len(members) < state.quorum:
         return
     del state.slices[number]
-    members = tuple(sorted(members, key=lambda push: push.worker))
+    members.sort(key=attrgetter("worker"))
     weights = stage.doing(state.workers).weights_of(members, state.tally.gone)
     lr = stage.trainer.rate(state.tally.samples) * cast("ServerRule", stage.sync).anneal(state.rule_state)
     step_on(stage, state, number, stage.aggregate.fold(members, weights), lr)

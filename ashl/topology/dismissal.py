@@ -34,7 +34,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_n
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
         tally.drop(push.worker, push.steps)
-    state.buffer = ()
+    state.buffer = []
     working = set(stage.workers) - set(tally.waiting) - tally.gone
     for rank in sorted(tally.waiting):
         staleness, late = tally.answer(rank)

@@ -113,7 +113,7 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     for push in state.buffer:
         if push.worker == rank:
             tally.drop(rank, push.steps)
-    state.buffer = tuple(push for push in state.buffer if push.worker != rank)
+    state.buffer = [push for push in state.buffer if push.worker != rank]
     if not state.buffer or len(state.buffer) < state.quorum:
         return False
     await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
@@ -152,7 +152,7 @@ async def close_doors(node: Node, state: ServerState, end_ns: int) -> None:
 async def gather(node: Node, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
     """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
     stage, tally, heard = stages[index], state.tally, set[int]()
-    state.newcomers, state.called, state.ahead, state.buffer = (), (), None, ()
+    state.newcomers, state.called, state.ahead, state.buffer = (), (), None, []
     for rank in stage.workers:
         state.ends.forget(rank)
         if rank in tally.waiting:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from ashl.aggregate.weighted import Push
 from ashl.plan.plan import assigned
@@ -30,7 +31,8 @@ CLOSE: Tag = ("close", 0, 0)  # from a server to itself: what has come is merged
 
 def rule_of(stage: Stage) -> ServerRule:
     """The stage's sync mode, as a server asks it."""
-    return cast("ServerRule", stage.sync)
+    rule: Any = stage.sync  # planning has seen to it
+    return rule
 
 
 async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
@@ -87,17 +89,18 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     Until a quorum has come it is kept (None); with push None those that were are folded in, however few: at a border,
     or where the others of the quorum are gone."""
     tally = state.tally
-    members = state.buffer if push is None else (*state.buffer, push)
-    if push is not None and len(members) < state.quorum:
-        state.buffer = members
-        return None
-    members = tuple(sorted(members, key=lambda push: push.worker)) if len(members) > 1 else members
+    members = state.buffer
+    if push is not None:
+        members.append(push)
+        if len(members) < state.quorum:
+            return None
+    members.sort(key=attrgetter("worker"))
     weights = stage.doing(state.workers).handed(tally.gone).weights_of(members, tally.gone)
     if stage.codec.flags.reduces:
         update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
     else:
         update = stage.aggregate.fold(members, weights)
-    state.buffer = ()
+    state.buffer = []
     lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
     step = joined if state.made else stage.sync.step
     moments, state.outer_state, state.params = step(stage, state, update, lr)

@@ -9,7 +9,7 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -55,9 +55,9 @@ class Updates:
             work = await (sliced if stage.messages else local_work)(node, stage, state)
         return work, *await encoded(node, stage, state, work)
 
-    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
         """What a push that is not late does to the server's state; whether the model changed."""
-        return await merged(node, stage, state, message)
+        return merged(node, stage, state, message)
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
@@ -188,8 +188,8 @@ class ServerState:
     moments: Any  # of the optimizer, where gradients are exchanged
     tally: Tally
     evaluated: Start = NOTHING  # the last evaluation
-    buffer: tuple[Push, ...] = ()  # pushes that came and are not merged yet
-    slices: dict[int, tuple[Push, ...]] = field(default_factory=dict)  # ... by number, where slices are merged
+    buffer: list[Push] = field(default_factory=list)  # pushes that came and are not merged yet
+    slices: dict[int, list[Push]] = field(default_factory=dict)  # ... by number, where slices are merged
     made: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (moments, elements) of those that were merged
     ends: Ends = field(default_factory=Ends)  # what the codec keeps here
     outer_state: Any = None  # the outer optimizer's moments
