@@ -35,7 +35,7 @@ LEVELS = (
     {"schedule"},
     {"planning"},
     {"tracking", "report"},
-    {"run"},
+    {"run", "export"},
     {"study"},
     {"advice", "calibration"},
     {"cli", "__init__", "__main__"},  # the front doors

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.nn.utils import vector_to_parameters
 
 from ashl.cli.app import main
+from ashl.export.ddp import messages_of, script
 from ashl.learn.trainer import Trainer
 from ashl.plan.files import read_plan
 from ashl.planning.build import assemble
-from ashl.run.ddp import messages_of, script
 from tests.exported import exported
 from tests.support import planned
 
@@ -87,8 +87,8 @@ def groups_of(plan: Any) -> list[set[int]]:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("run --to torchft", "--to torchft: what exists is ddp"),
-        ("run --to ddp", "run has no merge plan"),
+        ("run --to horovod", "--to horovod: what exists is ddp"),
+        ("run --to ddp", "run cannot be written for DistributedDataParallel: it was only timed"),
         ("nowhere --to ddp", "nowhere is no folder of a run"),
         ("run nowhere --to ddp", "2 folders are named; name one"),
         ("run --to ddp --format csv", "give one of them"),

@@ -1,4 +1,5 @@
-"""A run's merge plan for torch's DistributedDataParallel: a script in which plain DDP has buckets of the same groups.
+"""A run with torch's DistributedDataParallel: with a merge plan, a script in which plain DDP has buckets of the same
+groups; else, see `averaged`.
 
 A bucket of DDP closes when it has reached its cap, and DDP fills buckets in the order in which gradients came in the
 first iterations. So the caps are the sizes of the messages, where the groups come one after the other; where they do
@@ -9,20 +10,19 @@ Source: Li et al., "PyTorch Distributed", VLDB 2020, and torch 2.13, which has `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 import numpy as np
 
 from ashl.errors import UsageError
+from ashl.export import averaged
+from ashl.export.frame import model_of, opened, plan_in
 from ashl.learn.learner import Learner
-from ashl.model.plain import PlainModel
 from ashl.overlap.chain import Part, bare, joined
-from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.build import Options, layer_groups
 
@@ -36,7 +36,9 @@ SCRIPT = '''"""Plain DistributedDataParallel with the messages of {run}: {overla
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
 {imported}
+
 # Bytes of each message. A bucket closes when it has reached its cap, so these are the caps.
 {remark}
 {messages}
@@ -72,14 +74,14 @@ UNSEEN = """# The last layers first. From the third iteration on they are DDP's 
 
 
 def script(run_dir: Path, name: str = "ddp.py") -> str:
-    """The script for a run whose gradients travelled in parts. Raises UsageError, also where there is no merge plan."""
+    """The script of a run: with its messages, where its gradients travelled in parts. Raises UsageError."""
     plan = plan_in(run_dir)
     messages = messages_of(plan)
     if not messages:
-        raise UsageError(
-            f"{run_dir} has no merge plan: its gradients travel in one piece, or compressed; name a run with "
-            "overlap=merged, or wfbp"
-        )
+        run = opened(run_dir)
+        if why := averaged.refused(run):
+            raise UsageError(f"{run_dir} cannot be written for DistributedDataParallel: {why}.")
+        return averaged.script(run, name)
     own = all(str(spec["_target_"]).startswith("ashl.") for spec in (plan.model, plan.dataset, plan.task))
     ordered = come_in_order(plan, messages) if own else True
     sizes = [4 * (part.stop - part.start) for part in messages]
@@ -98,13 +100,6 @@ def script(run_dir: Path, name: str = "ddp.py") -> str:
         call=call,
         unused="" if ordered else "\n        find_unused_parameters=True,",
     )
-
-
-def plan_in(run_dir: Path) -> Plan:
-    """The plan of a run. Raises UsageError where there is none."""
-    if not (run_dir / "plan.json").is_file():
-        raise UsageError(f"{run_dir} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>.")
-    return read_plan(str(run_dir / "plan.json"))
 
 
 def messages_of(plan: Plan) -> tuple[Part, ...]:
@@ -128,19 +123,3 @@ def come_in_order(plan: Plan, messages: Sequence[Part]) -> bool:
     learner.gradient_in_parts(learner.init(), batch, 0, 0, list(pairwise(bounds)), lambda k, _: came.append(bounds[k]))
     holds = [next(m for m, part in enumerate(messages) if part.start <= start < part.stop) for start in came]
     return holds == sorted(holds)
-
-
-def model_of(plan: Plan) -> tuple[str, str]:
-    """(what is imported, the call that makes the module)."""
-    module, _, name = str(plan.model["_target_"]).rpartition(".")
-    keys = {key: value for key, value in plan.model.items() if key != "_target_"}
-    if not module.startswith("ashl."):
-        return f"\nfrom {module} import {name}\n", f"{name}({arguments(keys)})  # as you make it"
-    told: Mapping[str, Any] = {"sample_shape": plan.sample_shape, "num_classes": plan.num_classes}
-    if isinstance(Options(()).of("model", plan.model), PlainModel):
-        return f"\nfrom {module} import {name}\n", f"{name}({arguments({**keys, **told})})"
-    return f"\nfrom {module} import {name}\n", f"{name}({arguments(keys)}).build({arguments(told)})"
-
-
-def arguments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in values.items())

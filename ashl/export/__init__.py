@@ -1,0 +1,1 @@
+"""Runs as scripts for other tools: what each can say, and what it cannot."""
