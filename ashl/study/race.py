@@ -8,7 +8,8 @@ better third stays. A setting is dropped where with every seed its loss is above
 needs more than twice the time. In the second half, when curves have ceased to cross, also where the one-sided
 `CONFIDENCE` interval of its loss minus the best one's lies above zero (of settings with one seed: where it is higher).
 Once a setting has reached the target with the seeds that another one was begun with, that one is dropped when it has
-not by `PATIENCE` times the slowest of these; by `TWICE`, while it is known by one of several seeds.
+not by `PATIENCE` times the slowest of these; by `TWICE`, while it is known by one of several seeds. What was first at
+the target with some seed, or within `PATIENCE` of that, is no longer judged by its loss on the way there.
 
 Source: Maron and Moore, "Hoeffding races", NIPS 1994 (dropping by intervals); Jamieson and Talwalkar, "Non-stochastic
 best arm identification and hyperparameter optimization", AISTATS 2016.
@@ -71,12 +72,12 @@ def verdicts(
 ) -> dict[str, tuple[float, str]]:
     """The settings to drop as things stand, with the moment and the reason. `seeds`: how many runs a setting has;
     `stays`: who is never dropped."""
-    found = {}
+    found, there = {}, first_there(field)
     for name, own in field.items():
         if name in stays or not own:
             continue
         verdict = diverged(own) or late(field, name, seeds)
-        for at_s in moments(horizon_s):
+        for at_s in moments(horizon_s) if name not in there else ():
             verdict = verdict or behind(field, name, at_s, early=at_s <= horizon_s / 2, alone=seeds == 1)
         if verdict:
             found[name] = verdict
@@ -89,6 +90,16 @@ def rank_of(runs: Sequence[Standing]) -> tuple[float, float]:
     if missing:
         return len(missing), statistics.fmean(run.loss for run in runs)
     return 0, statistics.median(run.reached_s or 0.0 for run in runs)
+
+
+def first_there(field: Mapping[str, Courses]) -> set[str]:
+    """Who was first at the target with some seed, or hardly later."""
+    found = set()
+    for seed in {seed for runs in field.values() for seed in runs}:
+        reached = {name: runs[seed].reached_s for name, runs in field.items() if seed in runs}
+        times = {name: time_s for name, time_s in reached.items() if time_s is not None}
+        found |= {name for name, time_s in times.items() if time_s <= PATIENCE * min(times.values())}
+    return found
 
 
 def diverged(own: Courses) -> tuple[float, str] | None:

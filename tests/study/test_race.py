@@ -87,6 +87,18 @@ def test_who_reached_the_target_late_stays_and_who_never_did_goes() -> None:
     assert dropped({"fast": reached, "other": alone}, seeds=1).keys() == {"other"}
 
 
+def test_whoever_is_first_at_the_target_is_not_dropped_for_its_loss_on_the_way() -> None:
+    """Of one seed, or with another one under way: its loss falls late, and then fast."""
+    early = team(course(1.0, 0.5, 0.4, 0.3, now_s=12.0, reached_s=12.0))
+    sudden = course(3.0, 3.0, 3.0, 0.3, now_s=8.0, reached_s=8.0)
+    going = course(3.0, now_s=4.0, ended=False)
+    others = {"early": early, "third": early}
+    assert not dropped({**others, "sudden": team(sudden)}, seeds=3)
+    assert not dropped({**others, "sudden": team(sudden, going)}, seeds=3)
+    late = course(3.0, 3.0, 3.0, 0.3, now_s=14.5, reached_s=14.5)
+    assert dropped({**others, "late": team(late)}, seeds=3).keys() == {"late"}, "it was there after 1.2 times 12 s"
+
+
 def test_order() -> None:
     assert rank_of([Standing(9.0, 2.0)]) < rank_of([Standing(1.0, None)])
     assert rank_of([Standing(1.0, None)]) < rank_of([Standing(2.0, None)])
