@@ -27,6 +27,8 @@ from ashl.study.race import Course
 from ashl.study.slots import Job
 from ashl.tracking import jsonl
 from tests.run_folders import write_run
+from tests.test_calibration import calibrated
+from tests.test_profile import profile
 
 EQUAL = Situation(
     num_workers=4,
@@ -243,6 +245,9 @@ TINY = ["cluster=one_slow", "model.hidden=[8]", "tracking=none", "run.dir=study"
         (["seed=0,1"], 2, "seed=0,1 gives several values, and advise chooses"),
         (["optimizer.lr=a,b"], 2, "a learning rate is a number"),
         (["profile=broken.json"], 2, "profile=broken.json is no usable profile: line 1 is not JSON"),
+        (["runtime=sim", "profile=other.json"], 2, "2 workers and the cluster has 4; say cluster.num_workers=2"),
+        (["runtime=sim", "cluster=profile", "profile=other.json"], 2, "the model cnn and this one is mlp"),
+        (["cluster=profile", "profile=older.json"], 2, "its calibration is older than the profile"),
         (["cluster=real", "runtime=sim"], 2, "cluster=real is what is there, and virtual time needs declared costs"),
     ],
 )
@@ -250,6 +255,8 @@ def test_bad_input_is_one_sentence(
     args: list[str], code: int, sentence: str, workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
     Path("broken.json").write_text("{")
+    Path("other.json").write_text(replace(profile(), model="cnn").to_json())
+    Path("older.json").write_text(json.dumps(json.loads(calibrated(profile()).to_json()) | {"num_params": 7}))
     assert main(["advise", *args]) == code
     err = capsys.readouterr().err
     assert sentence in err
@@ -306,6 +313,26 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     assert len(before) == 2 * 3 + 2 * 3  # rates in the tuning, seeds after it
     assert main([*command, "--budget", "200"]) == 0
     assert {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")} == before
+
+
+def test_a_target_that_nobody_reaches_names_who_came_closest(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]) -> Iterator[Job]:
+        for job in jobs:
+            sync = job.config["choices"]["sync"]
+            best = {"test_accuracy": {"asp": 0.8, "bsp": 0.7}[sync], "time_s": 1.0}
+            run = {"reach_s": None, "choices": {"sync": sync}, "values": {"optimizer.lr": 0.1}, "best": best}
+            write_run(job.folder, seed=job.config["seed"], **run)
+            yield job
+
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    monkeypatch.setattr(contest, "run_all", never)
+    assert main(["advise", *TINY, "optimizer.lr=0.1", "--target", "0.9", "-q"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("ashl: no candidate reached 90.0 % accuracy, in ")
+    assert "; ASP came closest, with 80.0 %; lower the target, let runs go on longer" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow  # a minute on a busy machine

@@ -172,11 +172,18 @@ def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch
         ("profile=none.json", "cannot be read: No such file"),
         ("profile=cnn.json", "profile=cnn.json is of the model cnn, and what is calibrated is mlp and lenet"),
         ("profile=broken.json", "profile=broken.json is no usable profile: line 1 is not JSON"),
+        ("profile=older.json", "profile=older.json is no usable profile: its calibration is older than the profile"),
+        (
+            "model=mlp dataset=digits cluster=real cluster.num_workers=3 profile=mlp.json",
+            "2 workers and the cluster has 3",
+        ),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_with_the_fix(overrides: str, words: str, workplace, capsys) -> None:
     Path("broken.json").write_text('{"schema": 4,')
     Path("cnn.json").write_text(replace(profile(), model="cnn").to_json())
+    Path("mlp.json").write_text(replace(profile(), model="mlp", num_params=9610, dense_bytes=38440).to_json())
+    Path("older.json").write_text(json.dumps(json.loads(calibrated(profile()).to_json()) | {"num_params": 7}))
     assert main(["calibrate", "-q", *overrides.split()]) == 2
     err = capsys.readouterr().err
     assert words in err

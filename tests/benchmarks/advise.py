@@ -1,9 +1,10 @@
-"""`python -m tests.benchmarks.advise [CLUSTER...]`: is the advice as good as the best of the full grid, at what cost?
+"""`python -m tests.benchmarks.advise [CLUSTER...] [KEY=VALUE...]`: is the advice as good as the best of the full grid,
+at what cost?
 
-For each cluster preset, mlp on digits to 95 %: first the advice, then every candidate at every learning rate with the
-seeds of the race. The grid's winner is the best median; the advice is inside if the median that its winner and rate
-have in the grid lies within the range of the grid's winner. Cost is the runs' own host seconds, their steps and their
-number.
+For each cluster preset, mlp on digits to 95 % unless something else is typed: first the advice, then every candidate
+at every learning rate with the seeds of the race. The grid's winner is the best median; the advice is inside if the
+median that its winner and rate have in the grid lies within the range of the grid's winner. Cost is the runs' own host
+seconds, their steps and their number.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ashl.advice.advise import advise
 from ashl.advice.candidates import Field, asked, field_of
 from ashl.advice.contest import Place, grid_of, rates_of, setting_of
 from ashl.advice.scale import RATES, Scale
+from ashl.config.override import key_of
 from ashl.study.slots import read_summary, run_all
 from ashl.study.sweep import begun, fill
 from ashl.tracking import jsonl
@@ -61,14 +63,15 @@ def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Pa
     return times
 
 
-def main(clusters: list[str]) -> None:
+def main(clusters: list[str], typed: list[str]) -> None:
     console = Console(width=170)
     table = Table(
         "cluster", "candidates", "grid's winner", "its times", "advised", "in the grid", "inside", "host s", "runs"
     )
     for cluster in clusters:
         with TemporaryDirectory() as place:
-            folder, fixed = Path(place), [f"cluster={cluster}", *TASK, *TARGET]
+            folder, fixed = Path(place), [f"cluster={cluster}", *TASK, *TARGET, *typed]
+            fixed = list({key_of(text): text for text in fixed}.values())
             how = {"target": None, "budget_s": BUDGET_S, "slots": SLOTS, "explain": True, "dry_run": False}
             advise([*fixed, f"run.dir={folder}/advice"], None, console, **how, quiet=True)
             told = jsonl.whole(folder / "advice" / "advice.json") or {}
@@ -93,4 +96,5 @@ def main(clusters: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(CLUSTERS))
+    typed = [text for text in sys.argv[1:] if "=" in text]
+    main([text for text in sys.argv[1:] if "=" not in text] or list(CLUSTERS), typed)
