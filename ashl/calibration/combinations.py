@@ -12,6 +12,7 @@ from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import UsageError
+from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan, Spec
 from ashl.planning.make import make_plan
 from ashl.study.grid import Setting
@@ -123,10 +124,12 @@ def pairs_of(
             plan = make_plan(configs[1])
             steps, predicted_s = length(plan, seconds)
             settings = [setting(name, *of, steps) for of in zip((real, virtual), configs, strict=True)]
-            make_plan(settings[0].config, None, settings[0].overrides)
+            workers = make_plan(settings[0].config, None, settings[0].overrides).num_workers
         except UsageError as error:
             left_out.append(LeftOut(name, str(error)))
             continue
+        if workers != plan.num_workers:
+            raise UsageError(read_profile(str(profile)).crowd(workers))
         found.append(Pair(name, plan.choices["model"], *settings, predicted_s))
     return found, left_out
 
