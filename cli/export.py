@@ -1,7 +1,7 @@
 """`ashl export`: what finished runs recorded, and how they ran, for other tools."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -89,7 +89,7 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
     return 0
 
 
-def elsewhere(run: Path, scripts: dict[str, Callable[[Path], str]]) -> str:
+def elsewhere(run: Path, scripts: Mapping[str, Callable[[Path], str]]) -> str:
     """Which others have a script of this run, as the end of a sentence."""
     able = []
     for to, script in scripts.items():

@@ -201,18 +201,20 @@ def test_torchft_learns_what_the_run_learned(what: str, workplace: Path, monkeyp
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(900)  # DeepSpeed compiles something on first use
-def test_deepspeed_learns_what_the_run_learned(workplace: Path, gloo: None) -> None:
+def test_deepspeed_learns_what_the_run_learned(workplace: Path, gloo: None, monkeypatch) -> None:
     pytest.importorskip("deepspeed")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     run = trained("cluster.compute=[1]", "sync=bsp", "optimizer.schedule=cosine", "optimizer.horizon_epochs=2")
     written = on_the_batches_of(run, exported(run, "deepspeed"), 48)
     assert list(written.train(0)) == pytest.approx(losses_of(run, 1), rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_bit_adam_of_deepspeed_takes_the_section(workplace: Path, gloo: None) -> None:
+def test_one_bit_adam_of_deepspeed_takes_the_section(workplace: Path, gloo: None, monkeypatch) -> None:
     """Its compression is for CUDA; alone, a worker sends nothing, and it is Adam with a variance that stands still."""
     pytest.importorskip("cupy")
     pytest.importorskip("deepspeed.runtime.fp16.onebit.adam")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     run = trained("cluster.compute=[1]", *BITS.split())
     written = on_the_batches_of(run, exported(run, "deepspeed"), 48)
     losses = torch.tensor(list(written.train(0)))
