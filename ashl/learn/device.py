@@ -35,6 +35,8 @@ def at_home(x: Tensor) -> bool:
 
 def numbers(scalars: Sequence[Tensor | float]) -> list[float]:
     """What they are, read in one go; all of them lie there, or none."""
+    if len(scalars) == 1:
+        return [float(scalars[0])]
     there = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
     return to_host(torch.stack(there)).tolist() if len(there) > 1 else [float(scalar) for scalar in scalars]
 

@@ -45,19 +45,26 @@ def waiting_for(effect: Any) -> str:
     return f"is in {type(effect).__name__}"
 
 
-def step(task: Task, value: Any) -> Any:
-    """Resume a task with the result of what it awaited; returns its next effect, or None when it has ended.
-
-    An `await` inside a torch context would leak that context into whichever task runs next, so it is an error.
-    """
+def resumed(task: Task, value: Any) -> Any:
+    """Resume a task with the result of what it awaited; returns its next effect, or None when it has ended."""
     try:
-        effect = task.send(value) if value.__class__ is not PeerLostError else task.coro.throw(value)
+        return task.send(value) if value.__class__ is not PeerLostError else task.coro.throw(value)
     except StopIteration as end:
         task.done, task.result = True, end.value
         return None
-    if is_grad_enabled() and not is_autocast_enabled():
-        return effect
-    raise AssertionError("await inside a torch context")
+
+
+def check_context() -> None:
+    """An `await` inside a torch context would leak that context into whichever task runs next, so it is an error."""
+    if is_autocast_enabled() or not is_grad_enabled():
+        raise AssertionError("await inside a torch context")
+
+
+def step(task: Task, value: Any) -> Any:
+    """The same, checked."""
+    effect = resumed(task, value)
+    check_context()
+    return effect
 
 
 class Mailbox:

@@ -128,14 +128,20 @@ class Ledger:
 
     def cut(self) -> tuple[list[Span], int, int]:
         """End a round; returns its spans, start and end."""
-        spans, start = self._spans, self._start
+        spans, start, cursor = self._spans, self._start, self.cursor
         if self._aside:
-            self._aside = [span for span in self._aside if span[1] > self.cursor]
-        self._fold(self._old, self._old_traffic)
+            self._aside = [span for span in self._aside if span[1] > cursor]
+        totals, up, down = self.totals, self.bytes_up, self.bytes_down
+        for kind, begun, ended in self._old:
+            totals[kind] += ended - begun
+        for _, sent, received in self._old_traffic:
+            up += sent
+            down += received
+        self.bytes_up, self.bytes_down = up, down
         self._old, self._old_traffic = spans, self._traffic
         self._spans, self._traffic = [], []
-        self._start = self.cursor
-        return spans, start, self.cursor
+        self._start = cursor
+        return spans, start, cursor
 
     def beside(self) -> tuple[list[int], list[tuple[int, int]]]:
         """What overlapped since it was asked last: when parts were there, and from when to when messages went."""
@@ -189,14 +195,6 @@ class Ledger:
         """Bytes up and down so far."""
         pending = self._old_traffic + self._traffic
         return self.bytes_up + sum(t[1] for t in pending), self.bytes_down + sum(t[2] for t in pending)
-
-    def _fold(self, spans: list[Span], traffic: list[tuple[int, int, int]]) -> None:
-        totals = self.totals
-        for kind, start, end in spans:
-            totals[kind] += end - start
-        for _, up, down in traffic:
-            self.bytes_up += up
-            self.bytes_down += down
 
 
 def clipped(spans: list[Span], end_ns: int) -> list[Span]:

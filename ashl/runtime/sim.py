@@ -22,7 +22,7 @@ from ashl.runtime.channel import Channel, Channels
 from ashl.runtime.checkpoint import Saving
 from ashl.runtime.collected import collected
 from ashl.runtime.effects import Compute, Message, Recv, Send
-from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step
+from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import chunk
 
@@ -125,6 +125,7 @@ class Sim:
                     self._resume(target, value)
             else:
                 target(value)
+            check_context()
             if not self.events & 255:
                 tick()
 
@@ -139,10 +140,9 @@ class Sim:
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
-        node = task.node
+        node, task.waiting = task.node, None
         while True:
-            task.waiting = None
-            effect = step(task, value)
+            effect = resumed(task, value)
             kind = effect.__class__
             if kind is Compute:
                 if effect.needs:
@@ -224,7 +224,9 @@ class Sim:
         if self._unit_free[rank] > start:
             start, cost = self._started(task, effect)
         else:  # as mostly
-            cost = self._cost_ns(rank, effect.kind, effect.work, start)
+            cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
+            if cost is None:
+                raise undeclared(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
             task.node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
@@ -241,7 +243,7 @@ class Sim:
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
         if cost is None:
-            raise AshlError(f"the cost of {kind!r} on rank {rank} is not declared; a cost is never zero")
+            raise undeclared(kind, rank)
         return cost
 
     def _send(self, node: Node, send: Send) -> None:
@@ -385,3 +387,7 @@ class Sim:
                 ledger.traffic(start, own.sent[place], own.received[place])
             ledger.collective(start, end, member.main)
             self._at(end, member, chunk(result, len(group), place) if scattered else result)
+
+
+def undeclared(kind: str, rank: int) -> AshlError:
+    return AshlError(f"the cost of {kind!r} on rank {rank} is not declared; a cost is never zero")

@@ -143,9 +143,8 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
     what, applied = orders_of(stage, state, rank), (tally.version, tally.steps, tally.samples)
     body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
     body = head(stage, body) if stage.overlap.pulls and changed else body
-    await node.send(
-        rank, state.pulls[rank], body, (*Pull(GO, *applied, staleness, late, 0, *what), *away(stage, tally.gone))
-    )
+    meta = Pull(GO, *applied, staleness, late, 0, *what)
+    await node.send(rank, state.pulls[rank], body, (*meta, *away(stage, tally.gone)) if stage.reshards else meta)
     return changed
 
 

@@ -33,7 +33,7 @@ from ashl.topology.local_work import Work, WorkerState, encoded, local_work
 from ashl.topology.members import as_members
 from ashl.topology.membership import come, gather, membership, welcome
 from ashl.topology.merging import CLOSE, close, merge, merged, more, receive, reply, rule_of
-from ashl.topology.replies import PULL, Orders, Pull
+from ashl.topology.replies import PULL, Orders, said
 from ashl.topology.sliced import comes_in_parts, following, settled, sliced
 
 
@@ -246,8 +246,10 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         if stage.delayed is not None and not state.last:
             ahead, asked = await local_work(node, stage, state), node.now
         message = await node.recv(pull)
-        reply, state.away = Pull(*message.meta[:PULL]), as_members(message.meta[PULL:])
+        reply = said(message.meta)
         word = int(reply.word)
+        if stage.reshards:
+            state.away = as_members(message.meta[PULL:])
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             stage.link.undo(state.ends, body)
         if message.body is not None:

@@ -34,3 +34,8 @@ class Pull(NamedTuple):
 
 
 PULL = len(Pull._fields)
+
+
+def said(meta: tuple[float, ...]) -> Pull:
+    """What a reply says, which in virtual time comes as it was."""
+    return meta if isinstance(meta, Pull) else Pull(*meta[:PULL])

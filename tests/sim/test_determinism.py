@@ -1,5 +1,6 @@
 """The same plan in another process, under another hash seed: the same parameters and records, byte for byte."""
 
+import gc
 import json
 import os
 import subprocess
@@ -7,8 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from ashl.learn.allocator import collecting_seldom
+from ashl.runtime.node import Node
 from ashl.tracking import jsonl
+from tests.kernels import in_virtual_time
+from tests.laws.machines import cluster
 
 RUNS = {  # what has an order to lose: ties, arrivals, jitter, ports, events, evaluations
     "ssp": ["sync=ssp", "cluster.jitter=0.3", "cluster.events=[{time_s: 0.5, worker: 1, compute: 6}]"],
@@ -61,3 +67,21 @@ def test_another_process_and_another_hash_seed(name: str, folders: list[Path]) -
     for record in [*metrics[0], *metrics[1]]:
         del record["host_s"]
     assert metrics[0] == metrics[1]
+
+
+def test_an_await_inside_a_torch_context_is_an_error_and_garbage_is_sought_as_before() -> None:
+    """It would leak into whichever task runs next. The collector does not look at what was there before a run."""
+    before, seen = gc.get_threshold(), []
+
+    async def main(node: Node) -> None:
+        with collecting_seldom():
+            seen.append(gc.get_freeze_count() > 0)
+        seen.append(gc.get_freeze_count() > 0)
+        with torch.no_grad():
+            await node.sleep(0.1)
+
+    with pytest.raises(AssertionError, match="await inside a torch context"):
+        in_virtual_time(main, cluster(1))
+    torch.set_grad_enabled(True)
+    assert seen == [True, True], "of one inside another the outer one holds"
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
