@@ -1,12 +1,18 @@
 """Whose fault it is that a real run fails, as home sees it: what ranks say, whose process is gone, who fell silent."""
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from ashl.run.attendance import culprit, how_ended
+from ashl.run.attendance import Attendance, culprit, how_ended
+from ashl.run.lives import nothing_yet
 from ashl.run.rank import blame
 from ashl.run.watch import ALONE
 from ashl.runtime.effects import PeerLostError
-from ashl.runtime.records import RankError
+from ashl.runtime.news import News
+from ashl.runtime.records import Joined, Missed, RankError
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}
@@ -49,3 +55,44 @@ def test_how_a_process_has_ended() -> None:
     assert how_ended(-9) == "was killed by SIGKILL"
     assert how_ended(3) == "ended with exit code 3"
     assert "heard nothing" in how_ended(ALONE)
+
+
+def attendance(**known: Any) -> tuple[Attendance, SimpleNamespace, list[Any]]:
+    """Of two workers and a server, with a monitor, and what that is told."""
+    told: list[Any] = []
+    monitor = SimpleNamespace(emit=told.append, beats={})
+    now = time.monotonic()
+    desk = SimpleNamespace(
+        lives=dict.fromkeys(range(3), 0),
+        heard=dict.fromkeys(range(3), now),
+        drained=now,
+        news=News(),
+        tell=lambda news: None,
+    )
+    plan = SimpleNamespace(num_workers=2, num_ranks=3, home=2)
+    return Attendance(plan, desk, {}, {}, lambda *_: None, True, True, **known), monitor, told
+
+
+def test_what_a_lost_worker_had_still_said_counts_once() -> None:
+    """Its last beat may be heard after its end; what its next life says is added to it."""
+    seen, monitor, told = attendance()
+    beat = nothing_yet(1)._replace(time_ns=5, steps=7)
+    monitor.beats[1] = beat
+    seen.without(monitor, 1, "was killed by SIGKILL")
+    seen.hear(monitor, beat, None)
+    assert told[1:] == [beat]
+    seen.expect(monitor, 1)
+    seen.hear(monitor, Joined(1, 9), None)
+    seen.hear(monitor, beat, None)
+    assert told[-1].steps == 14
+
+
+def test_who_is_missed_and_silent_has_vanished() -> None:
+    """Sooner where the link is to it alone than where it is one of a team, of which that says something for a while."""
+    seen, monitor, _ = attendance()
+    seen.hear(monitor, Missed(2, 0, 0), None)
+    seen.hear(monitor, Missed(2, 1, 0, alone=False), None)
+    seen.hear(monitor, Missed(0, 1, 4), None)  # of another life
+    assert [seen.vanished(0, 0.5), seen.vanished(0, 1.0), seen.vanished(1, 1.0), seen.vanished(1, 3.0)] == [0, 1, 0, 1]
+    seen.missed[1] = False, time.monotonic() - 60
+    assert not seen.vanished(1, 3.0)

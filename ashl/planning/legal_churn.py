@@ -30,12 +30,8 @@ def beside(own: StageParts) -> bool:
 
 
 def virtual_only(own: StageParts, parts: Parts) -> bool:
-    """Whether it goes on without a worker in virtual time, and not on such processes: sums do where home sees all of
-    them, and gloo carries the sums."""
-    if not by_sums(own):
-        return False
-    gloo = parts.runtime.backend == "gloo" or device_of(parts.runtime) == HOST
-    return not (gloo and parts.runtime.name == "local")
+    """Whether it goes on without a worker in virtual time, and not on processes, where sums do if gloo carries them."""
+    return by_sums(own) and parts.runtime.backend != "gloo" and device_of(parts.runtime) != HOST
 
 
 def by_sums(own: StageParts) -> bool:
@@ -56,6 +52,12 @@ def goes_on(parts: Parts) -> bool:
     )
 
 
+def can_wait_for_good(parts: Parts) -> bool:
+    """Whether others may wait for a worker that stands still, whatever they hear of it, until its process is ended:
+    messages of sums over some of the workers cannot be broken off."""
+    return any(isinstance(own.topology, PartialAllReduce) for own in parts.stages)
+
+
 def by_grants(parts: Parts) -> bool:
     """Whether NCCL carries messages, which then nobody can break off that waits for the other side."""
     return parts.runtime.backend == "nccl" and parts.stages[0].topology.has_server
@@ -63,11 +65,43 @@ def by_grants(parts: Parts) -> bool:
 
 def lets_in(parts: Parts) -> bool:
     """... and lets it, or another in its place, come back."""
-    return goes_on(parts) and not any(by_sums(own) or isinstance(own.sync, RoundRule) for own in parts.stages)
+    return goes_on(parts) and not any(
+        isinstance(own.topology, PartialAllReduce) or isinstance(own.sync, RoundRule) for own in parts.stages
+    )
+
+
+def modes_of(parts: Parts) -> str:
+    """What of a run decides that, as it is chosen."""
+    words = list[str]()
+    for own in parts.stages:
+        words += [f"topology={chosen(own.topology)}", f"sync={chosen(own.sync)}"]
+        words += [f"overlap={chosen(own.overlap)}"] if beside(own) else []
+        words += [f"compression={chosen(own.compression)}"] if talks(own) else []
+    return " ".join(dict.fromkeys(words))
+
+
+def check_respawn(parts: Parts, checkpoint_s: float | None) -> None:
+    """Raises UsageError where nobody who is killed would be started anew."""
+    runtime = parts.runtime
+    if runtime.name == "sim" or not runtime.respawn:
+        return
+    named = f"runtime.respawn={runtime.respawn}"
+    if runtime.name != "local":
+        raise UsageError(f"{named}: others have started these processes, and nobody starts them anew; drop it")
+    if checkpoint_s is not None:
+        raise UsageError(
+            f"{named}: a run that leaves checkpoints (run.checkpoint_s) lets nobody back; drop one of the two"
+        )
+    if not lets_in(parts):
+        raise UsageError(
+            f"{named}: a run with {modes_of(parts)} lets nobody back; drop it, or take topology=parameter_server or "
+            "all_reduce, with sync=bsp, say"
+        )
 
 
 def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
     """Raises UsageError, with what to take instead."""
+    check_respawn(parts, checkpoint_s)
     befalls, n = set(parts.cluster.befalls), len(stages[0].workers)
     if parts.runtime.min_workers > n:
         raise UsageError(

@@ -5,6 +5,7 @@ That a process is gone is a fact (`Attendance.gone`), that the run ends a decisi
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.planning.legal_churn import goes_on, lets_in
+from ashl.planning.legal_churn import can_wait_for_good, goes_on, lets_in
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.lives import away_until, nothing_yet, with_earlier
@@ -26,6 +27,7 @@ from ashl.run.newcomers import answer
 from ashl.run.pace_kept import kept_pace
 from ashl.run.rank import FAILED, Place
 from ashl.run.watch import ALIKE_S, ALONE, AWAKE_S, DROPPED
+from ashl.runtime.agreement import KNOWN_S
 from ashl.runtime.news import End
 from ashl.runtime.records import (
     Alive,
@@ -52,7 +54,8 @@ from ashl.runtime.records import (
 KILLED = "was killed by"  # how it is told, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
-QUIET_S = 0.7  # of a rank that speaks five times a second, when others have lost a connection: it has vanished
+QUIET_S = 0.7  # of a rank that speaks five times a second, when another has lost the link to it: it has vanished
+SURE_S = 2.0  # ... where others have lost the link to one of several and cannot say to whom
 
 
 @dataclass
@@ -72,13 +75,19 @@ class Attendance:
     coming: dict[int, bool] = field(
         default_factory=dict
     )  # those of them that are coming back, and whether all is ready
-    earlier: dict[int, Beat] = field(default_factory=dict)  # how those stood that were lost, when they were
-    missed: set[int] = field(default_factory=set)  # those to whom a link is broken
+    earlier: dict[int, Beat] = field(default_factory=dict)  # how those stood in earlier lives that have come back
+    missed: dict[int, tuple[bool, float]] = field(
+        default_factory=dict
+    )  # to whom a link is broken: whether to nobody else, and when it was last said
     starts: Counter[int] = field(default_factory=Counter)  # how often a worker that was killed has been started anew
+    zero_ns: int | None = None  # of the run's clock, by home's, as beats have it that came without delay
     errors: list[RankError] = field(default_factory=list)
     pace: list[PaceKept] = field(default_factory=list)
 
     def hear(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
+        if isinstance(record, Beat) and record.time_ns > 0:
+            zero_ns = time.monotonic_ns() - record.time_ns
+            self.zero_ns = zero_ns if self.zero_ns is None else min(self.zero_ns, zero_ns)
         match record:
             case Round() | StageEnd() | Border() | Replan() if record.stage not in range(len(self.plan.stages)):
                 raise AshlError(f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not have")
@@ -96,8 +105,8 @@ class Attendance:
                 monitor.emit(record)
             case Lost(rank, why=why) if rank not in self.processes:
                 self.without(monitor, rank, why)
-            case Missed(_, rank, life) if rank < self.plan.num_workers and life == self.desk.lives[rank]:
-                self.missed.add(rank)
+            case Missed(_, rank, life, alone) if rank < self.plan.num_workers and life == self.desk.lives[rank]:
+                self.missed[rank] = max(self.missed.get(rank, (False, 0.0)), (alone, time.monotonic()))
             case RankError(rank) if rank in self.lost:
                 self.give_up(rank)
             case RankError():
@@ -127,21 +136,38 @@ class Attendance:
         for rank, how in self.gone().items():
             if rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
                 self.without(monitor, rank, how)
-        for rank in [rank for rank in self.coming if rank not in self.processes]:
-            if self.desk.drained - self.desk.heard[rank] > (QUIET_S if rank in self.missed else timeout_s):
+        for rank in [*self.coming]:
+            quiet_s = self.desk.drained - self.desk.heard[rank]
+            if quiet_s > timeout_s or self.vanished(rank, quiet_s):
+                if rank in self.processes:
+                    self.processes[rank].kill()
                 self.give_up(rank)
-        for rank in self.missed.intersection(self.silent(QUIET_S)).difference(self.processes):
-            self.without(monitor, rank, "vanished")
-        alike = {*self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))}
-        there = {*range(self.plan.num_workers)} - self.left - self.lost.keys()
-        served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
-        if not (served and self.plan.home in alike) and alike < there and monitor.job.parts.runtime.name == "local":
-            for rank in self.silent(timeout_s):
+        for rank in self.silent(QUIET_S):
+            if self.vanished(rank, self.desk.drained - self.desk.heard[rank]):
+                self.without(monitor, rank, "vanished")
+        late = self.silent(timeout_s)
+        if late and self.spared(monitor, {*self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))}):
+            for rank in late:
                 how = f"was not heard of for {timeout_s:g} s"
                 self.desk.drop(rank, End(DROPPED, f"worker {rank} {how} (runtime.timeout_s), and the run went on"))
-                if not self.lets_in:  # others may wait for it in the middle of a sum
+                if not self.lets_in and rank in self.processes:  # others may wait for it in the middle of a sum
                     self.processes[rank].kill()
                 self.without(monitor, rank, how)
+
+    def vanished(self, rank: int, quiet_s: float) -> bool:
+        """Whether who is silent for so long, and is missed, is taken for dead. It is a process elsewhere."""
+        alone, at = self.missed.get(rank, (False, -math.inf))
+        if rank in self.processes:
+            return False
+        return quiet_s > QUIET_S if alone else quiet_s > SURE_S and time.monotonic() - at < KNOWN_S
+
+    def spared(self, monitor: Monitor, alike: set[int]) -> bool:
+        """Whether the run goes on without these, who have fallen silent at about the same time."""
+        there = {*range(self.plan.num_workers)} - self.left - self.lost.keys()
+        served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
+        if (served and self.plan.home in alike) or not alike < there or cut_off(self, monitor, alike):
+            return False
+        return not alike - self.processes.keys() or not can_wait_for_good(monitor.job.parts)
 
     def without(self, monitor: Monitor, rank: int, how: str) -> None:
         """The run goes on without this worker."""
@@ -149,9 +175,11 @@ class Attendance:
         if rank in self.lost:
             return self.tell()
         self.lost[rank], self.lost_at = how, time.monotonic()
-        self.earlier[rank] = monitor.beats.get(rank) or nothing_yet(rank)
-        latest = max(beat.time_ns for beat in monitor.beats.values())
-        monitor.emit(Lost(rank, latest, "declared" if how == DECLARED else how))
+        now_ns = time.monotonic_ns() - (self.zero_ns or 0)
+        if how == DECLARED:
+            declared = [round(e.time_s * 1e9) for e in monitor.job.parts.cluster.events if e.fail and e.worker == rank]
+            now_ns = max((time_ns for time_ns in declared if time_ns <= now_ns), default=now_ns)
+        monitor.emit(Lost(rank, now_ns, "declared" if how == DECLARED else how))
         self.tell()
 
     def give_up(self, rank: int) -> None:
@@ -159,7 +187,7 @@ class Attendance:
         self.coming.pop(rank, None)
         self.tell()
 
-    def bring_back(self, respawn: int) -> None:
+    def bring_back(self, monitor: Monitor, respawn: int) -> None:
         """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
         way."""
         for rank in [rank for rank in self.lost if rank in self.processes and self.lets_in]:
@@ -170,15 +198,16 @@ class Attendance:
                 self.give_up(rank)
             if code == DROPPED or (code < 0 and self.starts[rank] < respawn):
                 self.starts[rank] += code < 0
-                self.expect(rank)
+                self.expect(monitor, rank)
                 self.start(rank, self.desk.lives[rank])
 
-    def expect(self, rank: int) -> None:
+    def expect(self, monitor: Monitor, rank: int) -> None:
         """A worker that is lost is coming back."""
+        self.earlier[rank] = monitor.beats.get(rank) or nothing_yet(rank)
         self.desk.lives[rank] += 1
         self.desk.heard[rank] = time.monotonic()
         self.coming[rank] = False
-        self.missed.discard(rank)
+        self.missed.pop(rank, None)
         self.tell()
 
     def tell(self) -> None:
@@ -231,7 +260,7 @@ def attend(
         if savings.every_s is None:  # else the run is gone on with from its last checkpoint
             seen.lose(monitor, timeout_s)
             if not told and monitor.final is None:
-                seen.bring_back(runtime.respawn)
+                seen.bring_back(monitor, runtime.respawn)
         while desk.asks:
             number, ask = desk.asks.popleft()
             desk.answer(number, answer(seen, monitor, ask, savings.every_s is not None))
@@ -307,17 +336,23 @@ def who(plan: Plan, monitor: Monitor, rank: int) -> str:
     return role(plan, rank) + (f" on {place.host}" if place and len(hosts) > 1 else "")
 
 
+def cut_off(seen: Attendance, monitor: Monitor, late: set[int]) -> bool:
+    """Whether all ranks on other machines are silent, and none here, where there are several others."""
+    here = {*seen.processes}
+    elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
+    away = seen.left.union(seen.lost)
+    return len(elsewhere) > 1 and not here & late and here | away | late == {*range(seen.plan.num_ranks)}
+
+
 def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float) -> None:
     """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
     for_so_long = f"for {timeout_s:g} s (runtime.timeout_s)"
     if seen.silent(timeout_s):
         late = seen.silent(timeout_s - min(ALIKE_S, timeout_s / 2))  # with those who fell silent at about the same time
-        here = {rank for rank in range(plan.num_ranks) if rank in seen.processes}
-        elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
-        if len(elsewhere) > 1 and not here & {*late} and here | seen.left | {*late} == {*range(plan.num_ranks)}:
+        if cut_off(seen, monitor, {*late}):
             raise AshlError(
-                f"nothing was heard of any other machine {for_so_long}; has {monitor.hosts[min(here)].host}, which "
-                "keeps the records, lost its network?"
+                f"nothing was heard of any other machine {for_so_long}; has {monitor.hosts[min(seen.processes)].host}, "
+                "which keeps the records, lost its network?"
             )
         names = ", ".join(who(plan, monitor, rank) for rank in sorted(late))
         raise AshlError(f"{names} was not heard of {for_so_long} and is late; the run ends here")

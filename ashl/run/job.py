@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -24,7 +22,7 @@ from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.build import Parts
 from ashl.planning.device import device_of, gpu_of, one_each
-from ashl.run import interface
+from ashl.run import interface, watch
 from ashl.run.attendance import PATIENCE_S, role
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import POLL_S, Desk
@@ -35,6 +33,7 @@ from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_n
 from ashl.run.rank import Place, play
 from ashl.run.sealed import Sealed, Secret, shared_secret
 from ashl.run.starter import Membership
+from ashl.runtime.meeting import watched
 from ashl.runtime.news import End
 from ashl.runtime.plane import NEVER, first_line
 
@@ -148,19 +147,11 @@ def met(job: Membership, own: Hello, text: str, timeout_s: float) -> tuple[Seale
 def within(limit_s: float, act: Callable[[], T], late: str) -> T:
     """What `act` returns or raises. What the store does cannot be interrupted, so that another thread waits for it.
     Raises AshlError where it takes longer."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(act())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="handshake").start()
-    try:
-        return outcome.result(limit_s)
-    except TimeoutError:
-        raise AshlError(late) from None
+    end = time.monotonic() + limit_s
+    outcome = watched(act, lambda: time.monotonic() > end)
+    if outcome is None:
+        raise AshlError(late)
+    return outcome
 
 
 @contextmanager
@@ -240,8 +231,13 @@ def join(plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat) -> dict | None
 
 
 def take_part(plan: Plan, seat: Seat) -> int:
-    """Any other process of the job: it plays its rank here; returns the exit code."""
-    return play(seat.place, plan.to_json()).code
+    """Any other process of the job: it plays its rank here; returns the exit code. Where the run goes on without it,
+    that is no failure to torchrun, which would end all others."""
+
+    def dropped(end: End) -> NoReturn:
+        watch.leave(end._replace(code=0) if seat.job.agent_store else end)
+
+    return play(seat.place, plan.to_json(), dropped).code
 
 
 def leave(store: Sealed, job: Membership) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ashl.planning.legal import chosen
-from ashl.planning.legal_churn import lets_in
+from ashl.planning.legal_churn import lets_in, modes_of
 from ashl.run.doors import Answer, Ask
 from ashl.run.monitor import Monitor
 
@@ -18,7 +17,7 @@ def answer(seen: Attendance, monitor: Monitor, ask: Ask, keeps: bool) -> Answer:
     if why := refusal(seen, monitor, ask.worker, keeps):
         return Answer(refused=why)
     rank = min(seen.lost.keys() - seen.coming.keys()) if ask.worker is None else ask.worker
-    seen.expect(rank)
+    seen.expect(monitor, rank)
     seen.processes.pop(rank, None)
     place = seen.places[rank]
     known = place.home, place.rounds, place.device, place.one_each
@@ -26,16 +25,14 @@ def answer(seen: Attendance, monitor: Monitor, ask: Ask, keeps: bool) -> Answer:
 
 
 def refusal(seen: Attendance, monitor: Monitor, worker: int | None, keeps: bool) -> str | None:
-    plan, parts, home = seen.plan, monitor.job.parts, monitor.beats.get(seen.plan.home)
+    plan, parts = seen.plan, monitor.job.parts
     if not lets_in(parts):
-        options = (option for own in parts.stages for option in (own.topology, own.sync, own.overlap))
-        modes = " ".join(dict.fromkeys(chosen(option) for option in options))
-        return f"a run with {modes} takes nobody yet."
+        return f"a run with {modes_of(parts)} takes nobody yet."
     if keeps:
         return "a run that leaves checkpoints (run.checkpoint_s) takes nobody."
     if monitor.final is not None or monitor.stopping:
         return "the run is over."
-    if home is None or home.counts is None:
+    if monitor.counts() is None:
         return "the run has not begun."
     if worker is not None and worker >= plan.num_workers:
         return f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}."

@@ -50,9 +50,9 @@ from ashl.runtime.news import End
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, StopAsked
+from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, StopAsked
 from ashl.runtime.sum_messages import OwnSums
-from ashl.stage.program import peers_of, program
+from ashl.stage.program import hearing, peers_of, program
 from ashl.stage.stage import Stage
 
 GOODBYE_S = 30.0
@@ -180,12 +180,16 @@ def blame(error: Exception) -> tuple[bool, int | None]:
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
 
 
-def playable(place: Place, plan: Plan, parts: Parts, store: Sealed) -> tuple[tuple[Stage, ...], Agreement | None]:
+def playable(
+    place: Place, plan: Plan, parts: Parts, store: Sealed, emit: Callable[[Record], None]
+) -> tuple[tuple[Stage, ...], Agreement | None]:
     """The stages as this rank plays them; where sums may lack a worker that is lost, its part in going on."""
     stages = assemble(plan, place.device, parts).stages
     if place.keeps or not goes_on(parts):
         return stages, None
-    agreement = Agreement(store, place.rank, stages[0].workers) if any(map(by_sums, parts.stages)) else None
+    agreement = None
+    if any(map(by_sums, parts.stages)):
+        agreement = Agreement(store, place.rank, stages[0].workers, emit, place.life)
     return tuple(replace(stage, elastic=True) for stage in stages), agreement
 
 
@@ -194,7 +198,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     parts = parts_of(plan)
     reporter.emit(Placed(place.rank, platform.node(), use_device(place.device)))
     torch.set_num_threads(parts.runtime.threads)
-    stages, agreement = playable(place, plan, parts, store)
+    stages, agreement = playable(place, plan, parts, store, reporter.emit)
     use(place.interface)
     stage = stages[0]
     nccl = place.one_each and by_nccl(parts.runtime, stage.topology, parts.cluster)
@@ -206,7 +210,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
             world_size=plan.num_ranks,
             timeout=NEVER,
         )
-    peers = peers_of(stages, place.rank)
+    peers, all_others = peers_of(stages, place.rank), hearing(stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
     kernel = TorchKernel(
@@ -239,13 +243,13 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         warm_up(stage.trainer, place.rank)
     if place.life:
         reporter.emit(Ready(place.rank))
-        entry = come_in(store, peers, place.rank, place.life, lambda: reporter.news)
+        entry = come_in(store, all_others, place.rank, place.life, lambda: reporter.news)
         if entry is None:
             return
         kernel.enter(entry)
         reporter.emit(Joined(place.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
-    roll = Roll(kernel, place.rank, peers, store, agreement)
+    roll = Roll(kernel, place.rank, all_others, store, agreement)
     reporter.heard, reporter.beat = roll.hear, kernel.beat
     for event in parts.cluster.events if parts.cluster.befalls else ():
         late = place.life and event.time_s * 1e9 < kernel.now_ns

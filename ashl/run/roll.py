@@ -6,7 +6,7 @@ import threading
 
 from ashl.run.sealed import Sealed
 from ashl.runtime.agreement import Agreement
-from ashl.runtime.meeting import let_in
+from ashl.runtime.meeting import acquainted, let_in
 from ashl.runtime.news import News
 from ashl.runtime.process import TorchKernel
 
@@ -36,7 +36,7 @@ class Roll:
             if life >= self._lives.get(rank, 0) and before.get(rank) != life:
                 self._kernel.lose(rank, "the run goes on without it")
                 if self._agreement is not None:
-                    self._agreement.lose(rank)
+                    self._agreement.lose(rank, life)
         for rank, life in news.ready:
             if rank in self._peers and life > self._lives[rank]:
                 with self._lock:
@@ -44,7 +44,12 @@ class Roll:
                 threading.Thread(target=self._let_in, args=(rank, life), daemon=True, name=f"let_in-{rank}").start()
 
     def _let_in(self, rank: int, life: int) -> None:
-        group = let_in(self._store.another(), self._rank, rank, life, self._kernel.clock_ns)
+        store = self._store.another()
+        group = let_in(store, self._rank, rank, life, self._kernel.clock_ns)
         self._kernel.meet(rank, life, group)
+        if self._agreement is not None:
+            self._agreement.meet(rank, life)
+            self._kernel.node.knocks = True
         if rank in self.away:  # in the meantime
             self._kernel.lose(rank, "the run goes on without it")
+        acquainted(store, self._rank, rank, life)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ashl.errors import AshlError
 from ashl.learn.device import to_device, to_host
 from ashl.runtime import collectives, subset_sum
-from ashl.runtime.agreement import Agreement
+from ashl.runtime.agreement import Agreement, Groups
 from ashl.runtime.channel import Collective, committed
 from ashl.runtime.effects import AllReduce, Formed, Regroup
 from ashl.runtime.kernel import waiting_for
@@ -159,16 +159,18 @@ class Communicator:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. They carry what
         lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done. With
         `own_sums` sums go by these. With an `agreement` a collective that lacks a member comes to `Broken`."""
-        self._rank, self._groups, self._exact, self._pace, self._clock = rank, dict(groups), exact, pace, clock_ns
+        self._rank, self._exact, self._pace, self._clock = rank, exact, pace, clock_ns
+        self._groups: Groups = {**groups}
         self._max_bytes, self._settle, self._own_sums, self._agreement = max_bytes, settle, own_sums, agreement
         self._ends: dict[Team, End] = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
         self._starts: list[Start] = []
+        self._former: list[Groups] = []
 
     @cached_property
     def _all(self) -> Team:
-        """Who is there."""
-        return tuple(range(dist.get_world_size()))
+        """Who is there, for who is there from the start."""
+        return tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
 
     def end(self, team: Team) -> End:
         """This rank's end of the channel of a team."""
@@ -193,12 +195,18 @@ class Communicator:
             return []
 
     def regroup(self, asked: Regroup) -> Formed:
-        """Agree with all who are left how to go on."""
+        """Agree with all who are there how to go on."""
         assert self._agreement is not None
-        formed, group = self._agreement.regroup(asked, self._clock)
-        if formed.lost:
-            self._all, self._groups, self._ends, self._starts = formed.ranks, {formed.ranks: group}, {}, []
+        formed, groups = self._agreement.regroup(asked, self._clock)
+        if groups is not None:
+            self._former.append(self._groups)  # gloo would wait for one that stands still, to take a group down
+            self._all, self._groups, self._ends, self._starts = formed.ranks, groups, {}, []
         return formed
+
+    @property
+    def knocks(self) -> bool:
+        """Whether somebody asks to be let in."""
+        return self._agreement is not None and self._agreement.knocks
 
     def _carry_out(self, end: End) -> tuple[Pending, Outcome]:
         """Whatever is next in a team's channel."""
@@ -225,7 +233,9 @@ class Communicator:
         if end.committed:
             pending = end.committed[0]
         asked_ns = max(self._clock(), free_ns)
-        value, moved, begin, cost = self._transfer(pending.effect, pending.number, asked_ns)
+        value, moved, begin, cost = self._transfer(
+            pending.effect, pending.number + (pending.effect.epoch << 32), asked_ns
+        )
         if self._settle is not None:
             self._settle()
         elif isinstance(value, torch.Tensor):
@@ -279,7 +289,7 @@ class Communicator:
             begin, cost = self._pace.all_reduced(group, number, nbytes, asked_ns)
             if self._own_sums is not None and g > 1:
                 tag = subset_sum.tag(self._tag(group), subset_sum.CHUNKS)
-                how = (tensor, group, effect.op, nbytes, self._pace.network, tag)
+                how = (tensor, group, effect.op, nbytes, self._pace.network, tag, pg)
                 act = partial(self._own_sums.all_reduce, *how)
                 own = act() if self._agreement is None else self._agreement.beside(group, act)
                 return *own, begin, cost

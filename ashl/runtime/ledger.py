@@ -119,12 +119,13 @@ class Ledger:
                 for spans in (self._old, self._spans)
             )
 
-    def waited(self, waited_ns: int) -> None:
-        """It is known now that a collective waited so long for its last member, of what was called a transfer."""
-        self.totals["push"] -= waited_ns - waited_ns // 2
-        self.totals["pull"] -= waited_ns // 2
-        self.totals["wait"] += waited_ns
-        self.collective_ns -= waited_ns
+    def waited(self, *each_ns: int) -> None:
+        """It is known now that collectives waited so long for their last members, of what was called a transfer."""
+        for waited_ns in each_ns:
+            self.totals["push"] -= waited_ns - waited_ns // 2
+            self.totals["pull"] -= waited_ns // 2
+            self.totals["wait"] += waited_ns
+            self.collective_ns -= waited_ns
 
     def cut(self) -> tuple[list[Span], int, int]:
         """End a round; returns its spans, start and end."""

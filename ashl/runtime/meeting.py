@@ -8,10 +8,13 @@ can be left, while gloo would wait for good.
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,14 @@ from ashl.runtime.plane import NEVER
 
 MET, NEWCOMER = 0, 1  # places in a group of two
 POLL_S = 0.02
+LOOK_S = 0.2  # between two looks whether what is waited for can still come
+T = TypeVar("T")
+
+
+class Shared(Protocol):
+    """The job's store, which each thread has a connection of its own to."""
+
+    def another(self) -> dist.Store: ...
 
 
 class Entry(NamedTuple):
@@ -58,34 +69,69 @@ def name_of(peer: int, worker: int, life: int) -> str:
     return f"pair/{peer}/{worker}/{life}"
 
 
-def of_two(name: str, store: dist.Store, place: int) -> dist.ProcessGroup:
-    """The group of this name, once both are there."""
-    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, 2, NEVER))
+def known_to(name: str) -> str:
+    """The key of that the peer takes part in the group of two of this name."""
+    return f"{name}/known"
+
+
+def of_some(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
+    """The group of this name and size, once all are there."""
+    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NEVER))
+
+
+def watched(act: Callable[[], T], in_vain: Callable[[], bool]) -> T | None:
+    """What comes of what may last for good, as gloo's waiting does where a process is lost: None once it is in vain.
+    Raises what `act` raises."""
+    outcome = Future[T]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="watched").start()
+    while not wait([outcome], LOOK_S).done:
+        if in_vain():
+            return None
+    return outcome.result()
 
 
 def let_in(store: dist.Store, peer: int, worker: int, life: int, clock_ns: Callable[[], int]) -> dist.ProcessGroup:
     """At a peer, whose run has this clock: the group with a worker that comes. Waits for it."""
     name, now_ns = name_of(peer, worker, life), clock_ns()
     store.set(name, f"{time.monotonic_ns() - now_ns} {now_ns} {clock_of()}")
-    return of_two(name, store, MET)
+    return of_some(name, store, MET)
 
 
-def come_in(store: dist.Store, peers: Iterable[int], worker: int, life: int, news: Callable[[], News]) -> Entry | None:
+def acquainted(store: dist.Store, peer: int, worker: int, life: int) -> None:
+    """At a peer: it has taken note that the worker has come."""
+    store.set(known_to(name_of(peer, worker, life)), "")
+
+
+def come_in(shared: Shared, peers: Iterable[int], worker: int, life: int, news: Callable[[], News]) -> Entry | None:
     """At the worker: None where the run is over before it is let in. Who is lost by then lets nobody in: one comes
-    after the other, so each of two who come finds the other there, or will be found."""
+    after the other, so each of two who come finds the other there, or will be found. In the end all others know it."""
     while (worker, life) not in news().ready:
         if news().end is not None:
             return None
         time.sleep(POLL_S)
-    groups, zero_ns = dict[int, dist.ProcessGroup](), 0
-    for peer in peers:
-        name = name_of(peer, worker, life)
-        while not (there := store.check([name])) and peer not in dict(news().lost):
-            if news().end is not None:
-                return None
+    groups, zero_ns, store = dict[int, dist.ProcessGroup](), 0, shared.another()
+
+    def in_vain(peer: int) -> bool:
+        return peer in dict(news().lost) or news().end is not None
+
+    def there(peer: int, key: str) -> bool:
+        while not (there := store.check([key])) and not in_vain(peer):
             time.sleep(POLL_S)
-        if there:
+        return there
+
+    for peer in peers:
+        if there(peer, name := name_of(peer, worker, life)):
             zero, now, clock = map(int, store.get(name).split())
             zero_ns = zero if clock == clock_of() else time.monotonic_ns() - now
-            groups[peer] = of_two(name, store, NEWCOMER)
-    return Entry(groups, zero_ns)
+            group = watched(partial(of_some, name, shared.another(), NEWCOMER), partial(in_vain, peer))
+            groups |= {} if group is None else {peer: group}
+    for peer in groups:
+        there(peer, known_to(name_of(peer, worker, life)))
+    return None if news().end is not None else Entry(groups, zero_ns)

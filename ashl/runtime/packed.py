@@ -19,7 +19,8 @@ from torch import Tensor
 from ashl.learn.device import HOST, at_home, to_device, to_host
 
 PLAIN = (type(None), bool, int, float, str)
-KIND, NAME, ITEMS, TENSOR, THERE = "kind", "name", "items", "tensor", "there"  # on a device
+KIND, NAME, ITEMS, TENSOR, SHAPE = "kind", "name", "items", "tensor", "shape"
+THERE = "there"  # on a device
 
 
 def save(path: Path, document: Any) -> None:
@@ -85,8 +86,8 @@ def parcelled(value: Any) -> list[Tensor]:
 
     def apart(item: Any) -> Any:
         if isinstance(item, Tensor):
-            tensors.append(item)
-            return {KIND: TENSOR, ITEMS: len(tensors)}
+            tensors.append(item.flatten())
+            return {KIND: TENSOR, ITEMS: len(tensors), SHAPE: [*item.shape]}
         if isinstance(item, dict):
             return {key: apart(part) for key, part in item.items()}
         return [apart(part) for part in item] if isinstance(item, list | tuple) else item
@@ -100,7 +101,7 @@ def opened(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> 
 
     def whole(item: Any) -> Any:
         if isinstance(item, dict) and item.get(KIND) == TENSOR:
-            return parcel[item[ITEMS]]
+            return parcel[item[ITEMS]].view(item[SHAPE])
         if isinstance(item, dict):
             return {key: whole(part) for key, part in item.items()}
         return [whole(part) for part in item] if isinstance(item, list) else item

@@ -140,7 +140,7 @@ class TorchKernel:
 
     def lose(self, peer: int, why: str) -> None:
         """A peer counts as gone. May be called from another thread."""
-        if self._links is not None and peer in self._peers:
+        if self._links is not None:
             self._links.lose(peer, why)
 
     def run(self, main: Callable[[Node], Coroutine]) -> Any:
@@ -165,7 +165,7 @@ class TorchKernel:
                     self._next()
         finally:
             self._unit.close()
-        self._rebook(self._communicator.close())
+        self.node.ledger.waited(*self._communicator.close())
         self.node.account()
         return self._main.result
 
@@ -271,6 +271,9 @@ class TorchKernel:
                 value = self._mail.drop(effect.tags)
             elif isinstance(effect, fx.Regroup):
                 value = self._communicator.regroup(effect)
+                self.node.knocks = False  # first: another thread may find meanwhile that somebody does
+                if self._communicator.knocks:
+                    self.node.knocks = True
             else:
                 raise TypeError(f"{effect!r} is not an effect")
 
@@ -339,13 +342,8 @@ class TorchKernel:
         ledger = self.node.ledger
         ledger.traffic(outcome.begin_ns, *outcome.moved)
         ledger.collective(outcome.begin_ns, outcome.end_ns, main)
-        self._rebook(outcome.waited_ns)
+        ledger.waited(*outcome.waited_ns)
         return outcome.value
-
-    def _rebook(self, waited_ns: list[int]) -> None:
-        """Of collectives that were called transfers it is known now how long they waited."""
-        for waited in waited_ns:
-            self.node.ledger.waited(waited)
 
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.body is None else effect.body.nbytes

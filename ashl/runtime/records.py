@@ -106,11 +106,13 @@ class Lost(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """The link from here to a peer, in this life of the peer, is broken."""
+    """The link from here to a peer, in this life of the peer, is broken; where it is not `alone`, or that to another of
+    its team."""
 
     rank: int
     peer: int
     life: int
+    alone: bool = True
 
 
 class Joined(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.sum_rounds import homes_of, rounds_of
+from ashl.runtime.meeting import world
 from ashl.runtime.sums import HALVES
 
 Rows = dict[int, tuple[int, Any]]  # of a piece, by the first of the members in each sum: how many are in it, the sum
@@ -86,16 +87,25 @@ class OwnSums(NamedTuple):
     exact: bool
 
     def all_reduce(
-        self, tensor: Tensor, group: tuple[int, ...], op: str, nbytes: int, network: Exchange | Ports | None, tag: int
+        self,
+        tensor: Tensor,
+        group: tuple[int, ...],
+        op: str,
+        nbytes: int,
+        network: Exchange | Ports | None,
+        tag: int,
+        pg: dist.ProcessGroup | None,
     ) -> tuple[Tensor, tuple[int, int]]:
         """(a new tensor with the sum or maximum over the group, bytes sent and received): those of the model of cost
-        where there is one, else as they travel. `nbytes` is what counts of the tensor."""
+        where there is one, else as they travel. `nbytes` is what counts of the tensor, `pg` a process group of these
+        ranks, where they have one of their own."""
         homes, place = homes_of(group, self.node), group.index(self.rank)
         known = network.summing.known(group, nbytes) if network is not None and network.summing else None
         exact = self.exact and op == "sum"
         way = way_of(known.algorithm if known else self.algorithm, homes, place, exact)
         x = tensor.float() if tensor.dtype in HALVES else tensor
-        total = carried(x, way, group, torch.add if op == "sum" else torch.maximum, exact, place, tag)
+        through = (world(), group) if pg is None else (pg, range(len(group)))
+        total = carried(x, way, *through, torch.add if op == "sum" else torch.maximum, exact, place, tag)
         if known is None:
             moved = nbytes * way.sent // way.pieces, nbytes * way.received // way.pieces
         else:
@@ -104,9 +114,16 @@ class OwnSums(NamedTuple):
 
 
 def carried(
-    x: Tensor, way: Way, group: Sequence[int], add: Callable[[Any, Any], Any], exact: bool, place: int, tag: int
+    x: Tensor,
+    way: Way,
+    pg: dist.ProcessGroup,
+    places: Sequence[int],
+    add: Callable[[Any, Any], Any],
+    exact: bool,
+    place: int,
+    tag: int,
 ) -> Tensor:
-    """A new vector [d] with the sum of everybody's x [d]."""
+    """A new vector [d] with the sum of everybody's x [d]; in this process group the members have these places."""
     d = x.numel()
     length = -(-d // way.pieces)
     padded = torch.nn.functional.pad(x, (0, way.pieces * length - d))
@@ -114,10 +131,9 @@ def carried(
     for out, into, adds in way.legs:
         boxes = [x.new_empty(stop - start, len(keys), length) for _, start, stop, keys in into]
         bodies = [torch.cat([row for rows in held[a:b] for _, row in rows.values()]) for _, a, b in out]
-        work = [dist.irecv(box, group[src], tag=tag) for box, (src, *_) in zip(boxes, into, strict=True)]
-        work += [dist.isend(body, group[dst], tag=tag) for body, (dst, *_) in zip(bodies, out, strict=True)]
+        work = [pg.recv([box], places[src], tag) for box, (src, *_) in zip(boxes, into, strict=True)]
+        work += [pg.send([body], places[dst], tag) for body, (dst, *_) in zip(bodies, out, strict=True)]
         for item in work:
-            assert item is not None
             item.wait()
         for box, (_, start, _, keys) in zip(boxes, into, strict=True):
             for piece, terms in enumerate(box, start):

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -133,8 +133,22 @@ def in_virtual_time(kill: Kill, folder: str) -> Outcome:
     return judged(kill, Path(folder), code, err, time.monotonic() - began)
 
 
+def at_once(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
 def on_processes(kill: Kill, folder: str) -> Outcome:
-    """The run in this process, and a thread that kills one of its children by the run's clock."""
+    code, err, took_s = struck(kill, folder)
+    if left := ranks_of(Path(folder)):
+        return Outcome(WRONG, took_s, f"ranks {sorted(left)} are left")
+    return judged(kill, Path(folder), code, err, took_s)
+
+
+def struck(
+    kill: Kill, folder: str, own: Sequence[str] = (), strike: Callable[[int], None] = at_once
+) -> tuple[int, str, float]:
+    """The run in this process, and a thread that strikes one of its children by the run's clock: exit code, last words,
+    and the seconds since then."""
     zeros, killed, over, emit = list[float](), list[float](), threading.Event(), Monitor.emit
 
     def listening(monitor: Monitor, record: Record) -> None:
@@ -146,7 +160,7 @@ def on_processes(kill: Kill, folder: str) -> Outcome:
         while not over.wait(0.002):
             if not killed and zeros and time.monotonic() - min(zeros) >= kill.time_s:
                 if (pid := ranks_of(Path(folder)).get(kill.worker)) is not None:
-                    os.kill(pid, signal.SIGKILL)
+                    strike(pid)
                 killed.append(time.monotonic())
             if killed and time.monotonic() - killed[0] > BOUND_S:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -157,15 +171,12 @@ def on_processes(kill: Kill, folder: str) -> Outcome:
     Monitor.emit = listening  # type: ignore[method-assign]
     thread.start()
     try:
-        code, err = said(command(kill.topology, kill.sync, kill.plan, "local", folder))
+        code, err = said([*command(kill.topology, kill.sync, kill.plan, "local", folder), *own])
     finally:
         Monitor.emit = emit  # type: ignore[method-assign]
         over.set()
         thread.join()
-    took_s = time.monotonic() - killed[0] if killed else 0.0
-    if left := ranks_of(Path(folder)):
-        return Outcome(WRONG, took_s, f"ranks {sorted(left)} are left")
-    return judged(kill, Path(folder), code, err, took_s)
+    return code, err, time.monotonic() - killed[0] if killed else 0.0
 
 
 def judged(kill: Kill, folder: Path, code: int, err: str, took_s: float) -> Outcome:
@@ -197,6 +208,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many drawn kills on processes; default: five for each mode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=",".join(TOPOLOGIES), help="of these topologies, separated by commas")
+    parser.add_argument("--processes", action="store_true", help="on processes alone")
     asked = parser.parse_args()
     rng, wrong = random.Random(asked.seed), list[str]()
     with tempfile.TemporaryDirectory() as folder:
@@ -205,13 +217,14 @@ def main() -> None:
         everything = [kill for found in drawn.values() for kill in found]
         real = everything if asked.sample is None else rng.choices(everything, k=asked.sample)
         virtual, processes = defaultdict(list), defaultdict(list)
-        for number, kill in enumerate(everything):
+        for number, kill in enumerate([] if asked.processes else everything):
             virtual[kill[:3]].append(found := in_virtual_time(kill, f"sim-{number}"))
             if found.what == WRONG:
                 wrong.append(f"{kill}: {found.why}")
         for number, kill in enumerate(real):
             processes[kill[:3]].append(found := on_processes(kill, f"real-{number}"))
-            print(f"{number + 1}/{len(real)} {kill.topology} {kill.sync} {kill.moment}: {found.what}", flush=True)
+            line = f"{number + 1}/{len(real)} {kill.topology} {kill.sync} {kill.moment}: {found.what} {found.why}"
+            print(line.strip(), flush=True)
             if found.what == WRONG:
                 wrong.append(f"{kill}: {found.why}")
         rows = [[mode[0], mode[1], cell(virtual[mode]), cell(processes[mode])] for mode in drawn]

@@ -1,8 +1,10 @@
-"""Workers of real sums and of gossip in rounds that are lost: the others go on, and nobody comes back."""
+"""Workers of real sums and of gossip in rounds that are lost: the others go on; who comes back under all-reduce takes
+part from the next merge on."""
 
 import hashlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from ashl.cli.app import main
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
-from tests.disturbed import LONG, check_records, ranks_of
+from ashl.tracking import jsonl
+from tests.cli.test_lost_workers import check_return
+from tests.disturbed import LONG, check_records, ranks_of, wait_for
 from tests.sim.test_regrouping import Alone
 
 THREE = "cluster.compute=[1,1.5,1]"
@@ -48,8 +52,7 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(worker: int, mode: tupl
     """To the bit: each round by the formula, with all up to the loss, and with the others from then on."""
     assert main(["train", *LONG, *RING, *mode, fails((worker, 0.3)), "stop.seconds=1.4"]) == 0
     summary = check_records(workplace / "run", "finished")
-    ((_, why),) = [(of["worker"], of["why"]) for of in summary["lost_workers"]]
-    assert why == "declared"
+    assert [(of["worker"], of["time_s"], of["why"]) for of in summary["lost_workers"]] == [(worker, 0.3, "declared")]
     alone = Alone(assemble(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0])
     with_it, others = summary["workers"][worker]["commits"], [rank for rank in range(3) if rank != worker]
     assert 0 < with_it < summary["commits"]
@@ -102,9 +105,73 @@ def test_groups_of_three_lose_two_of_four(mode: tuple[str, ...], pace: str, work
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [(*RING, "sync=bsp"), ROUNDS[0], AVERAGES[0]])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("sync=bsp", "optimizer.momentum=0.9"),
+        ("sync=bsp", "optimizer=adam", "topology.algorithm=ring"),
+        ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
+        ("sync=bsp", "compression=topk", "compression.ratio=0.1", "cluster.exchange_s=0.002"),
+    ],
+    ids=["momentum", "adam, ring", "outer", "topk"],
+)
+def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
+    mode: tuple[str, ...], rank: int, train, workplace: Path
+) -> None:
+    """To the bit: rounds of all, of those who were left, and of all, where one has nothing of its own to begin with."""
+    own = ("cluster.step_s=0.02", "runtime.respawn=1", "stop.seconds=9")
+    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *RING, *mode, *own)
+    assert (code, err) == (0, ""), err
+    run = workplace / "run"
+    summary = check_return(run, rank, "was killed by SIGKILL")
+    alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
+    back_s, merges = summary["lost_workers"][0]["back_s"], summary["commits"]
+    events = jsonl.read(run / "events.jsonl")
+    since = sum(
+        e["kind"] == "round" and e["rank"] == rank and e["start_s"] > back_s - 0.1 and not e["dropped"] for e in events
+    )
+    before = summary["workers"][rank]["commits"] - since
+    for number in range(merges):
+        if number == merges - since:
+            alone.workers[rank] = alone.worker(rank, (before + 1) * alone.stage.round_steps[rank])
+        here = number < before or number >= merges - since
+        alone.round([0, 1, 2] if here else [other for other in range(3) if other != rank])
+    assert isinstance(alone.params, torch.Tensor)
+    assert summary["params_sha256"] == hashlib.sha256(alone.params.numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.slow
+def test_two_who_are_killed_come_back_also_over_a_border(train, workplace: Path) -> None:
+    def kill(run: Path) -> None:
+        os.kill(ranks_of(run)[0], signal.SIGKILL)
+        time.sleep(0.5)
+        os.kill(ranks_of(run)[2], signal.SIGKILL)
+
+    own = ("schedule=post_local", "runtime.respawn=1", "stop.seconds=12")
+    assert train(kill, *RING, *own) == (0, "")
+    lost = check_records(workplace / "run", "finished")["lost_workers"]
+    assert [of["worker"] for of in lost] == [0, 2]
+    assert all(of["back_s"] for of in lost)
+
+
+@pytest.mark.slow
+def test_sums_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(train, workplace: Path) -> None:
+    def stop_for_a_while(run: Path) -> None:
+        os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
+        wait_for(lambda: '"lost"' in (run / "events.jsonl").read_text())
+        time.sleep(1)
+        os.kill(stopped, signal.SIGCONT)
+
+    own = ("sync=bsp", "runtime.timeout_s=4", "stop.seconds=14")
+    assert train(stop_for_a_while, *RING, *own) == (0, "")
+    check_return(workplace / "run", 1, "was not heard of for 4 s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [ROUNDS[0], AVERAGES[0]])
 def test_who_stands_still_for_too_long_is_dropped_for_good(mode: tuple[str, ...], train, workplace: Path) -> None:
-    own = ("runtime.timeout_s=4", "stop.seconds=8", "runtime.respawn=1")
+    own = ("runtime.timeout_s=4", "stop.seconds=8")
     code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *mode, *own)
     assert (code, err) == (0, ""), err
     check_lost(workplace / "run", 0, "was not heard of for 4 s")

@@ -58,10 +58,13 @@ def test_a_run_and_what_is_said_of_it(two_hosts: list[str], capfd: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_killed_worker(two_hosts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("mode", [["sync=bsp", "cluster.num_workers=2"], ["topology=all_reduce", "sync=bsp"]])
+def test_a_run_goes_on_without_a_killed_worker(
+    mode: list[str], two_hosts: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     """One that is on the second host: the launcher says what it sees, and home that the run goes on."""
     Path("hosts").write_text("127.0.0.1\n127.0.0.2 slots=2\n")
-    own = ["sync=bsp", "cluster.num_workers=2", *SHORT[:3], "stop.seconds=4", "eval.every_s=1"]
+    own = [*mode, *SHORT[:3], "stop.seconds=8", "eval.every_s=1"]
 
     def kill() -> None:
         wait_for(lambda: Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").stat().st_size)

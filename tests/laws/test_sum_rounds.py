@@ -12,7 +12,6 @@ import torch
 from ashl.cluster.network import network
 from ashl.cluster.spec import Event
 from ashl.cluster.sum_rounds import BY_NAME
-from ashl.runtime import sum_messages
 from ashl.runtime.sum_messages import OwnSums
 from ashl.runtime.sums import sum_in_rank_order
 from tests.laws.machines import MS, cluster
@@ -33,31 +32,30 @@ LAYOUTS = [
 
 
 class Wire:
-    """torch.distributed as far as it is needed, between the threads of this process."""
+    """A process group as far as it is needed, between the threads of this process."""
 
     def __init__(self) -> None:
         self.queues: defaultdict[tuple[int, int], queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
         self.here = threading.local()
 
-    def isend(self, body, dst, tag):
-        self.queues[self.here.rank, dst].put(body.clone())
+    def send(self, bodies, dst, tag):
+        self.queues[self.here.rank, dst].put(bodies[0].clone())
         return SimpleNamespace(wait=lambda: None)
 
-    def irecv(self, box, src, tag):
-        me = self.here.rank
+    def recv(self, boxes, src, tag):
+        me, (box,) = self.here.rank, boxes
         return SimpleNamespace(wait=lambda: box.copy_(self.queues[src, me].get(timeout=10).view(box.shape)))
 
 
-def summed(algorithm, node, exact, xs, monkeypatch, op="sum"):
+def summed(algorithm, node, exact, xs, op="sum"):
     """What every member has then, and what it sent and received."""
     wire, n = Wire(), len(node)
-    monkeypatch.setattr(sum_messages, "dist", wire)
     ends = [None] * n
 
     def member(rank: int) -> None:
         wire.here.rank = rank
         own = OwnSums(rank, algorithm, node, exact)
-        ends[rank] = own.all_reduce(xs[rank], tuple(range(n)), op, xs[rank].nbytes, None, 0)
+        ends[rank] = own.all_reduce(xs[rank], tuple(range(n)), op, xs[rank].nbytes, None, 0, wire)
 
     threads = [threading.Thread(target=member, args=(rank,)) for rank in range(n)]
     for thread in threads:
@@ -68,29 +66,27 @@ def summed(algorithm, node, exact, xs, monkeypatch, op="sum"):
 
 
 @pytest.mark.parametrize("algorithm", BY_NAME)
-def test_an_exact_sum_is_the_one_in_rank_order_whichever_way_it_travels(algorithm, monkeypatch) -> None:
+def test_an_exact_sum_is_the_one_in_rank_order_whichever_way_it_travels(algorithm) -> None:
     generator = torch.Generator().manual_seed(0)
     for node in LAYOUTS:
         for d, dtype in ((1, torch.float32), (53, torch.float32), (53, torch.bfloat16)):
             xs = [torch.randn(d, generator=generator).to(dtype) for _ in node]
-            ends = summed(algorithm, node, True, xs, monkeypatch)
+            ends = summed(algorithm, node, True, xs)
             assert all(torch.equal(total, sum_in_rank_order(xs)) for total, _ in ends), (node, d, dtype)
 
 
 @pytest.mark.parametrize("algorithm", BY_NAME)
-def test_a_native_sum_is_alike_on_all_and_travels_as_it_costs(algorithm, monkeypatch) -> None:
+def test_a_native_sum_is_alike_on_all_and_travels_as_it_costs(algorithm) -> None:
     generator = torch.Generator().manual_seed(0)
     for node in LAYOUTS:
         xs = [torch.randn(840, generator=generator) for _ in node]
-        ends, group = summed(algorithm, node, False, xs, monkeypatch), tuple(range(len(node)))
+        ends, group = summed(algorithm, node, False, xs), tuple(range(len(node)))
         assert all(torch.equal(total, ends[0][0]) for total, _ in ends)
         assert torch.allclose(ends[0][0], torch.stack(xs).sum(0), atol=1e-5)
         machines = cluster(len(node), node=node, inner_bandwidth_mbit_s=1.0)
         known = network(machines, 1, algorithm).summing.known(group, xs[0].nbytes)
         assert [moved for _, moved in ends] == list(zip(known.sent, known.received, strict=True))
-    ends = summed(
-        algorithm, (0, 0, 1), True, [torch.tensor([3.0, 0]), torch.tensor([1.0, 2]), torch.zeros(2)], monkeypatch, "max"
-    )
+    ends = summed(algorithm, (0, 0, 1), True, [torch.tensor([3.0, 0]), torch.tensor([1.0, 2]), torch.zeros(2)], "max")
     assert all(top.tolist() == [3, 2] for top, _ in ends)
 
 

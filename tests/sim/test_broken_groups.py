@@ -1,14 +1,15 @@
 """Groups that lose a member, and workers that come, under partial all-reduce in virtual time."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ashl.errors import AshlError
+from ashl.errors import AshlError, UsageError
 from ashl.planning.build import parts_of
-from ashl.planning.legal_churn import check_churn
+from ashl.planning.legal_churn import check_churn, check_respawn
 from ashl.runtime.sums import sum_in_rank_order
 from tests.sim.test_churn import RUN, back, lost, with_events
 from tests.support import Ran, planned, run
@@ -84,9 +85,26 @@ def test_failures_at_random_never_end_a_run() -> None:
 
 def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     local = SimpleNamespace(
-        name="local", min_workers=1, on_loss="forget", backend="auto", device="cpu", precision="fp32"
+        name="local", min_workers=1, respawn=0, on_loss="forget", backend="auto", device="cpu", precision="fp32"
     )
     plan = with_events(planned(*SIZES), lost(0, 0.1))
     check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
     plan = with_events(planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1))
     check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
+
+
+@pytest.mark.parametrize(
+    ("own", "known", "said"),
+    [
+        (("topology=all_reduce", "sync=bsp"), {}, None),
+        (GROUPS[-2:], {}, "sync=ripples_first_come lets nobody back; drop it, or take"),
+        (("topology=gossip", "sync=d_psgd"), {}, "sync=d_psgd lets nobody back"),
+        (("topology=parameter_server", "sync=bsp"), {"name": "torchrun"}, "others have started these processes"),
+        (("topology=parameter_server", "sync=bsp"), {"checkpoint_s": 1.0}, r"leaves checkpoints \(run.checkpoint_s\)"),
+    ],
+)
+def test_nobody_is_started_anew_where_nobody_comes_back(own: tuple[str, ...], known: dict, said: str | None) -> None:
+    runtime = {"name": "local", "respawn": 1, "backend": "auto", "device": "cpu", "precision": "fp32"} | known
+    parts = replace(parts_of(planned(*RUN, *own)), runtime=SimpleNamespace(**runtime))
+    with pytest.raises(UsageError, match=said) if said else nullcontext():
+        check_respawn(parts, known.get("checkpoint_s"))
