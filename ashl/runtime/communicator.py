@@ -9,10 +9,11 @@ Where a member is lost, see `ashl.runtime.agreement`.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ashl.runtime.agreement import Agreement, Groups
 from ashl.runtime.channel import Collective, committed
 from ashl.runtime.effects import AllReduce, Formed, Regroup
 from ashl.runtime.kernel import waiting_for
+from ashl.runtime.meeting import world
 from ashl.runtime.pace import Pace
 from ashl.runtime.sum_messages import OwnSums
 from ashl.runtime.sums import HALVES_OF_A_SUM
@@ -141,6 +143,13 @@ class End:
             pending.done(outcome)
 
 
+def never_taken_down(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Also not when the process ends: gloo would wait for a sum that was broken off, and for good where one of its
+    members stands still, or its link is cut."""
+    for group in (*groups, world() if dist.is_initialized() else None):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 class Communicator:
     """All channels of this rank."""
 
@@ -165,7 +174,6 @@ class Communicator:
         self._ends: dict[Team, End] = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
         self._starts: list[Start] = []
-        self._former: list[Groups] = []
 
     @cached_property
     def _all(self) -> Team:
@@ -199,7 +207,7 @@ class Communicator:
         assert self._agreement is not None
         formed, groups = self._agreement.regroup(asked, self._clock)
         if groups is not None:
-            self._former.append(self._groups)  # gloo would wait for one that stands still, to take a group down
+            never_taken_down(self._groups.values())
             self._all, self._groups, self._ends, self._starts = formed.ranks, groups, {}, []
         return formed
 

@@ -30,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ashl.errors import AshlError
-from ashl.runtime.effects import JOIN, LOST, Message, Tag
+from ashl.runtime.effects import JOIN, LOST, Message, PeerLostError, Tag
 from ashl.runtime.node import Node
 from ashl.stage.program import reassigned
 from ashl.stage.stage import GO, NEXT, STOP, Stage
@@ -87,12 +87,13 @@ def introduced(state: ServerState, message: Message) -> None:
 
 
 def check_left(node: Node, stage: Stage, rank: int, left: int) -> None:
-    """Raises AshlError where too few workers are left without this one."""
+    """Raises AshlError where too few workers are left without this one; where a run goes on without none, that is but a
+    consequence of its loss."""
     if left < stage.min_workers:
         raise AshlError(
             f"worker {rank} is lost at {node.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
             f"runtime.min_workers={stage.min_workers}: the run ends here"
-        )
+        ) from (None if stage.elastic else PeerLostError(rank))
 
 
 async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
