@@ -10,6 +10,7 @@ from .train import ConfigDir, Debug, Overrides, starting
 
 
 def calibrate(
+    ctx: typer.Context,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="What each run should take.")] = 3.0,
@@ -35,6 +36,7 @@ def calibrate(
             seconds=seconds,
             budget_s=budget,
             dry_run=dry_run,
+            where=ctx.obj,
             quiet=quiet,
         )
     return 0

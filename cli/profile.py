@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from ashl.errors import UsageError
+
 from .train import Cfg, ConfigDir, Debug, DryRun, Overrides, as_yaml, starting
 
 
@@ -15,6 +17,9 @@ def profile(
     full: Annotated[
         bool, typer.Option("--full", help="Distributions, costs by size, ports and encodings, too: up to two minutes.")
     ] = False,
+    codec: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="With --full: time this compression, too, as in topk.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -37,4 +42,7 @@ def profile(
         measured = not is_virtual(config)
         shown(measuring.through_server(config) if measured else config, [] if measured else overrides or [])
         return 0
-    return measuring.profile(config, overrides or [], quiet=quiet, full=full)
+    if codec and not full:
+        raise UsageError("--codec times how a compression encodes, which --full does; add it")
+    codecs = [compose([*(overrides or []), f"compression={name}"], config_dir)["compression"] for name in codec or []]
+    return measuring.profile(config, overrides or [], quiet=quiet, full=full, codecs=codecs)

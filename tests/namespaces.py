@@ -8,10 +8,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 BUCKET_S = 0.0005  # of traffic that may pass at once: a larger one lets a small model through after every pause
+CPU = Path("/sys/fs/cgroup/cpu")  # of version 1
+PERIOD_US = 5000  # in which a slower machine has its share of a core
 HOSTS = Path("/etc/netns")  # `ip netns exec` mounts what lies there in a folder of the namespace's name over /etc
 
 
@@ -104,7 +106,12 @@ def job(names: Sequence[str], port: int, command: Sequence[str], folder: Path, l
 
 def inside(name: str) -> tuple[str, ...]:
     """What to write before a command for it to run there."""
-    return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name)
+    there = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name)
+    return (
+        ("sh", "-c", f'echo $$ > {group(name)}/cgroup.procs; exec "$@"', name, *there)
+        if group(name).exists()
+        else there
+    )
 
 
 def bucket(device: str, mbit_s: float) -> tuple[str, ...]:
@@ -115,3 +122,46 @@ def bucket(device: str, mbit_s: float) -> tuple[str, ...]:
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
+
+
+@contextmanager
+def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
+    """An sshd on each machine, for whoever has the key that is made in this folder; yields how to connect."""
+    for key in ("host", "user"):
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
+    public = (folder / "host.pub").read_text()
+    (folder / "known").write_text(f"{address('net-*')} {public}")
+    (folder / "sshd").write_text(
+        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
+        "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+    )
+    (folder / "client").write_text(f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known\n")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd")]
+    servers = [subprocess.Popen([*inside(name), *command], stderr=subprocess.DEVNULL) for name in names]
+    try:
+        yield f"ssh -F {folder}/client"
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+
+
+@contextmanager
+def slowed(names: Sequence[str], cores: Sequence[float]) -> Generator[None]:
+    """What is started on these machines from now on has so many cores of this one, in turns of a few milliseconds."""
+    try:
+        for name, share in zip(names, cores, strict=True):
+            group(name).mkdir()
+            (group(name) / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group(name) / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD_US)))
+        yield
+    finally:
+        for name in names:
+            with suppress(OSError):
+                group(name).rmdir()
+
+
+def group(name: str) -> Path:
+    """The control group of a machine, where it has one."""
+    return CPU / name

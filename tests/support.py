@@ -21,6 +21,7 @@ from ashl.run.evaluation import rises
 from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.runtime.churn import Churn
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
+from ashl.runtime.shared_cores import simulator
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.program import hearing, program
@@ -140,7 +141,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     stage = stages[0]
     ran = Ran(plan, parts=models_of(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), ran)
+    sim = simulator(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), ran)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)
     ran.events = sim.events

@@ -118,7 +118,7 @@ def test_the_command_line_of_ssh() -> None:
 def test_what_is_understood() -> None:
     assert implied("train", ["sync=bsp", "cluster.num_workers=2"], None) == ["runtime=torchrun", "cluster=real"]
     assert implied("train", ["cluster.compute=[1,2]", "runtime=local"], None) == []
-    with pytest.raises(UsageError, match=r"Give cluster.num_workers, as all settings"):
+    with pytest.raises(UsageError, match=r"Give cluster.num_workers, as all runs"):
         implied("sweep", ["sync=bsp,ssp"], None)
     assert implied("train", ["cluster=mixed"], None) == ["runtime=torchrun"]
 

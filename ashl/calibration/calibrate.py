@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ashl.calibration.combinations import LeftOut, Pair, chosen, codecs_of, pairs_of, tasks_of, usual
+from ashl.calibration.combinations import LeftOut, Pair, chosen, codec_names, codecs_of, pairs_of, tasks_of, usual
 from ashl.calibration.compared import Compared, Verdict, compared, verdict
 from ashl.calibration.page import page
 from ashl.calibration.told import announce, show, show_pairs
@@ -28,11 +28,13 @@ from ashl.plan.files import read_profile
 from ashl.plan.profile import Profile
 from ashl.planning.build import Options
 from ashl.run.measured import load, now, versions
+from ashl.run.on_hosts import fetch, job_size, run_job, size_there
 from ashl.run.profile import profile as measure
+from ashl.run.ssh import Launch
 from ashl.run.train import is_virtual
-from ashl.study.grid import Grid, Setting
-from ashl.study.slots import run_all
-from ashl.study.sweep import begun, clear, ended, fill, locked
+from ashl.study.grid import Grid, Setting, alone
+from ashl.study.slots import here, on_hosts, run_all
+from ashl.study.sweep import RunJobs, begun, clear, ended, fill, locked
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
@@ -54,6 +56,7 @@ class Place:
     deadline: Deadline
     console: Console
     quiet: bool
+    where: Launch | None  # the hosts of its real runs; None = they start here
 
 
 def calibrate(
@@ -65,9 +68,10 @@ def calibrate(
     budget_s: float,
     dry_run: bool,
     quiet: bool,
+    where: Launch | None = None,
 ) -> None:
     """Raises UsageError and DataMissingError for what cannot be calibrated, AshlError where nothing can be compared."""
-    typed, given = sorted_out(overrides, config_dir)
+    typed, given = sorted_out(overrides, config_dir, where)
     tasks, first = tasks_of(typed), {}
     for task in tasks:
         config = compose([*usual(typed), *task, *next(iter(chosen(typed).values()))], config_dir)
@@ -77,7 +81,7 @@ def calibrate(
             f"profile={given[min(strangers)]} is of the model {min(strangers)}, and what is calibrated is "
             f"{' and '.join(first)}; say model= and dataset= as it was profiled with, or give another profile"
         )
-    place = Place(folder_of(first, given), tuple(typed), config_dir, seconds, Deadline(budget_s), console, quiet)
+    place = Place(folder_of(first, given), tuple(typed), config_dir, seconds, Deadline(budget_s), console, quiet, where)
     if dry_run:
         show_pairs(console, first, chosen(typed), seconds, place.folder)
         return
@@ -98,7 +102,9 @@ def calibrate(
     show(console, told, left_out, stored, place.folder / PAGE, len(pairs))
 
 
-def sorted_out(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[str], dict[str, Path]]:
+def sorted_out(
+    overrides: Sequence[str], config_dir: Path | None, where: Launch | None
+) -> tuple[list[str], dict[str, Path]]:
     """(what holds for every run, profiles by their models). Raises UsageError."""
     typed, given = list[str](), dict[str, Path]()
     for text in {key_of(text): text for text in overrides}.values():
@@ -115,8 +121,11 @@ def sorted_out(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[
             typed.append(text)
     config = compose(typed, config_dir)
     kind = config["runtime"]["_target_"]
-    if is_virtual(config) or not kind.endswith("LocalRuntime"):
-        raise UsageError("a calibration compares virtual time with real runs that it starts itself; take runtime=local")
+    if is_virtual(config) or not kind.endswith("TorchrunRuntime" if where else "LocalRuntime"):
+        own = "torchrun, as `ashl launch` understands it" if where else "local"
+        raise UsageError(
+            f"a calibration compares virtual time with real runs that it starts itself; take runtime={own}"
+        )
     keys = {key_of(text) for text in typed}
     if "cluster" not in keys:
         typed.append("cluster=real")
@@ -145,13 +154,26 @@ def profiled(name: str, task: Sequence[str], config: dict[str, Any], place: Plac
     if isinstance(cluster, Cluster) and not cluster.missing():
         virtual = compose([*usual(place.typed), *task, "runtime=sim"], place.config_dir)
         measure({**virtual, "run": {**virtual["run"], "dir": str(folder)}}, [], quiet=True)
+        return folder / "profile.json"
+    if not place.quiet:
+        place.console.print(f"measuring what {name} costs here in full, into {folder}", soft_wrap=True)
+    found = chosen(place.typed)
+    if place.where is None:
+        codecs = codecs_of(found, place.typed, place.config_dir)
+        measure({**config, "run": {**config["run"], "dir": str(folder)}}, [], quiet=True, full=True, codecs=codecs)
     else:
-        if not place.quiet:
-            place.console.print(f"measuring what {name} costs here in full, into {folder}", soft_wrap=True)
-        codecs = codecs_of(chosen(place.typed), place.typed, place.config_dir)
-        own = {**config, "run": {**config["run"], "dir": str(folder)}, "seed": config["seed"]}
-        measure(own, [], quiet=True, full=True, codecs=codecs)
+        measured_there([*usual(place.typed), *task, *next(iter(found.values()))], config, folder, place.where, place)
     return folder / "profile.json"
+
+
+def measured_there(texts: Sequence[str], config: dict[str, Any], folder: Path, where: Launch, place: Place) -> None:
+    """The same by `ashl launch`; the first host has the file. Raises AshlError."""
+    codecs = [f"--codec={name}" for name in codec_names(chosen(place.typed))]
+    options = ["--full", "--quiet", *codecs, *(["--config-dir", str(place.config_dir)] if place.config_dir else [])]
+    code = run_job(where, job_size(config, where), ["profile", *options, *texts, f"run.dir={folder}"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if code or not ((folder / "profile.json").exists() or fetch(where, folder)):
+        raise AshlError(f"the hosts could not be measured: `ashl launch -- profile --full` ended with exit code {code}")
 
 
 def taken_up(place: Place, profiles: dict[str, Path], before: dict[str, float]) -> dict[str, Any]:
@@ -174,13 +196,14 @@ def planned(
     place: Place, profiles: dict[str, Path], tasks: dict[str, tuple[str, ...]]
 ) -> tuple[list[Pair], list[LeftOut]]:
     pairs, left_out = list[Pair](), list[LeftOut]()
+    processes = alone if place.where is None else partial(size_there, where=place.where)
     with place.console.status("planning") as status:
         for name, path in profiles.items():
 
             def tell(what: str, name: str = name) -> None:
                 status.update(f"planning {name}: {what}")
 
-            found, out = pairs_of(tasks[name], place.typed, path, place.seconds, place.config_dir, tell)
+            found, out = pairs_of(tasks[name], place.typed, path, place.seconds, place.config_dir, tell, processes)
             pairs += found
             left_out += [LeftOut(f"{name}: {own.name}", own.reason) for own in out]
     if len(pairs) < 2:
@@ -191,11 +214,13 @@ def planned(
 
 def run_pairs(pairs: Sequence[Pair], place: Place) -> None:
     """All that has not ended yet: virtual runs on all cores, and then the real ones, one at a time."""
-    run([pair.virtual for pair in pairs], place.folder / "virtual", place, len(os.sched_getaffinity(0)), quiet=True)
-    run([pair.real for pair in pairs], place.folder / "real", place, 1, quiet=place.quiet)
+    virtual, cores = [pair.virtual for pair in pairs], len(os.sched_getaffinity(0))
+    run(virtual, place.folder / "virtual", place, partial(run_all, cores), quiet=True)
+    one = here if place.where is None else partial(on_hosts, where=place.where, config_dir=place.config_dir)
+    run([pair.real for pair in pairs], place.folder / "real", place, partial(run_all, 1, run=one), quiet=place.quiet)
 
 
-def run(settings: Sequence[Setting], folder: Path, place: Place, slots: int, *, quiet: bool) -> None:
+def run(settings: Sequence[Setting], folder: Path, place: Place, run_jobs: RunJobs, *, quiet: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     waiting = [own for own in settings if not ended(folder / own.hash, rerun_failed=True)]
     if not waiting or place.deadline.left_s <= 0:
@@ -203,7 +228,7 @@ def run(settings: Sequence[Setting], folder: Path, place: Place, slots: int, *, 
     grid = Grid({}, tuple(settings), (), {}, 0)
     record = begun(grid, place.typed, folder, keep_dropped=False)
     progress = SweepProgress(place.console, len(waiting), quiet=quiet, deadline=place.deadline)
-    fill(grid, record, folder, waiting, partial(run_all, slots), progress, over=lambda: place.deadline.left_s <= 0)
+    fill(grid, record, folder, waiting, run_jobs, progress, over=lambda: place.deadline.left_s <= 0)
     for own in waiting:
         if not ended(folder / own.hash, rerun_failed=False):
             clear(folder / own.hash)  # cut off by the budget: the same command runs it again

@@ -15,7 +15,7 @@ from ashl.errors import UsageError
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan, Spec
 from ashl.planning.make import make_plan
-from ashl.study.grid import Setting
+from ashl.study.grid import Setting, alone
 
 TASKS = (("model=mlp", "dataset=digits"), ("model=lenet", "dataset=synthetic", "dataset.shape=[1,28,28]"))
 SERVER, RING = "topology=parameter_server", "topology=all_reduce"
@@ -94,8 +94,14 @@ def chosen(typed: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def codecs_of(found: dict[str, tuple[str, ...]], typed: Sequence[str], config_dir: Path | None) -> list[Spec]:
     """The compressions in them, as specs."""
-    texts = dict.fromkeys(text for own in found.values() for text in own if key_of(text) == "compression")
-    return [compose([*usual(typed), text], config_dir)["compression"] for text in texts]
+    names = codec_names(found)
+    return [compose([*usual(typed), f"compression={name}"], config_dir)["compression"] for name in names]
+
+
+def codec_names(found: dict[str, tuple[str, ...]]) -> list[str]:
+    """Those compressions."""
+    texts = (text for own in found.values() for text in own if key_of(text) == "compression")
+    return [*dict.fromkeys(text.partition("=")[2] for text in texts)]
 
 
 def usual(typed: Sequence[str]) -> list[str]:
@@ -111,6 +117,7 @@ def pairs_of(
     seconds: float,
     config_dir: Path | None,
     progress: Callable[[str], None],
+    processes: Callable[[dict[str, Any]], int | None] = alone,
 ) -> tuple[list[Pair], list[LeftOut]]:
     """Every combination of a task, as long as the profile predicts that it takes so many seconds."""
     found, left_out = [], []
@@ -124,7 +131,7 @@ def pairs_of(
             plan = make_plan(configs[1])
             steps, predicted_s = length(plan, seconds)
             settings = [setting(name, *of, steps) for of in zip((real, virtual), configs, strict=True)]
-            workers = make_plan(settings[0].config, None, settings[0].overrides).num_workers
+            workers = make_plan(settings[0].config, processes(settings[0].config), settings[0].overrides).num_workers
         except UsageError as error:
             left_out.append(LeftOut(name, str(error)))
             continue

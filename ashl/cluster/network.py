@@ -311,7 +311,15 @@ class FittedPorts(Ports):
 
     def latency_ns(self, src: int, dst: int, now_ns: int) -> int:
         ends = [(src, self._fitted.latencies), (dst, self._fitted.pull_latencies)]
-        return round(max(self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server) * NS)
+        own_s = (self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server)
+        return round(max(own_s, default=0.0) * NS)
+
+    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
+        alone, shared = super().transfer_ns(src, dst, nbytes), self._fitted.shared
+        if shared is None:
+            return alone
+        ends = [shared.end(rank) for rank in (src, dst)]
+        return alone + round(shared.before * sum(end.latency_s + end.s_per_byte * nbytes for end in ends) * NS)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         known = self._group_sums.get(len(group))
@@ -320,6 +328,9 @@ class FittedPorts(Ports):
         return round((known.latency_s + known.s_per_byte * nbytes) * NS)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
+        known = self._fitted.gathering
+        if known is not None and len(group) == self._server and not self.summing:
+            return round((known.latency_s + known.s_per_byte * total) * NS)
         if len(group) not in self._group_sums:
             return super().all_gather_ns(group, total, now_ns)
         return self.all_reduce_ns(group, total, now_ns) // 2

@@ -253,6 +253,32 @@ class GroupSum(Sums):
 
 
 @option
+class SharedCores:
+    """Machines that have too few cores for the ranks on them, see `ashl.cluster.cores`. Work is in seconds of a core.
+
+    `machine` is that of each worker and of the server, and `ends` what a message costs them, whether it leaves or
+    comes; both hold for whoever comes after them, too. The share `before` of it is in the time that a message takes
+    alone. `busy` is the share of a collective's time in which each member of a group of so many keeps a core busy.
+    """
+
+    machine: tuple[Natural, ...]
+    cores: tuple[Positive, ...]  # of each machine
+    resumed_s: Duration  # what a worker's computing costs more when it has stood still
+    quantum_s: Positive  # after which a task that others wait for goes to the end of their queue
+    ends: tuple[Sums, ...]
+    before: Annotated[NonNegative, Field(le=1)]
+    busy: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...]
+
+    def end(self, rank: int) -> Sums:
+        """What a message costs there."""
+        return self.ends[min(rank, len(self.ends) - 1)]
+
+    def busy_in(self, group: int) -> float:
+        """Of the largest group that is no larger."""
+        return next((share for count, share in reversed(self.busy) if count <= group), 1.0)
+
+
+@option
 class Fitted(Measured):
     """A cluster as a full profile has it: steps are drawn, ways differ, and each message holds the server's port.
 
@@ -268,6 +294,8 @@ class Fitted(Measured):
     server_in: Sums
     server_out: Sums
     group_sums: tuple[GroupSum, ...]
+    gathering: Sums | None = None  # of all, by the bytes of all together; null = half a sum
+    shared: SharedCores | None = None  # null = there are cores for all
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
         if rank < len(self.compute):

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ashl.cluster.spec import Fitted
 from ashl.cluster.speed import LEVELS
-from ashl.option import Count, Duration, Positive, option
+from ashl.option import Count, Duration, NonNegative, Positive, option
 from ashl.plan.plan import Spec
 
 
@@ -71,6 +71,9 @@ class WorkerCosts:
     alone_s: Positive | None  # the mean of a step while nobody else computes; null = not measured
     push: Cost  # to the server while nobody else sends, and from there
     pull: Cost
+    alone: StepTimes | None = None  # steps while nobody else computes
+    used: Annotated[NonNegative, Field(le=1)] | None = None  # the share of a core that these were given
+    cores: Count | None = None  # of the machine, as its system says
 
 
 @option
@@ -89,6 +92,7 @@ class Sum:
 
     group: Count
     cost: Cost
+    busy: Annotated[NonNegative, Field(le=1)] | None = None  # the share of it in which each member uses a core
 
 
 @option
@@ -101,6 +105,16 @@ class Coding:
 
 
 @option
+class Handling:
+    """What a message costs the machine at each of its two ends, in seconds of a core, while all workers exchange, and
+    how much more a worker's computing does after it has stood still."""
+
+    worker: Cost
+    server: Cost
+    resumed_s: Duration
+
+
+@option
 class Full:
     """All of it, and when and with what it was measured."""
 
@@ -110,6 +124,8 @@ class Full:
     server: ServerCosts | None  # null = there was none
     sums: tuple[Sum, ...]
     codings: tuple[Coding, ...]
+    gathering: Sum | None = None  # over all workers, by the bytes of all together
+    handling: Handling | None = None
 
     def coding(self, codec: str | None) -> Coding | None:
         """Of this class, where it was timed."""
@@ -166,6 +182,7 @@ def fitted(full: Full, measured: Spec, dense_bytes: int, codec: str | None) -> S
         "server_bytes_s": None,
         "server_in": held(into),
         "server_out": held(out),
+        "gathering": None if full.gathering is None else held(full.gathering.cost),
         "group_sums": [{"group": own.group, **held(own.cost)} for own in full.sums],
         "server_step_s": None if apply_s is None else apply_s + (coding.decode.seconds(dense_bytes) if coding else 0.0),
         **({} if coding is None else {"encode_s": [cost.seconds(dense_bytes) for cost in coding.encode]}),

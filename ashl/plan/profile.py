@@ -21,6 +21,7 @@ from ashl.config.construct import explain
 from ashl.errors import UsageError
 from ashl.plan.calibration import Calibration
 from ashl.plan.checks import check_line, check_names, is_count, is_number, require_keys
+from ashl.plan.contention import contended
 from ashl.plan.full import Full, fitted
 from ashl.plan.line import Line
 
@@ -34,6 +35,7 @@ NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_no
 LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
+LATER = ("alone", "used", "cores", "busy", "gathering", "handling")  # what profiles did not have once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ class Profile:
     @cached_property
     def digest(self) -> str:
         """What was measured, in short."""
-        text = json.dumps({**asdict(self), "calibration": None}, sort_keys=True)
+        text = json.dumps({**asdict(self, dict_factory=without_later), "calibration": None}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -229,7 +231,12 @@ class Profile:
         """The spec of a cluster that costs what this profile says, for virtual time; a full one has what encoding by
         this codec (its class) costs."""
         measured = self.in_medians()
-        return measured if self.full is None else fitted(self.full, measured, self.dense_bytes, codec)
+        if self.full is None:
+            return measured
+        spec, hosts = fitted(self.full, measured, self.dense_bytes, codec), [worker.host for worker in self.workers]
+        if self.device != "cpu" or not self.ports:  # processors of a machine say little of its accelerators
+            return spec
+        return contended(spec, self.full, [*hosts, self.server_host], codec, self.dense_bytes)
 
     def in_medians(self) -> dict[str, Any]:
         """The same without distributions."""
@@ -285,6 +292,11 @@ class Profile:
             _worker(entry, rank, data["source"] == "measured") for rank, entry in enumerate(data["workers"])
         )
         return Profile(**data)
+
+
+def without_later(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Without what was not known when profiles did not have it."""
+    return {key: value for key, value in pairs if value is not None or key not in LATER}
 
 
 def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:

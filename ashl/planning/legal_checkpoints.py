@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ashl.cluster.spec import Fitted
 from ashl.errors import UsageError
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
@@ -21,6 +22,11 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
     """Refuse to promise checkpoints where none can be made."""
     if every_s is None:
         return
+    if isinstance(parts.cluster, Fitted) and parts.cluster.shared is not None:
+        raise UsageError(
+            "run.checkpoint_s: the profile is of machines with too few cores for all ranks, and no checkpoint holds "
+            "what shares them; drop it"
+        )
     if parts.runtime.name == "torchrun":
         raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
     lockstep = in_lockstep(parts, len(stages[0].workers))

@@ -287,7 +287,8 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
             )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
-    return known.cluster(codec) | {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
+    own = {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
+    return known.cluster(codec) | own | {"shared": None}  # nothing is lost in the midst of shared cores
 
 
 def codec_of(config: Mapping[str, Any]) -> str:

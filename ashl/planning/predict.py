@@ -14,7 +14,7 @@ from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.chains import Uncontended, chain_among
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
-from ashl.runtime.sim import Sim
+from ashl.runtime.shared_cores import simulator
 from ashl.size_only import Vector
 from ashl.stage.link import Link
 from ashl.stage.program import program
@@ -101,7 +101,7 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits, elastic=False)
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = Sim(num_ranks, speed_of(cluster, batch, seed=0), costs, seen)
+    sim = simulator(num_ranks, speed_of(cluster, batch, seed=0), costs, seen)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
 

@@ -183,7 +183,9 @@ class Monitor:
             else:
                 known = replace(known, server_host=placed.host)
         if known.full is not None:
-            known = replace(known, full=replace(known.full, made=now(), versions=versions()))
+            full = known.full
+            costs = [replace(own, cores=self.hosts[rank].cores) for rank, own in enumerate(full.workers)]
+            known = replace(known, full=replace(full, workers=tuple(costs), made=now(), versions=versions()))
         return replace(known, workers=tuple(workers)).to_json()
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:

@@ -36,6 +36,7 @@ from ashl.planning.legal_checkpoints import in_lockstep
 from ashl.planning.legal_churn import by_sums, goes_on
 from ashl.planning.summing import machines_of
 from ashl.run.interface import Chosen, use
+from ashl.run.measured import load
 from ashl.run.reporter import Reporter
 from ashl.run.roll import Roll
 from ashl.run.sealed import Sealed, Secret
@@ -196,7 +197,7 @@ def playable(
 def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Callable[[str], None]) -> None:
     """Set up, run, leave."""
     parts = parts_of(plan)
-    reporter.emit(Placed(place.rank, platform.node(), use_device(place.device)))
+    reporter.emit(Placed(place.rank, platform.node(), use_device(place.device), int(load()["cores"])))
     torch.set_num_threads(parts.runtime.threads)
     stages, agreement = playable(place, plan, parts, store, reporter.emit)
     use(place.interface)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ashl.cluster.network import network
-from ashl.cluster.speed import speed_of
+from ashl.cluster.network import Exchange, Ports, network
+from ashl.cluster.speed import Speed, speed_of
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
@@ -21,6 +22,7 @@ from ashl.runtime.cores import on_cores
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.node import Node
 from ashl.runtime.packed import unpacked
+from ashl.runtime.shared_cores import simulator
 from ashl.runtime.sim import Begin, Sim
 from ashl.stage.program import hearing, program
 
@@ -36,7 +38,7 @@ class Saving(NamedTuple):
 def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved | None = None) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
-    sim = simulation(Sim, plan, job, monitor)
+    sim = simulation(simulator, plan, job, monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
     number = 0 if saved is None else saved.number + 1
 
@@ -74,7 +76,9 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Save
     return sim
 
 
-def simulation(kind: type[Sim], plan: Plan, job: Job, monitor: Monitor) -> Sim:
+def simulation(
+    kind: Callable[[int, Speed, Exchange | Ports, Monitor], Sim], plan: Plan, job: Job, monitor: Monitor
+) -> Sim:
     """Of what the cluster declares."""
     cluster, stage = job.parts.cluster, job.stages[0]
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)

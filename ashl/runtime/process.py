@@ -114,10 +114,12 @@ class TorchKernel:
         """Each process computes it for itself."""
         return fn()
 
+    def used_ns(self, node: Node) -> int:
+        return time.process_time_ns()
+
     def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
-        task = Task(node, coro, main, stands)
         self._live += 1
-        self._ready.append((task, None))
+        self._ready.append((task := Task(node, coro, main, stands), None))
         return task
 
     def go_on(self, known: Restored, time_ns: int) -> None:
@@ -147,8 +149,7 @@ class TorchKernel:
         """Run `main(node)` to its end; what else was spawned ends with it, once the collectives that this rank has
         posted have ended. The clock starts now, on all ranks, but for who comes later."""
         if self._entry is None:
-            # before anything is listened to: what a faster peer sends is timed by this clock
-            self._zero = common_zero() - self._since_ns
+            self._zero = common_zero() - self._since_ns  # before anything is listened to, which is timed by it
             pairs = {peer: (world(), peer) for peer in self._peers}
         else:
             pairs = {peer: (group, MET) for peer, group in self._entry.groups.items()}
@@ -392,7 +393,6 @@ class TorchKernel:
         if task in self._mail.waiters:
             self._mail.waiters.remove(task)
         task.coro.close()
-        task.done = True
-        self._live -= 1
+        task.done, self._live = True, self._live - 1
         if task.joiner is not None:
             self._wake(task.joiner, None)

@@ -169,6 +169,7 @@ class Placed(NamedTuple):
     rank: int
     host: Text
     device: Text
+    cores: int  # that it may use there
 
 
 Loss = dict[str, float | None]  # lost, residual and cosine, see `ashl.compression.around.lost`

@@ -70,6 +70,10 @@ class Sim:
     def wants_mark(self, node: Node) -> bool:
         return self.saving is not None and node.rank not in self.saving.marks
 
+    def used_ns(self, node: Node) -> int:
+        totals = node.ledger.live()
+        return totals["compute"] + totals["compress"]
+
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their
         loops; `keep` is given it, and says when the next one is due."""

@@ -45,6 +45,7 @@ from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.sync.timing.exchanges import (
     DOWN,
     EMPTY,
+    IN_A_ROW,
     LINK,
     RESULT,
     SUM,
@@ -94,8 +95,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
             order = await node.recv(stage.tag("order"))
             word, end_ns, group = (int(value) for value in order.meta)
             passes, found = None, ()
-            if word == SUM:
-                found = (await time_sum(node, stage, end_ns, group or None),)
+            if word in IN_A_ROW:
+                found = await time_sum(node, stage, word, end_ns, group or None)
             elif word == LINK:
                 found = await time_exchange(node, stage, UP, end_ns), await time_exchange(node, stage, DOWN, end_ns)
             elif word == GO:
@@ -233,7 +234,8 @@ async def line(node: Node, stage: Stage, what: int, members: Sequence[int], budg
             start = node.now
             await tell(node, stage, members, what, nbytes)
             found = (await answers(node, stage, members)).values()
-            times.setdefault(nbytes, []).append(tuple(map(min, zip(*found, strict=True))))
+            kinds = 1 if what == SUM else 2
+            times.setdefault(nbytes, []).append(tuple(min(own[kind] for own in found) for kind in range(kinds)))
             if nbytes >= LARGE[1] and 3 * node.now - 2 * start > end_s:  # the next size takes twice as long
                 sizes = tuple(size for size in sizes if size <= nbytes)
                 break

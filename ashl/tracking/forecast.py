@@ -37,8 +37,6 @@ def show_profile(console: Console, profile: Profile) -> None:
             console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {said}")
     if profile.full is not None:
         show_full(console, profile.full, profile.dense_bytes)
-    if profile.full is not None:
-        show_full(console, profile.full, profile.dense_bytes)
     if profile.num_workers > MAX_ROWS:
         console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
 

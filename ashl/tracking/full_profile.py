@@ -39,6 +39,9 @@ def costs_of(full: Full, dense_bytes: int) -> list[tuple[str, Cost]]:
     ]
     if full.server is not None:
         found += [("port, in", full.server.into), ("port, out", full.server.out)]
+    if full.handling is not None:
+        ends = ("worker", full.handling.worker), ("server", full.handling.server)
+        found += [(f"core time of a message, {name}", cost) for name, cost in ends]
     found += [(f"sum of {own.group}", own.cost) for own in full.sums]
     for coding in full.codings:
         name = coding.codec.rpartition(".")[2]

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,7 @@ import pytest
 
 from ashl.cli.app import main
 from tests.disturbed import wait_for
-from tests.namespaces import address, inside, machines, missing, run
+from tests.namespaces import address, inside, machines, missing, ssh_between
 from tests.test_node_agent import SSH
 
 SHORT = [
@@ -100,29 +98,6 @@ def test_a_sweep_brings_its_real_runs_there(two_hosts: list[str], capfd: pytest.
     capfd.readouterr()
     assert main(command) == 0
     assert "2 of them done, 0 to go" in capfd.readouterr().out
-
-
-@contextmanager
-def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
-    """An sshd on each machine, for whoever has this test's key; yields the command to connect by."""
-    for key in ("host", "user"):
-        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
-    public = (folder / "host.pub").read_text()
-    (folder / "known").write_text("".join(f"{address(name)} {public}" for name in names))
-    (folder / "sshd").write_text(
-        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
-        "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
-    )
-    (folder / "client").write_text(f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known\n")
-    Path("/run/sshd").mkdir(exist_ok=True)
-    command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd")]
-    servers = [subprocess.Popen([*inside(name), *command], stderr=subprocess.DEVNULL) for name in names]
-    try:
-        yield f"ssh -F {folder}/client"
-    finally:
-        for server in servers:
-            server.terminate()
-            server.wait()
 
 
 def left_running(folder: Path) -> list[str]:

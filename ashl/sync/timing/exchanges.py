@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import torch
+
 from ashl.aggregate.weighted import Push
 from ashl.plan.noise import is_narrow
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
+from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import ServerState
 
-EMPTY, UP, DOWN, RESULT = 0, 1, 2, 3  # what a worker asks of the server, or that it has done
-LINK, SUM = -1, -2  # orders beside GO: time a message of this size both ways, or in a sum of all
+EMPTY, UP, DOWN, RESULT, BOTH = range(5)  # what a worker asks of the server, or that it has done
+LINK, SUM, SUMS, GATHER = -1, -2, -8, -9  # orders beside GO: time a message of this size both ways, or in a sum of all
+IN_A_ROW = {SUM: 1, SUMS: 8, GATHER: 8}  # so that all come to the others at once, as where they take steps between them
 
 
 class OverError(Exception):
@@ -34,11 +38,16 @@ async def repeated(once: Callable[[], Coroutine[None, None, float | None]], leas
     return times
 
 
-async def time_sum(node: Node, stage: Stage, nbytes: int, group: int | None = None) -> float:
-    """Seconds of a sum over all workers, or the first so many, from when this one has come to it."""
-    body, start = blank(stage, nbytes), node.now
-    await node.all_reduce(body, stage.workers[:group])
-    return node.now - start
+async def time_sum(node: Node, stage: Stage, what: int, nbytes: int, group: int | None = None) -> tuple[float, float]:
+    """Seconds of a sum over all workers, or the first so many, from when this one has come to it, and those of a core
+    that it took here; of several in a row, or of gathering so many bytes of each, the mean."""
+    body, members, count, start, used = blank(stage, nbytes), stage.workers[:group], IN_A_ROW[what], node.now, node.used
+    for _ in range(count):
+        if what == GATHER:
+            await node.all_gather(body if isinstance(body, SizeOnly) else body.view(torch.uint8), members)
+        else:
+            await node.all_reduce(body, members)
+    return (node.now - start) / count, (node.used - used) / count
 
 
 def blank(stage: Stage, nbytes: int) -> Any:
@@ -49,7 +58,7 @@ async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None 
     """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is back. Raises
     OverError."""
     nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
-    body, start = blank(stage, nbytes) if what == UP else None, node.now
+    body, start = blank(stage, nbytes) if what in (UP, BOTH) else None, node.now
     await node.send(stage.server, stage.tag("ask"), body, (what, nbytes))
     answer = await node.recv(stage.tag("answer"), stage.tag("order"))
     if answer.tag == stage.tag("order"):
@@ -74,7 +83,7 @@ async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int,
         if what == RESULT:
             found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
         else:
-            body = blank(stage, int(values[0])) if what == DOWN else None
+            body = blank(stage, int(values[0])) if what in (DOWN, BOTH) else None
             await node.send(message.src, stage.tag("answer"), body)
     return found
 

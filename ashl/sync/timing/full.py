@@ -6,6 +6,10 @@ by round; so do sums over the first g workers. Of every round a line is fitted t
 seconds per byte are medians over the rounds. What the last of n messages at once takes longer than one alone is n times
 what each holds the server's port; where bytes slow nobody down, that has no rate. Every codec in question encodes the
 whole model, and its layers without the largest.
+
+What messages cost the cores is the processor time that ranks use while all workers exchange without a pause, by size,
+half of it for each end. What is used beyond that, and a step alone, where all take a step between two of them, is what
+computing costs more after a pause. Of sums and gatherings the processor time is measured beside the whole.
 """
 
 from __future__ import annotations
@@ -19,16 +23,18 @@ import torch
 
 from ashl.compression.contract import Turn
 from ashl.learn.device import numbers
-from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
+from ashl.plan.full import Coding, Cost, Full, Handling, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.noise import figure
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Ends
 from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import (
+    BOTH,
     DOWN,
     EMPTY,
-    SUM,
+    GATHER,
+    SUMS,
     UP,
     answers,
     tell,
@@ -39,9 +45,11 @@ from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
 STEPS, ALONE, PUSH, PULL, CODING = range(-3, -8, -1)  # orders, with a batch size, bytes, or which codec
+LOADED, ROUNDS_OF = -10, -11  # ... and with bytes, without steps and with them
 STEPS_S = {STEPS: 8.0, ALONE: 0.75}  # with the batch size of the profile; a quarter of it with others
 LEAST, MOST = 12, 20_000  # steps
 LINKS_S, SUMS_S, CODINGS_S = 16.0, 8.0, 1.5  # in all; of each codec
+LOADED_S = 1.0  # of each size
 ROUNDS = 3, 30  # of messages of every size, at least and at most
 TEAMS = 7  # sizes of groups that sum, at most
 SLOWED = 1.1  # a byte of many at once that costs so many times as much as alone shows the server's port
@@ -53,6 +61,8 @@ async def timed(node: Node, stage: Stage, state: WorkerState, word: int, value: 
         found = await time_batch(node, stage, state, value, STEPS_S[word])
     elif word == CODING:
         found = await time_coding(node, stage, state.params, value)
+    elif word in (LOADED, ROUNDS_OF):
+        found = await time_loaded(node, stage, state, value, steps=word == ROUNDS_OF)
     else:
         what = EMPTY if not value else UP if word == PUSH else DOWN
         found = [await time_exchange(node, stage, what, value or None)]
@@ -60,24 +70,21 @@ async def timed(node: Node, stage: Stage, state: WorkerState, word: int, value: 
 
 
 async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, budget_s: float) -> list[float]:
-    """(count, median, mean, half the median's interval, drift, quantiles ...) of steps with so many samples."""
+    """(count, median, mean, half the median's interval, drift, share of a core in use, quantiles ...) of steps with so
+    many samples."""
     end_s = node.now + (budget_s if batch == stage.worker(node.rank).batch else budget_s / 4)
-    times: list[float] = []
+    times, begun, used = list[float](), node.now, node.used
     while len(times) <= LEAST or (node.now < end_s and len(times) < MOST):
         if node.stopping or node.now_ns >= stage.judge.deadline_ns:
             break
-        k, start = len(times), node.now
-        span = range(k * batch, (k + 1) * batch)
-
-        def step(k: int = k, span: range = span) -> list[float]:
-            return numbers([stage.trainer.local_step(state.params, state.moments, node.rank, k, 0.0, span)[0]])
-
-        await node.compute(step, work=batch)
+        start = node.now
+        await node.compute(partial(a_step, node, stage, state, len(times), batch), work=batch)
         times.append(max(1e-9, node.now - start))
+    share = (node.used - used) / max(1e-9, node.now - begun)
     times = times[1:] or times or [1e-9]  # the first allocates
     found, half = figure(times), len(times) // 2
     drift = statistics.median(times[half:]) / statistics.median(times[:half]) - 1 if half else 0.0
-    return [len(times), found.median, statistics.fmean(times), found.noise, drift, *quantiles(times)]
+    return [len(times), found.median, statistics.fmean(times), found.noise, drift, share, *quantiles(times)]
 
 
 async def time_coding(node: Node, stage: Stage, params: Vector, k: int) -> list[float]:
@@ -102,24 +109,66 @@ async def time_coding(node: Node, stage: Stage, params: Vector, k: int) -> list[
     return found
 
 
+async def time_loaded(node: Node, stage: Stage, state: WorkerState, nbytes: int, *, steps: bool) -> list[float]:
+    """(exchanges of so many bytes both ways, perhaps each after a step; seconds of a core that they took here)."""
+    batch, k, used, end_s = stage.worker(node.rank).batch, 0, node.used, node.now + LOADED_S
+    while k < LEAST or (node.now < end_s and k < MOST):
+        if steps:
+            await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
+        await time_exchange(node, stage, BOTH if nbytes else EMPTY, nbytes or None)
+        k += 1
+    return [k, node.used - used]
+
+
+def a_step(node: Node, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
+    """The k-th of so many samples; the model stays as it is."""
+    span = range(k * batch, (k + 1) * batch)
+    return numbers([stage.trainer.local_step(state.params, state.moments, node.rank, k, 0.0, span)[0]])
+
+
 async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
     """The server's side of all of it. Raises OverError."""
     steps = await all_steps(node, stage)
-    alone = {rank: (await ask(node, stage, (rank,), ALONE, stage.worker(rank).batch))[rank] for rank in stage.workers}
+    alone = [await ask(node, stage, (rank,), ALONE, stage.worker(rank).batch) for rank in stage.workers]
+    single = [(found[rank][5], step_times(stage.worker(rank).batch, found[rank])) for rank, found in enumerate(alone)]
     links, port = await all_links(node, stage)
     workers = tuple(
-        WorkerCosts(steps=steps[rank], alone_s=alone[rank][2], push=links[PUSH][rank], pull=links[PULL][rank])
-        for rank in stage.workers
+        WorkerCosts(
+            steps=steps[rank],
+            alone_s=own.mean_s,
+            push=links[PUSH][rank],
+            pull=links[PULL][rank],
+            alone=own,
+            used=min(1.0, used),
+        )
+        for rank, (used, own) in enumerate(single)
     )
     applying = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
     server = ServerCosts(apply_s=applying.median, apply_noise_s=applying.noise, into=port[PUSH], out=port[PULL])
+    sums = await all_sums(node, stage)
     return Full(
         made="",
         versions={},
         workers=workers,
         server=server,
-        sums=await all_sums(node, stage),
+        sums=sums,
         codings=tuple([await coding(node, stage, k) for k in range(len(stage.timed))]),
+        gathering=await gathering(node, stage) if sums else None,
+        handling=await all_handling(node, stage, workers),
+    )
+
+
+def step_times(batch: int, row: Sequence[float]) -> StepTimes:
+    """As a worker has found them."""
+    count, median_s, mean_s, noise_s, drift, _, *times = row
+    return StepTimes(
+        batch=batch,
+        count=int(count),
+        median_s=median_s,
+        mean_s=mean_s,
+        noise_s=noise_s,
+        drift=drift,
+        times_s=tuple(times),
     )
 
 
@@ -135,21 +184,10 @@ async def all_steps(node: Node, stage: Stage) -> list[tuple[StepTimes, ...]]:
         for rank in stage.workers:
             await tell(node, stage, (rank,), STEPS, max(1, stage.worker(rank).batch // share))
         answered = await answers(node, stage, stage.workers)
-        for rank, (count, median_s, mean_s, noise_s, drift, *times) in answered.items():
+        for rank, row in answered.items():
             batch = max(1, stage.worker(rank).batch // share)
-            if any(own.batch == batch for own in found[rank]):
-                continue
-            found[rank].append(
-                StepTimes(
-                    batch=batch,
-                    count=int(count),
-                    median_s=median_s,
-                    mean_s=mean_s,
-                    noise_s=noise_s,
-                    drift=drift,
-                    times_s=tuple(times),
-                )
-            )
+            if all(own.batch != batch for own in found[rank]):
+                found[rank].append(step_times(batch, row))
     return [tuple(own) for own in found]
 
 
@@ -238,22 +276,44 @@ def port_of(alone: Sequence[Cost], last: Cost, back_s: float, n: int, *, out: bo
 
 async def all_sums(node: Node, stage: Stage) -> tuple[Sum, ...]:
     """Of groups of the first workers, by size."""
-    n, sizes = stage.num_workers, sizes_of(stage)[1:]
+    n = stage.num_workers
     groups = range(2, n + 1) if n <= TEAMS + 1 else sorted({*(2**k for k in range(1, TEAMS) if 2**k < n), n})
-    found = []
-    for group in groups:
-        times: dict[int, list[float]] = {}
-        end_s = node.now + SUMS_S / len(groups)
-        for k in range(ROUNDS[1]):
-            if k >= ROUNDS[0] and node.now >= end_s:
-                break
-            for nbytes in sizes:
-                members = stage.workers[:group]
-                await tell(node, stage, members, SUM, nbytes, group)
-                taken = (await answers(node, stage, members)).values()
-                times.setdefault(nbytes, []).append(min(taken_s for (taken_s,) in taken))  # of who came last
-        found.append(Sum(group=group, cost=cost_of(times)))
-    return tuple(found)
+    return tuple([await summed(node, stage, SUMS, group, SUMS_S / len(groups)) for group in groups])
+
+
+async def gathering(node: Node, stage: Stage) -> Sum:
+    """Of all workers, by the bytes of all together."""
+    return await summed(node, stage, GATHER, stage.num_workers, SUMS_S / 4)
+
+
+async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: float) -> Sum:
+    """What it costs a group, counted from who came last; and which share of that it keeps a core busy at each."""
+    times, took_s, used_s, end_s = dict[int, list[float]](), 0.0, 0.0, node.now + budget_s
+    for k in range(ROUNDS[1]):
+        if k >= ROUNDS[0] and node.now >= end_s:
+            break
+        for nbytes in sizes_of(stage)[1:]:
+            await tell(node, stage, stage.workers[:group], what, nbytes, group)
+            found = (await answers(node, stage, stage.workers[:group])).values()
+            taken_s = min(time_s for time_s, _ in found)
+            times.setdefault(nbytes * (group if what == GATHER else 1), []).append(taken_s)
+            took_s, used_s = took_s + taken_s, used_s + math.fsum(used for _, used in found) / group
+    return Sum(group=group, cost=cost_of(times), busy=min(1.0, used_s / took_s) if took_s else 0.0)
+
+
+async def all_handling(node: Node, stage: Stage, alone: Sequence[WorkerCosts]) -> Handling:
+    """What an end of a message costs a worker and the server, by its bytes, while all exchange; and what a step costs a
+    worker beyond what it does alone where it comes between them."""
+    dense, rows = stage.trainer.dense_bytes, list[tuple[int, float, float]]()
+    for word, nbytes in ((LOADED, 0), (LOADED, max(256, dense // 8 // 4 * 4)), (LOADED, dense), (ROUNDS_OF, dense)):
+        used = node.used
+        found = (await ask(node, stage, stage.workers, word, nbytes)).values()
+        count = sum(rounds for rounds, _ in found)
+        rows.append((nbytes, math.fsum(own for _, own in found) / count, (node.used - used) / count))
+    *exchanges, (_, round_s, _) = rows
+    worker, server = (through([(row[0], row[at] / 2, 0.0) for row in exchanges]) for at in (1, 2))
+    step_s = statistics.fmean((own.alone_s or 0.0) * (own.used or 0.0) for own in alone)
+    return Handling(worker=worker, server=server, resumed_s=max(0.0, round_s - exchanges[-1][1] - step_s))
 
 
 async def coding(node: Node, stage: Stage, k: int) -> Coding:

@@ -1,0 +1,73 @@
+"""The cores of a machine, shared by what is under way on it.
+
+At most `slots` tasks are served at a time, each at min(1, C/k) of a core where k are, and the others wait in a queue.
+Who has been served for a `quantum` goes back to its end. With as many slots as tasks, or a quantum of next to nothing,
+that is processor sharing, and with an endless one first come, first served. A task's end is known only as long as no
+other begins or ends. Work is in nanoseconds of a core that a task has for itself.
+
+Source: Kleinrock, "Time-shared systems: a theoretical treatment", Journal of the ACM 1967.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Cores(Generic[T]):
+    """Those of one machine. C need not be whole: two that share their caches may do the work of 1.8."""
+
+    def __init__(self, count: float, slots: float = math.inf, quantum_ns: float = math.inf) -> None:
+        self.count, self.slots, self.quantum_ns = count, slots, quantum_ns
+        self._turns = 0
+        self.changes = 0  # how often a task has begun or ended: what was said of ends before is void
+        self._had = 0.0  # what a task has had that was served ever since the last time that none was
+        self._since_ns = 0  # ... up to this moment
+        self._served: list[tuple[float, int, T, float]] = []  # a heap, by what each will have had; what is left then
+        self._waiting: deque[tuple[T, float]] = deque()
+
+    def begin(self, task: T, work_ns: float, now_ns: int) -> None:
+        """One more."""
+        self._pass(now_ns)
+        self._waiting.append((task, work_ns))
+        self._fill()
+
+    def next_ns(self) -> int | None:
+        """When the first one ends, or has been served for long enough, unless another begins before; None where none is
+        under way."""
+        if not self._served:
+            return None
+        return self._since_ns + round((self._served[0][0] - self._had) / self._share)
+
+    def end(self, now_ns: int) -> T | None:
+        """That moment has come, as `next_ns` said; None where a task goes back to the queue."""
+        self._had, _, task, left = heappop(self._served)
+        self._since_ns = now_ns
+        if left:
+            self._waiting.append((task, left))
+        self._fill()
+        return None if left else task
+
+    def _fill(self) -> None:
+        self.changes += 1
+        while self._waiting and len(self._served) < self.slots:
+            task, work_ns = self._waiting.popleft()
+            turn_ns = min(work_ns, self.quantum_ns)
+            self._turns += 1
+            heappush(self._served, (self._had + turn_ns, self._turns, task, work_ns - turn_ns))
+
+    def _pass(self, now_ns: int) -> None:
+        """Up to now all that are served have had their share."""
+        if self._served:
+            self._had += (now_ns - self._since_ns) * self._share
+        else:
+            self._had = 0.0  # what is alone ends to the nanosecond, however long the run
+        self._since_ns = now_ns
+
+    @property
+    def _share(self) -> float:
+        return min(1.0, self.count / len(self._served))

@@ -1,0 +1,273 @@
+"""The simulator where ranks share a machine that has too few cores for them: what they compute, and what messages and
+collectives cost the machine at each end, are tasks on its cores (`ashl.cluster.cores`).
+
+A rank has two lanes, in each of which one thing is done after the other: what it computes, and its messages, which
+threads of their own handle. A message first costs its sender, then it is on its way for what is left of the time that
+it takes alone, then it costs its receiver. What it costs an end beyond that time comes afterwards, in the same lane. A
+collective costs each of its members alike, and then the rest of its time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, NamedTuple
+
+from ashl.cluster.cores import Cores
+from ashl.cluster.network import Exchange, Ports
+from ashl.cluster.spec import Fitted, SharedCores
+from ashl.cluster.speed import NS, Speed
+from ashl.runtime import effects as fx
+from ashl.runtime.channel import Channel
+from ashl.runtime.collected import collected
+from ashl.runtime.effects import Compute, Message, Recv, Send
+from ashl.runtime.kernel import Task
+from ashl.runtime.node import Node, Observer
+from ashl.runtime.sim import LAST, Sim
+from ashl.runtime.sums import chunk
+
+Span = tuple[float, Callable[[int], None]]  # work in ns of a core, and what happens at its end, told when it began
+
+
+class OnCores(Compute):
+    """A computation of which nobody knows when it ends before it does."""
+
+    __slots__ = ()
+
+
+class Busy(NamedTuple):
+    """Keep the rank's compute unit busy, with one kind of work after the other: (kind, ns of a core, what then)."""
+
+    spans: tuple[tuple[str, float, Callable[[], None] | None], ...]
+
+
+class SharedNode(Node):
+    """A rank on shared cores."""
+
+    __slots__ = ()
+
+    def compute(self, *args: Any, **kwargs: Any) -> OnCores:
+        return OnCores(*args, **kwargs)
+
+
+class Lane:
+    """What is done one after the other."""
+
+    __slots__ = ("began_ns", "busy", "cores", "waiting")
+
+    def __init__(self, cores: Cores[Lane]) -> None:
+        self.cores, self.busy, self.began_ns = cores, False, 0  # when what it does now began
+        self.waiting: deque[list[Span]] = deque()
+
+
+class SharedSim(Sim):
+    """Drives the coroutines of all ranks under a virtual clock, on machines that ranks share."""
+
+    def __init__(self, num_ranks: int, speed: Speed, network: Ports, observer: Observer, shared: SharedCores) -> None:
+        super().__init__(num_ranks, speed, network, observer)
+        self.nodes = [SharedNode(self, rank) for rank in range(num_ranks)]
+        self._shared, machines = (
+            shared,
+            [Cores(count, math.ceil(count), shared.quantum_s * NS) for count in shared.cores],
+        )
+        self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
+        self._computed_ns = [0] * num_ranks  # when each has last computed
+        self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
+
+    def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        if isinstance(effect, Busy):
+            return self._keep_busy(task, effect, None)
+        if not isinstance(effect, OnCores):
+            return super()._rare(task, effect)
+        if effect.needs:
+            return False, self._in_steps(task, effect)
+        bodies = dict[int, Any]()
+        if effect.parts:
+            value = effect.fn(bodies.__setitem__)
+        else:
+            value = effect.fn() if self.ahead is None else self.ahead(effect)
+        cost = self._cost_ns(task.node.rank, effect.kind, effect.work, self.now_ns)
+        if effect.kind == "compute":
+            cost += self._resumed_ns(task.node)
+        return self._keep_busy(task, self._spans(task, effect, bodies, cost), value)
+
+    def _resumed_ns(self, node: Node) -> int:
+        """What a step costs more where the rank has not computed right up to now."""
+        return 0 if self._computed_ns[node.rank] == self.now_ns else round(self._shared.resumed_s * NS)
+
+    def _spans(self, task: Task, effect: Compute, bodies: dict[int, Any], cost: int, before: float = 0.0) -> Busy:
+        """What a computation keeps the unit busy with beyond this share of it."""
+        rank, encoding, encoded, spans = task.node.rank, effect.encoding, 0, []
+        for k, (share, tag) in enumerate(effect.parts):
+            spans.append(("compute", cost * (share - before), None))
+            before, body = share, bodies[k]
+            if encoding is not None:
+                body, since = encoding.fn(k, body), encoded
+                encoded = self._cost_ns(rank, "compress", encoding.work[k], self.now_ns)
+                spans.append(("compress", encoded - since, None))
+            spans[-1] = (*spans[-1][:2], partial(self._part, task, tag, body))
+        kind = "compress" if effect.kind == "compress" else "compute"
+        return Busy((*spans, (kind, cost * (1 - before), None)))
+
+    def _part(self, task: Task, tag: fx.Tag, body: Any) -> None:
+        self._hand_out((task, Message(task.node.rank, tag, body, (), self.now_ns)))
+
+    def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
+        needed, bodies, before = [], dict[int, Any](), 0.0
+        cost = self._cost_ns(task.node.rank, effect.kind, effect.work, self.now_ns)
+        for share, tag in effect.needs:
+            yield Busy((("compute", cost * (share - before), None),))
+            needed.append((yield Recv((tag,))).body)
+            before = share
+        value = effect.fn(bodies.__setitem__, needed.__getitem__)
+        yield self._spans(task, effect, bodies, cost, before)
+        return value
+
+    def _keep_busy(self, task: Task, effect: Busy, value: Any) -> tuple[bool, Any]:
+        lane = self._units[task.node.rank]
+        if not lane.busy and not any(ns or then for _, ns, then in effect.spans):
+            return False, value
+
+        def booked(kind: str, then: Callable[[], None] | None, last: bool, began_ns: int) -> None:
+            if task.main:
+                task.node.ledger.mark("wait", began_ns)
+                task.node.ledger.mark(kind, self.now_ns)
+            if then is not None:
+                then()
+            self._computed_ns[task.node.rank] = self.now_ns
+            if last and not task.done:
+                self._resume(task, value)
+
+        count = len(effect.spans)
+        self._ask(
+            lane, [(ns, partial(booked, kind, then, k + 1 == count)) for k, (kind, ns, then) in enumerate(effect.spans)]
+        )
+        return True, None
+
+    def _ask(self, lane: Lane, spans: list[Span]) -> None:
+        """Have this done in a lane, when what it has been asked before is."""
+        lane.waiting.append(spans)
+        if not lane.busy:
+            self._go_on(lane)
+
+    def _go_on(self, lane: Lane) -> None:
+        """Begin what is next in a lane."""
+        lane.busy = bool(lane.waiting)
+        if lane.busy:
+            lane.began_ns = self.now_ns
+            lane.cores.begin(lane, lane.waiting[0][0][0], self.now_ns)
+            self._await_next(lane.cores)
+
+    def _await_next(self, cores: Cores[Lane]) -> None:
+        if (due := cores.next_ns()) is not None:
+            self._at(due, self._over, (cores, cores.changes))
+
+    def _over(self, item: tuple[Cores[Lane], int]) -> None:
+        """What ends next on some cores has ended, unless something has begun there meanwhile."""
+        cores, changes = item
+        if changes != cores.changes:
+            return
+        lane = cores.end(self.now_ns)
+        if lane is None:
+            return self._await_next(cores)
+        began_ns, spans = lane.began_ns, lane.waiting[0]
+        _, then = spans.pop(0)
+        if not spans:
+            lane.waiting.popleft()
+        self._go_on(lane)
+        if not lane.busy:
+            self._await_next(cores)
+        then(began_ns)
+
+    def _send(self, node: Node, send: Send) -> None:
+        src, nbytes = node.rank, 0 if send.body is None else send.body.nbytes
+        if send.dst == src:
+            return super()._send(node, send)
+        if nbytes:
+            node.ledger.traffic(self.now_ns, nbytes, 0)
+            self.nodes[send.dst].ledger.traffic(self.now_ns, 0, nbytes)
+        self._handle(src, nbytes, partial(self._leave, src, send, nbytes))
+
+    def _handle(self, rank: int, nbytes: int, then: Callable[[int], None]) -> None:
+        """What a message costs this end of it, before it goes on and after."""
+        cost = self._shared.end(rank)
+        work_ns = (cost.latency_s + cost.s_per_byte * nbytes) * NS
+        self._ask(
+            self._movers[rank],
+            [(work_ns * self._shared.before, then), (work_ns * (1 - self._shared.before), lambda began_ns: None)],
+        )
+
+    def _leave(self, src: int, send: Send, nbytes: int, began_ns: int) -> None:
+        assert isinstance(self.network, Ports)
+        start, head, tail = self.network.depart(src, send.dst, nbytes, self.now_ns)
+        message = Message(src, send.tag, send.body, send.meta, start)
+        self._at(head, self._arrive, (send.dst, message, nbytes, tail))
+
+    def _arrive(self, item: tuple[int, Message, int, int]) -> None:
+        dst, message, nbytes, tail = item
+        assert isinstance(self.network, Ports)
+        end = self.network.arrive(message.src, dst, nbytes, self.now_ns, tail)
+        self._at(end, self._there, (dst, message, nbytes))
+
+    def _there(self, item: tuple[int, Message, int]) -> None:
+        """The last byte is there."""
+        dst, message, nbytes = item
+
+        def handled(began_ns: int) -> None:
+            if nbytes:
+                self._push_end[message.src] = self.now_ns
+                self.nodes[message.src].ledger.pushed(message.start_ns, self.now_ns)
+            self._deliver((dst, message))
+
+        self._handle(dst, nbytes, handled)
+
+    def _serve(self, channel: Channel) -> None:
+        if channel.ready and channel.free_ns <= self.now_ns:
+            self._begin(channel)
+
+    def _begin(self, channel: Channel) -> None:
+        """It ends when it has cost all of its members what it does, and the rest of its time has passed."""
+        posted, group = channel.take(self.now_ns), channel.team
+        tensors = [posted.arrived[rank][1] for rank in group]
+        result, cost, moved, own = collected(posted.effect, tensors, self.network, self.now_ns)
+        start = self.network.hold(group, cost, self.now_ns)
+        work_ns = cost * self._shared.busy_in(len(group))
+        rest_ns = max(0, cost - round(work_ns * self._slowed(group)))
+        scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
+        left, channel.free_ns = set(group), LAST
+
+        def done(rank: int, began_ns: int) -> None:
+            left.discard(rank)
+            if not left:
+                self._at(self.now_ns + rest_ns, ended, None)
+
+        def begin(_: None) -> None:
+            for rank in group:
+                self._ask(self._movers[rank], [(work_ns, partial(done, rank))])
+
+        def ended(_: None) -> None:
+            channel.free_ns = self.now_ns
+            for place, rank in enumerate(group):
+                member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
+                ledger.traffic(start, *((moved, moved) if own is None else (own.sent[place], own.received[place])))
+                ledger.collective(start, self.now_ns, member.main)
+                self._at(self.now_ns, member, chunk(result, len(group), place) if scattered else result)
+            self._at_last(self.now_ns, self._serve, channel)
+
+        self._at(start, begin, None)
+
+    def _slowed(self, group: tuple[int, ...]) -> float:
+        """How many times as long a task of all members at once takes as one that is alone."""
+        count = Counter(self._home[rank] for rank in group)
+        return max(1.0, *(many / self._shared.cores[home] for home, many in count.items()))
+
+
+def simulator(num_ranks: int, speed: Speed, costs: Exchange | Ports, observer: Observer) -> Sim:
+    """The one for a cluster."""
+    cluster = speed.cluster
+    if isinstance(cluster, Fitted) and cluster.shared is not None:
+        assert isinstance(costs, Ports)
+        return SharedSim(num_ranks, speed, costs, observer, cluster.shared)
+    return Sim(num_ranks, speed, costs, observer)

@@ -1,0 +1,161 @@
+"""Machines with too few cores for the ranks on them: closed forms of processor sharing, and runs on such machines."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ashl.cluster.cores import Cores
+from ashl.cluster.network import network
+from ashl.cluster.spec import Fitted, GroupSum, SharedCores, Sums
+from ashl.cluster.speed import LEVELS, speed_of
+from ashl.runtime.node import Node
+from ashl.runtime.shared_cores import SharedSim, simulator
+from ashl.size_only import SizeOnly
+from tests.laws.machines import MS, cluster
+from tests.laws.test_network import Deaf
+
+Begun = list[tuple[int, int]]  # when, and the work
+TASKS = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 5_000)), min_size=1, max_size=12)
+
+
+def ends(count: float, begun: Begun, **how: float) -> list[int]:
+    """When each task ends."""
+    cores, waiting, found = (
+        Cores[int](count, **how),
+        sorted(range(len(begun)), key=lambda k: begun[k][0]),
+        dict[int, int](),
+    )
+    while len(found) < len(begun):
+        due = cores.next_ns()
+        if waiting and (due is None or begun[waiting[0]][0] <= due):
+            k = waiting.pop(0)
+            cores.begin(k, begun[k][1], begun[k][0])
+        else:
+            assert due is not None
+            if (ended := cores.end(due)) is not None:
+                found[ended] = due
+    return [found[k] for k in range(len(begun))]
+
+
+def test_tasks_share_cores_alike() -> None:
+    assert ends(1, [(0, 10), (0, 10)]) == [20, 20]
+    assert ends(2, [(0, 10), (0, 10), (0, 10)]) == [15, 15, 15]
+    assert ends(1, [(0, 10), (4, 10)]) == [16, 20]  # alone for 4, then both for 12, then the second alone for 4
+    assert ends(1.5, [(0, 900), (100, 300), (100, 10_000)]) == [1367, 700, 10_567]
+    assert ends(1, [(0, 10**12), (10**12 - 1, 1)]) == [10**12 + 1, 10**12 + 1]
+
+
+def test_of_more_tasks_than_slots_some_wait() -> None:
+    assert ends(2, [(0, 10), (0, 20), (0, 5)], slots=2) == [10, 20, 15]  # the third when the first has ended
+    assert ends(1.5, [(0, 9), (0, 9), (0, 9)], slots=2) == [12, 12, 21]
+    assert ends(1, [(0, 10), (0, 2)], slots=1, quantum_ns=4) == [12, 6]  # after 4 the other one has its turn
+    assert ends(1, [(0, 10), (20, 2)], slots=1, quantum_ns=4) == [10, 22]
+
+
+@given(TASKS, st.sampled_from([{}, {"slots": 1}, {"slots": 1, "quantum_ns": 700}]))
+def test_one_core_loses_no_work(begun: Begun, how: dict[str, float]) -> None:
+    """It is never idle while there is some: the last task ends when a queue would have done all."""
+    free = 0
+    for time_ns, work_ns in sorted(begun):
+        free = max(free, time_ns) + work_ns
+    assert max(ends(1, begun, **how)) == pytest.approx(free, abs=len(begun))
+
+
+@given(TASKS, st.integers(0, 3))
+def test_enough_cores_are_as_many_machines(begun: Begun, more: int) -> None:
+    assert ends(len(begun) + more, begun) == [time_ns + work_ns for time_ns, work_ns in begun]
+
+
+FREE = Sums(latency_s=0.0, s_per_byte=0.0)
+DENSE = 4_000
+TAG = ("x", 0, 0)
+
+
+def on_one_machine(cores: float, n: int = 2, **costs: Any) -> Fitted:
+    """Workers and a server on it, without any cost but steps of 10 ms and a sum of 8 ms."""
+    plain, given = cluster(n), {"ends": (FREE,), "before": 1.0, "busy": (), "quantum_s": 1e-6, "resumed_s": 0.0} | costs
+    return Fitted(
+        **{field.name: getattr(plain, field.name) for field in fields(plain)} | {"step_s": 1.0, "compute": (0.01,) * n},
+        jitters=(0.0,) * n,
+        encode_s=(0.0,) * n,
+        latencies=(0.0,) * n,
+        pull_latencies=(0.0,) * n,
+        up_bytes_s=(None,) * n,
+        down_bytes_s=(None,) * n,
+        server_bytes_s=None,
+        all_reduce=None,
+        steps=((1.0,) * len(LEVELS),) * n,
+        in_order=False,
+        batches=(((1, 1.0),),) * n,
+        server_in=FREE,
+        server_out=FREE,
+        group_sums=(GroupSum(group=n, latency_s=0.008, s_per_byte=0.0),),
+        shared=SharedCores(machine=(0,) * (n + 1), cores=(cores,), **given),
+    )
+
+
+def played(machine: Fitted, main: Any) -> list[Any]:
+    """What each rank returns."""
+    n = len(machine.compute)
+    sim = simulator(n + 1, speed_of(machine, 1, 0), network(machine, DENSE), Deaf())
+    assert isinstance(sim, SharedSim)
+    return sim.run(main, tick=lambda: None)
+
+
+@pytest.mark.parametrize(("cores", "expected_ms"), [(1, 20), (1.6, 12.5), (2, 10), (3, 10)])
+def test_steps_on_one_machine_slow_each_other_down(cores: float, expected_ms: float) -> None:
+    async def main(node: Node) -> int:
+        if node.rank < 2:
+            await node.compute(lambda: None, work=1)
+        return node.now_ns
+
+    assert played(on_one_machine(cores), main) == pytest.approx([expected_ms * MS, expected_ms * MS, 0], abs=2000)
+
+
+def test_a_step_that_begins_later() -> None:
+    """Alone for 4 ms, then both for 12, then the other one alone for 4; what was booked is all of it."""
+
+    async def main(node: Node) -> tuple[int, int]:
+        if node.rank < 2:
+            await node.sleep(0.004 * node.rank)
+            await node.compute(lambda: None, work=1)
+        return node.now_ns, node.ledger.live()["compute"]
+
+    for own, expected in zip(played(on_one_machine(1), main), [(16, 16), (20, 16), (0, 0)], strict=True):
+        assert [time_ns / MS for time_ns in own] == pytest.approx(expected, abs=0.002)
+
+
+def test_a_message_costs_both_ends() -> None:
+    """3 ms to send and 2 ms to take in, a quarter of it after the message has gone on, beside a step of 10 ms. On one
+    core: 2.25 ms of work by 4.5 ms, then the sender's rest, the receiver's part and the step share it in threes."""
+    ends = tuple(Sums(latency_s=time_s, s_per_byte=0.0) for time_s in (0.003, 0.003, 0.002))
+
+    async def main(node: Node) -> float:
+        if node.rank == 0:
+            await node.send(2, TAG, SizeOnly(8))
+            await node.compute(lambda: None, work=1)
+        elif node.rank == 2:
+            await node.recv(TAG)
+        return node.now_ns / MS
+
+    for cores, expected in ((1, [15, 0, 8.25]), (4, [10, 0, 3.75])):
+        assert played(on_one_machine(cores, before=0.75, ends=ends), main) == pytest.approx(expected, abs=0.002)
+
+
+@pytest.mark.parametrize(("busy", "apply_ms", "expected_ms"), [(0.5, 0, 8), (0.25, 0, 8), (0.5, 2, 10)])
+def test_a_sum_costs_its_members(busy: float, apply_ms: float, expected_ms: float) -> None:
+    """Of 8 ms each keeps a core busy for that share, both at once on one core, and the rest passes by itself; what else
+    is to be done there has a third of the core."""
+    machine = replace(on_one_machine(1, busy=((2, busy),)), server_step_s=apply_ms / 1e3)
+
+    async def main(node: Node) -> float:
+        if node.rank == 2:
+            await node.compute(lambda: None, work=1, kind="apply")
+        else:
+            await node.all_reduce(SizeOnly(8), (0, 1))
+        return node.now_ns / MS
+
+    assert played(machine, main)[:2] == pytest.approx([expected_ms] * 2, abs=0.002)

@@ -1,0 +1,102 @@
+"""A full profile of ranks that share a machine: what becomes of it in virtual time."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ashl.cluster.spec import Fitted
+from ashl.config.construct import construct
+from ashl.errors import UsageError
+from ashl.plan.full import Handling, WorkerCosts
+from ashl.plan.profile import Profile
+from tests.sim.test_full_profile import cost, of_one, steps
+from tests.support import planned, run
+from tests.test_profile import profile
+
+TIMED = ["runtime.gradients=false"]
+
+
+def crowded(
+    cores: int = 1, together_s: float = 2.0, hosts: tuple[str, str, str] = ("a", "a", "a"), **own: Any
+) -> Profile:
+    """Two workers and a server, with steps of 1 s that take so long while both take one; a message takes
+    1.25 s alone, of which each end needs a core for half a second."""
+    known = of_one(steps([together_s]))
+    assert known.full is not None
+    given = {"alone_s": 1.0, "alone": steps([1.0]), "used": 1.0, "cores": cores} | own
+    costs = WorkerCosts(steps=(steps([together_s]),), push=cost(1.25, 0.0), pull=cost(1.25, 0.0), **given)
+    workers = tuple(replace(worker, host=host) for worker, host in zip(profile().workers, hosts[:2], strict=True))
+    handling = Handling(worker=cost(0.5, 0.0), server=cost(0.5, 0.0), resumed_s=0.0)
+    full = replace(known.full, workers=(costs, costs), handling=handling)
+    return replace(known, workers=workers, server_host=hosts[2], full=full)
+
+
+def cluster(known: Profile) -> Fitted:
+    return construct(known.cluster(), "cluster")
+
+
+def test_too_few_cores_are_shared() -> None:
+    found = cluster(crowded())
+    assert found.shared is not None
+    assert (found.shared.machine, found.shared.cores) == ((0, 0, 0), (1.0,))
+    assert (found.compute, found.shared.before) == ((1.0, 1.0), 1.0)
+    assert found.latencies == (0.25, 0.25)
+    assert found.shared.end(5).latency_s == 0.5
+
+
+def test_cores_are_counted_by_what_steps_get() -> None:
+    for known, cores in [
+        (crowded(cores=8, together_s=1.25), (1.6,)),  # whatever the system says
+        (crowded(cores=2, together_s=1.0), (2.0,)),  # for two workers and a server
+        (crowded(cores=8, together_s=1.0, used=0.4), (1.0,)),  # a quota
+        (crowded(hosts=("a", "b", "b"), together_s=1.0), (1.0, 1.0)),
+    ]:
+        shared = cluster(known).shared
+        assert shared is not None
+        assert shared.cores == pytest.approx(cores)
+    quota = cluster(crowded(together_s=1.0, used=0.4)).shared
+    assert quota is not None
+    assert quota.end(0).latency_s == pytest.approx(0.5 / 0.4)  # of a core as a step has it
+
+
+def test_where_there_are_enough_nothing_changes() -> None:
+    """Nor where it is not known who is where."""
+    enough = crowded(cores=3, together_s=1.0)
+    apart = crowded(hosts=("a", "b", "c"))
+    nobody_knows = replace(crowded(), server_host=None)
+    for known in (enough, apart, nobody_knows):
+        assert cluster(known).shared is None
+        assert known.full is not None
+        before = replace(known, full=replace(known.full, handling=None))
+        assert known.cluster() == before.cluster()
+
+
+def test_a_profile_of_before_loads_and_is_the_same() -> None:
+    """Its calibration is of what it was, though it has fewer figures than one of today."""
+    known = of_one(steps([1.0]))
+    data = json.loads(known.to_json())
+    for entry in (*data["full"]["workers"], data["full"]):
+        for name in ("alone", "used", "cores", "gathering", "handling"):
+            entry.pop(name, None)
+    assert Profile.from_json(json.dumps(data)).digest == known.digest
+    assert Profile.from_json(crowded().to_json()) == crowded()
+
+
+def test_a_run_takes_as_long_as_its_work() -> None:
+    """Two workers at their own pace: 8 steps, 8 pushes, an eighth of a second to apply each, and 6 pulls are 23 s of a
+    core, and on two cores 4 cycles of 3.625 s, but for the last pull, are 13.25 s at least."""
+    ran = planned("sync=asp", "schedule=single", "cluster=homogeneous", "cluster.compute=[1,1]", *TIMED)
+    limits = replace(ran.limits, steps=8)
+    plans = [replace(ran, cluster=crowded(cores, 2.0 / cores).cluster(), limits=limits) for cores in (1, 2)]
+    one, two = (run(plan).time_ns / 1e9 for plan in plans)
+    assert 23 <= one <= 23.5
+    assert 13.25 <= two <= 15
+
+
+def test_checkpoints_are_refused(workplace) -> None:
+    known = replace(crowded(), model="mlp", num_params=9610, dense_bytes=38_440)
+    (workplace / "p.json").write_text(known.to_json())
+    with pytest.raises(UsageError, match="too few cores for all ranks, and no checkpoint holds what shares them"):
+        planned("cluster=profile", "profile=p.json", "run.checkpoint_s=1")
