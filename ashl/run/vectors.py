@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ashl.errors import AshlError
+from ashl.learn.staging import in_host
 from ashl.run.sealed import Sealed
 from ashl.runtime.records import NAMES, Snapshot, UpdateShown
 
@@ -20,11 +21,12 @@ PIECE = 4_000_000  # bytes; the store refuses values of more than 8 MB
 
 def post(store: Sealed, queue: str, record: Snapshot | UpdateShown, vector: Tensor, between: Callable[[], None]) -> int:
     """Put a record's vector into this queue, calling `between` ahead of each piece; returns how many bytes it has."""
-    content = memoryview(vector.to("cpu", torch.float32).contiguous().numpy()).cast("B")
-    for start in range(0, content.nbytes, PIECE):
-        between()
-        store.push(queue, record.rank, content[start : start + PIECE])
-    return content.nbytes
+    with in_host(vector.to(torch.float32)) as here:
+        content = memoryview(here.contiguous().numpy()).cast("B")
+        for start in range(0, content.nbytes, PIECE):
+            between()
+            store.push(queue, record.rank, content[start : start + PIECE])
+        return content.nbytes
 
 
 def fetch(store: Sealed, queue: str, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ashl.learn.device import HOST, to_device, to_host
+from ashl.learn.device import HOST, to_device
+from ashl.learn.staging import filled, in_host
 from ashl.runtime import wire
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Bodies(Protocol):
         """uint8, whose header has left."""
         ...
 
-    def recv(self, pair: Pair, nbytes: int) -> Tensor:
-        """uint8, whose header has come."""
+    def recv(self, pair: Pair, nbytes: int, device: str) -> Tensor:
+        """uint8, whose header has come, and which is to lie there."""
         ...
 
     def granted(self, pair: Pair, way: str) -> None:
@@ -65,15 +66,14 @@ class Direct:
     last_to_leave = False
 
     def placed(self, body: Tensor) -> Tensor:
-        return to_host(body)
+        return body  # the sender's thread brings it to the host
 
     def send(self, pair: Pair, body: Tensor) -> None:
-        pair.group.send([body], pair.place, wire.BODIES).wait()
+        with in_host(body) as flat:
+            pair.group.send([flat], pair.place, wire.BODIES).wait()
 
-    def recv(self, pair: Pair, nbytes: int) -> Tensor:
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        pair.group.recv([flat], pair.place, wire.BODIES).wait()
-        return flat
+    def recv(self, pair: Pair, nbytes: int, device: str) -> Tensor:
+        return filled(nbytes, device, lambda flat: pair.group.recv([flat], pair.place, wire.BODIES).wait())
 
     def granted(self, pair: Pair, way: str) -> None:
         raise wire.WireError(UNASKED)
@@ -120,7 +120,7 @@ class Granted:
         self._asked.put((body, through))
         return through.result()
 
-    def recv(self, pair: Pair, nbytes: int) -> Tensor:
+    def recv(self, pair: Pair, nbytes: int, device: str) -> Tensor:
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self._carrier.device)
         if self._grants:
             self._grant(pair, UP, lambda: self._carrier.recv(pair.peer, flat))

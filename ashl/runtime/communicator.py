@@ -13,7 +13,8 @@ import ctypes
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError
 from ashl.learn.device import to_device, to_host
+from ashl.learn.staging import in_host
 from ashl.runtime import collectives, subset_sum
 from ashl.runtime.agreement import Agreement, Groups
 from ashl.runtime.channel import Collective, committed
@@ -241,13 +243,13 @@ class Communicator:
         if end.committed:
             pending = end.committed[0]
         asked_ns = max(self._clock(), free_ns)
-        value, moved, begin, cost = self._transfer(
-            pending.effect, pending.number + (pending.effect.epoch << 32), asked_ns
-        )
-        if self._settle is not None:
-            self._settle()
-        elif isinstance(value, torch.Tensor):
-            value = to_device(value, str(pending.effect.tensor.device))
+        number = pending.number + (pending.effect.epoch << 32)
+        with self._near(pending.effect) as tensor:
+            value, moved, begin, cost = self._transfer(pending.effect, tensor, number, asked_ns)
+            if self._settle is not None:
+                self._settle()
+            elif isinstance(value, torch.Tensor):
+                value = to_device(value, str(pending.effect.tensor.device))
         end_ns = self._clock()
         if cost is not None:
             self._pace.transfers[self._rank].add(cost, end_ns - begin)
@@ -280,10 +282,20 @@ class Communicator:
     def _wait(self, team: Team) -> collectives.Wait | None:
         return None if self._agreement is None else partial(self._agreement.wait, team)
 
-    def _transfer(self, effect: Collective, number: int, asked_ns: int) -> tuple[Any, tuple[int, int], int, int | None]:
+    @contextmanager
+    def _near(self, effect: Collective) -> Generator[torch.Tensor]:
+        """What is to be carried, where the groups carry it."""
+        if self._settle is not None or not isinstance(effect, AllReduce):
+            yield effect.tensor if self._settle is not None else to_host(effect.tensor)
+            return
+        with in_host(effect.tensor) as tensor:
+            yield tensor
+
+    def _transfer(
+        self, effect: Collective, tensor: torch.Tensor, number: int, asked_ns: int
+    ) -> tuple[Any, tuple[int, int], int, int | None]:
         """(value where it was carried, bytes sent and received, when it began, declared cost if there is one)."""
         group, g = effect.group, len(effect.group)
-        tensor = effect.tensor if self._settle is not None else to_host(effect.tensor)
         pg, loose, wait = self._groups.get(group), self._loose(group), self._wait(group)
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.riders * tensor.element_size()

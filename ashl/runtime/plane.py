@@ -130,7 +130,8 @@ class Pair:
                 if header.dtype is not None:
                     body = torch.empty(0, dtype=header.dtype)
                     if header.nbytes:
-                        body = links.bodies.recv(self, header.nbytes).view(header.dtype)
+                        device = links.device if header.dtype.is_floating_point else HOST
+                        body = links.bodies.recv(self, header.nbytes, device).view(header.dtype)
                         self._wait_until(links.due(peer, header.nbytes, start, links.clock()))
                         self._came = self._came[0] + 1, links.clock() - start
                     body = to_device(body, links.device) if body.is_floating_point() else body
