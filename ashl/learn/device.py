@@ -7,7 +7,8 @@ works there alone. Each way back waits until the device has come so far, so none
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,3 +49,20 @@ def allow_tf32(allowed: bool) -> None:
     kinds = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     for kind in kinds:
         kind.fp32_precision = "tf32" if allowed else "ieee"
+
+
+@contextmanager
+def seeded(seed: int, device: str) -> Generator[torch.Generator]:
+    """Torch's own generator of the device, set to `seed` inside and put back after: layers draw from no other."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.init()
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if place.index is None else place.index]
+    else:
+        generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield generator
+    finally:
+        generator.set_state(state)

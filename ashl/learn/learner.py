@@ -12,8 +12,8 @@ are never read.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -31,7 +31,7 @@ from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
 from ashl.errors import UsageError
 from ashl.learn.allocator import keep_pages
-from ashl.learn.device import HOST, allow_tf32, numbers, to_device, to_host
+from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
@@ -65,6 +65,7 @@ class Learner:
         seed: int,
         device: str = HOST,
         precision: str = "fp32",
+        graphs: bool = False,
     ) -> None:
         keep_pages()
         if device != HOST:
@@ -78,6 +79,7 @@ class Learner:
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
         self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())
         self._draws, self._width = self._try_out()
+        self._captures = graphs and not self._draws
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
         self.epoch_samples = len(data.train)
         self.num_params = self._here.num_params
@@ -105,7 +107,15 @@ class Learner:
         Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
         Raises UsageError when BatchNorm gets too small a batch to normalise over.
         """
-        loss = self._batch_loss(params, indices, worker, step)
+        if not self._captures:
+            return self._differentiated(self._batch_loss(params, indices, worker, step))
+        self._enter(params)
+        batch = self._moved(indices, worker, step)
+        return self._here.graphs.run(
+            lambda inputs, targets: self._differentiated(self._loss(self._forward, inputs, targets, worker)), *batch
+        )
+
+    def _differentiated(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True, materialize_grads=True)
         return loss.detach(), _flatten_dense_tensors(gradients)
 
@@ -202,26 +212,38 @@ class Learner:
 
     def _batch_loss(self, params: Tensor | Pieces, indices: np.ndarray, worker: int, step: int) -> Tensor:
         """The mean loss over the samples at `params`, ready to be differentiated."""
+        inputs, targets = self._moved(indices, worker, step)
+        self._enter(params)
+        drawn = torch_seed(self._seed, Purpose.MODEL, worker, step) if self._draws else None
+        with nullcontext() if drawn is None else seeded(drawn, self.device):
+            forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, drawn)
+            return self._loss(forward, inputs, targets, worker)
+
+    def _moved(self, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
+        """A batch to learn from, augmented."""
         inputs, targets = self._batch(self._train, indices, worker, step)
         if self._data.augment == "crop_flip":
             moves = crops(len(indices), stream(self._seed, Purpose.AUGMENT, worker, step))
             inputs = crop_flip(inputs, to_device(moves, self.device))
+        return inputs, targets
+
+    def _enter(self, params: Tensor | Pieces) -> None:
+        """The module learns at these parameters."""
         if isinstance(params, Tensor):
             self._here.point_at(params)
         if not self._here.module.training:
             self._here.module.train()
-        drawn = torch_seed(self._seed, Purpose.MODEL, worker, step) if self._draws else None
-        with nullcontext() if drawn is None else _seeded(drawn, self.device):
-            try:
-                forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, drawn)
-                return self._task.loss(forward(inputs), targets)
-            except ValueError as error:
-                if "more than 1 value per channel" not in str(error):
-                    raise
-                raise UsageError(
-                    f"Model {self._name} normalises over the batch, and worker {worker}'s batch of "
-                    f"{len(indices)} is too small for that; take dataset.batch_size=2 or more."
-                ) from error
+
+    def _loss(self, forward: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, worker: int) -> Tensor:
+        try:
+            return self._task.loss(forward(inputs), targets)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise UsageError(
+                f"Model {self._name} normalises over the batch, and worker {worker}'s batch of {len(inputs)} is too "
+                "small for that; take dataset.batch_size=2 or more."
+            ) from error
 
     def samples(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs [features, samples] and targets [values, samples], float32; classes as 0 and 1."""
@@ -260,7 +282,7 @@ class Learner:
     def _batch(self, split: Split, indices: np.ndarray, worker: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
         """A batch; what is drawn while samples are read is drawn from (seed, worker, step) alone."""
         if not isinstance(split.inputs, Tensor):
-            with _seeded(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST):
+            with seeded(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST):
                 inputs, targets = split.batch(indices)
         elif self.device == HOST:
             return split.batch(indices)
@@ -269,7 +291,7 @@ class Learner:
         return to_device(inputs, self.device), to_device(targets, self.device)
 
     def _build(self) -> nn.Module:
-        with _seeded(torch_seed(self._seed, Purpose.INIT), HOST):
+        with seeded(torch_seed(self._seed, Purpose.INIT), HOST):
             return self._option.build(self._data.sample_shape, self._data.num_classes)
 
     def _try_out(self) -> tuple[bool, int]:
@@ -280,7 +302,7 @@ class Learner:
             raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
         inputs, targets = self._batch(self._train, np.zeros(2, np.int64))
         expected = self._task.expected(targets, self._data.num_classes)
-        with torch.no_grad(), _seeded(0, self.device) as generator:
+        with torch.no_grad(), seeded(0, self.device) as generator:
             before = generator.get_state()
             try:
                 output = self._forward(inputs)
@@ -323,7 +345,7 @@ class Learner:
         if arriving.unseen <= self._here.hidden:
             return outputs
         self._here.hidden |= arriving.unseen
-        with nullcontext() if drawn is None else _seeded(drawn, self.device):
+        with nullcontext() if drawn is None else seeded(drawn, self.device):
             return self._forward(inputs)
 
     def _bring(self, parameter: nn.Parameter, values: Tensor) -> None:
@@ -368,20 +390,3 @@ def on_device(split: Split, device: str) -> Split:
     if device == HOST or not isinstance(split.inputs, Tensor) or split.inputs.nbytes > RESIDENT:
         return split
     return replace(split, inputs=to_device(split.inputs, device), targets=to_device(split.targets, device))
-
-
-@contextmanager
-def _seeded(seed: int, device: str) -> Generator[torch.Generator]:
-    """Torch's own generator of the device, set to `seed` inside and put back after: layers draw from no other."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.init()
-        generator = torch.cuda.default_generators[torch.cuda.current_device() if place.index is None else place.index]
-    else:
-        generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield generator
-    finally:
-        generator.set_state(state)

@@ -12,6 +12,7 @@ from torch._utils import _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ashl.learn.device import HOST, to_device
+from ashl.learn.graphs import Graphs
 
 SHORT = 2**16  # elements: up to here a copy takes less time than views
 
@@ -20,7 +21,7 @@ class Replica(threading.local):
     """Each thread that computes has one of its own, made when it first asks; buffers of them never travel."""
 
     def __init__(self, build: Callable[[], nn.Module], device: str) -> None:
-        self.device = device
+        self.device, self.graphs = device, Graphs(device)
         self.module = to_device(build(), device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.norms = [module for module in self.module.modules() if isinstance(module, _BatchNorm)]

@@ -318,7 +318,15 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     parts = parts or parts_of(plan)
     data = data or parts.dataset.load()
     deal = dealer(plan, parts, data)
-    learner = Learner(parts.model, data, parts.task, seed=plan.seed, device=device, precision=parts.runtime.precision)
+    learner = Learner(
+        parts.model,
+        data,
+        parts.task,
+        seed=plan.seed,
+        device=device,
+        precision=parts.runtime.precision,
+        graphs=parts.runtime.graphs == "on" and device != HOST,
+    )
     if not parts.runtime.gradients:
         size_only = size_only_trainer(plan, parts, len(data.train))
         return Job(parts, data, learner, rules(plan, parts, [size_only] * len(plan.stages), deal))

@@ -28,6 +28,10 @@ def device_of(runtime: Any, local_rank: int = 0) -> str:
     kind = ("cuda" if there else HOST) if runtime.device == "auto" else runtime.device
     if runtime.precision == "tf32" and kind == HOST:
         raise UsageError("runtime.precision=tf32 is arithmetic of CUDA devices; on a CPU take fp32, or bf16")
+    if runtime.graphs == "on" and kind == HOST:
+        raise UsageError(
+            "runtime.graphs=on captures steps of CUDA devices, and this run is on a CPU; take off, or auto"
+        )
     return kind if kind == HOST else f"{kind}:{local_rank % torch.cuda.device_count()}"
 
 

@@ -11,6 +11,7 @@ from ashl.option import Count, Natural, Positive, option
 Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is told, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
 OnLoss = Literal["forget", "reshard"]  # what becomes of a lost worker's data
+Graphs = Literal["auto", "off", "on"]  # of steps, see ashl.learn.graphs; auto is off until they have run on a device
 Precision = Literal["fp32", "tf32", "bf16"]  # of products and convolutions; vectors are float32
 
 
@@ -24,6 +25,7 @@ class SimRuntime:
     cores: Threads | Literal["auto"] = "auto"
     device: Device
     precision: Precision
+    graphs: Graphs
     min_workers: Count
     on_loss: OnLoss = "forget"
 
@@ -39,6 +41,7 @@ class LocalRuntime:
     threads: Threads
     device: Device
     precision: Precision
+    graphs: Graphs
     share_gpu: bool | None
     interface: str | None
     timeout_s: Positive
@@ -58,6 +61,7 @@ class TorchrunRuntime:
     threads: Threads
     device: Device
     precision: Precision
+    graphs: Graphs
     share_gpu: bool | None
     interface: str | None
     timeout_s: Positive

@@ -84,6 +84,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
         ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
         ("runtime=local runtime.backend=nccl", "this run is on CPUs; take auto"),
+        ("runtime.graphs=on", "captures steps of CUDA devices, and this run is on a CPU; take off, or auto"),
         ("runtime=torchrun", "start it as `torchrun"),
         # data and model
         ("dataset.batch_size=361", "Worker 1's shard holds 359 samples, fewer than its batch of 361; take "),

@@ -85,7 +85,14 @@ def test_failures_at_random_never_end_a_run() -> None:
 
 def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     local = SimpleNamespace(
-        name="local", min_workers=1, respawn=0, on_loss="forget", backend="auto", device="cpu", precision="fp32"
+        name="local",
+        min_workers=1,
+        respawn=0,
+        on_loss="forget",
+        backend="auto",
+        device="cpu",
+        precision="fp32",
+        graphs="auto",
     )
     plan = with_events(planned(*SIZES), lost(0, 0.1))
     check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
