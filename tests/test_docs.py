@@ -75,6 +75,15 @@ def test_the_readme_is_short_and_keeps_its_lines() -> None:
     assert {"-m slow -n 0", "-m gpu -n 0"} <= set(re.findall(r"-m \w+ -n 0", text))
 
 
+def test_the_page_of_gpus_lists_their_tests() -> None:
+    marked = {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^pytestmark = \[pytest\.mark\.gpu", file.read_text(encoding="utf-8"), re.M)
+    }
+    assert set(re.findall(r"tests/[\w/]+\.py", (ROOT / "docs/gpu.md").read_text(encoding="utf-8"))) == marked
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_that_are_run_exist(page: Path) -> None:
     assert [name for name in modules(TEXTS[page]) if find_spec(name) is None] == []

@@ -1,8 +1,10 @@
 """All-reduce by ashl beside torch's own DistributedDataParallel: `python -m tests.benchmarks.ddp`.
 
-Two processes over gloo, the same model, batch, momentum and data, one thread each; neither side's start-up counts.
+Two processes over gloo, the same model, batch, momentum and data, one thread each; neither side's start-up counts. With
+`--device cuda` one process, and two where there are two GPUs, over NCCL.
 """
 
+import argparse
 import io
 import json
 import os
@@ -11,6 +13,8 @@ import tempfile
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from ashl.config.compose import compose
 from ashl.run.train import train
@@ -24,12 +28,17 @@ CASES = {  # (overrides, steps of each worker: most of a second)
     "lenet 32x32": (("model=lenet", *IMAGES), 160),
     "resnet8 32x32": (("model=resnet8", *IMAGES), 20),
 }
+PIXELS = ("dataset=synthetic", "dataset.num_train=8192", "dataset.num_test=10", "dataset.batch_size=128")
+ON_GPUS = {
+    "LeNet": (("model=lenet", *PIXELS), 2000),
+    "ResNet-18": (("model=resnet18_small", *PIXELS), 400),
+    "VGG16-BN": (("model=vgg16_bn", *PIXELS), 400),
+}
 BASE = (
     "topology=all_reduce",
     "sync=bsp",
     "runtime=local",
     "cluster=real",
-    f"cluster.num_workers={torch_ddp.WORKERS}",
     "tracking=none",
     "tracking.events=none",
     "eval.every_s=null",
@@ -52,26 +61,40 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def main() -> None:
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+def compared(device: str, workers: int) -> list[list[str]]:
     rows = []
-    for case, (overrides, steps) in CASES.items():
-        chosen = (*BASE, *overrides, f"stop.steps={torch_ddp.WORKERS * steps}")
-        config = compose(chosen, None)
+    for case, (overrides, steps) in (CASES if device == "cpu" else ON_GPUS).items():
+        where = (f"cluster.num_workers={workers}", f"runtime.device={device}")
+        by = ("runtime.backend=nccl",) if device == "cuda" else ()
+        chosen = (*BASE, *overrides, *where, *by, f"stop.steps={workers * steps}")
+        ddp = partial(torch_ddp.samples_per_s, compose(chosen, None), steps, workers=workers, device=device)
         found = alternate(
             {
                 "exact": partial(ours, *chosen, "runtime.sums=exact"),
                 "native": partial(ours, *chosen, "runtime.sums=native"),
-                "DDP": lambda config=config, steps=steps: torch_ddp.samples_per_s(config, steps, free_port()),
+                "DDP": lambda ddp=ddp: ddp(port=free_port()),
             },
             TURNS,
         )
         against = [
             cell for sums in ("exact", "native") for cell in (thousands(found[sums]), ratio(found[sums], found["DDP"]))
         ]
-        rows.append([case, thousands(found["DDP"]), *against])
+        rows.append([f"{case}, {workers} workers", thousands(found["DDP"]), *against])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.ddp")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="two CPU processes, or GPUs")
+    device = parser.parse_args().device
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and not gpus:
+        raise SystemExit("there is no CUDA device on this machine; without --device the comparison is of two processes")
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    sizes = range(1, min(gpus, 2) + 1) if device == "cuda" else [torch_ddp.WORKERS]
+    rows = [row for workers in sizes for row in compared(device, workers)]
     show(
-        "Samples/s of two workers: torch's DDP, and ashl's all-reduce with sums=exact and sums=native",
+        f"Samples/s on {device}: torch's DDP, and ashl's all-reduce with sums=exact and sums=native",
         ["", "DDP", "exact", "/ DDP", "native", "/ DDP"],
         rows,
         f"medians of {TURNS} turns; ratios are taken within a turn: median (quartiles)",

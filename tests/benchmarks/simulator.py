@@ -3,9 +3,14 @@
 First against a plain training loop of one process over as many minibatches, then on all cores against one, then its
 events per second when nothing is learned, what planning takes, and memory. Seconds are of the processor, so that a busy
 neighbour does not lengthen them, but where several cores are at work.
+
+With `--device cuda` only this: four workers on one GPU beside a plain loop on it; with `--device cpu` the same at a
+small size, which shows that it runs.
 """
 
+import argparse
 import resource
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -44,6 +49,12 @@ TOPOLOGIES = {  # those without a server
     "pairs of ad_psgd": ("topology=gossip", "sync=ad_psgd"),
     "groups of ripples_smart": ("topology=partial_all_reduce", "schedule=single", "sync=ripples_smart"),
 }
+RESIDENT = {  # models on a device
+    "VGG16-BN": ("model=vgg16_bn",),
+    "ResNet-18": ("model=resnet18_small",),
+    "LeNet": ("model=lenet",),
+}
+SIZES = {"cuda": (128, 400, 9), "cpu": (4, 8, 3)}  # batch, minibatches of one turn, turns
 WORKERS = (10, 100, 1000)
 MANY = (10, 1000, 10_000)
 EVENTS = 100_000
@@ -58,9 +69,9 @@ TIMED = {  # overrides of runs without gradients
 }
 
 
-def simulation(plan: Plan, cores: int = 1) -> Callable[[], Sim]:
+def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], Sim]:
     """A run of the plan in virtual time, with nobody who evaluates or writes."""
-    job = assemble(plan, "cpu")
+    job = assemble(plan, device)
     cluster = construct(plan.cluster, "cluster")
     stage = job.stages[0]
 
@@ -74,19 +85,22 @@ def simulation(plan: Plan, cores: int = 1) -> Callable[[], Sim]:
     return run
 
 
-def plain_loop(config: Plan, steps: int) -> Callable[[], None]:
+def plain_loop(config: Plan, steps: int, device: str = "cpu", graphed: bool = False) -> Callable[[], None]:
     """What someone who knows torch would write for one process, with the same model, batch and optimizer."""
     dataset, sgd = construct(config.dataset, "dataset"), config.stages[0].optimizer
     data = dataset.load()
-    module = construct(config.model, "model").build(data.sample_shape, data.num_classes)
-    inputs, targets = data.train.inputs, data.train.targets
+    module = construct(config.model, "model").build(data.sample_shape, data.num_classes).to(device)
+    inputs, targets = data.train.inputs.to(device), data.train.targets.to(device)
+    if graphed:
+        module = torch.cuda.make_graphed_callables(module, (inputs[: dataset.batch_size].clone(),))
     optimizer = torch.optim.SGD(
         module.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True
     )
     batches = endless(len(targets), dataset.batch_size)
 
     def run() -> None:
-        for _, batch in zip(range(steps), batches, strict=False):
+        for _, places in zip(range(steps), batches, strict=False):
+            batch = places.to(device)
             optimizer.zero_grad()
             loss = functional.cross_entropy(module(inputs[batch]), targets[batch])
             loss.backward()
@@ -152,6 +166,41 @@ def on_all_cores() -> None:
         ["", *MODES],
         rows,
         f"{TURNS} turns; by itself (runtime.cores=auto) it takes several cores for steps of 0.7 ms and more",
+    )
+
+
+def on_device(device: str) -> None:
+    batch, steps, turns = SIZES[device]
+    pixels = ("dataset=synthetic", f"dataset.num_train={16 * batch}", "dataset.num_test=10")
+    rest = (f"dataset.batch_size={batch}", "sync=bsp", "eval.every_s=null")
+    base = (*pixels, *rest, "eval.every_commits=1000000000")
+
+    def taken_s(run: Callable[[], object]) -> float:
+        def whole() -> None:
+            run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        return wall_s(whole)
+
+    rows = []
+    for case, model in RESIDENT.items():
+        for graphs in ("off", "on") if device == "cuda" else ("off",):
+            plans = [planned(*model, *base, f"runtime.graphs={graphs}", f"stop.steps={n}") for n in (4, 4 + steps)]
+            loop = plain_loop(plans[0], steps, device, graphs == "on")
+            short, long = (simulation(plan, device=device) for plan in plans)
+            for run in (loop, short, long):
+                run()  # the first of each allocates and captures
+            contestants = {"loop": partial(taken_s, loop), "": lambda a=short, b=long: taken_s(b) - taken_s(a)}
+            found = {name: [steps / max(s, 1e-9) for s in each] for name, each in alternate(contestants, turns).items()}
+            rates = (f"{statistics.median(found[name]):.1f}" for name in contestants)
+            rows.append([case, graphs, *rates, ratio(found["loop"], found[""])])
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, at a size that says nothing of a device"
+    show(
+        f"Steps/s of four workers in virtual time (bsp, batch {batch}) beside a plain loop, on {where}",
+        ["", "graphs", "loop", "simulator", "time / loop's"],
+        rows,
+        f"{turns} turns; ratios are taken within a turn: median (quartiles); what a run takes to begin does not count",
     )
 
 
@@ -233,7 +282,15 @@ def memory() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.simulator")
+    parser.add_argument("--device", choices=tuple(SIZES), help="only four workers on this device, beside a plain loop")
+    device = parser.parse_args().device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device on this machine; --device cpu shows that the comparison runs")
     torch.set_num_threads(1)
+    if device:
+        on_device(device)
+        return
     against_a_loop()
     on_all_cores()
     events()

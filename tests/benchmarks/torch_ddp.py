@@ -1,4 +1,5 @@
-"""What someone who knows torch's DistributedDataParallel would write: samples a second of two processes over gloo."""
+"""What someone who knows torch's DistributedDataParallel would write: samples a second of its processes, over gloo on
+CPUs and over NCCL on GPUs."""
 
 import json
 import multiprocessing as mp
@@ -19,11 +20,12 @@ from ashl.config.construct import construct
 WORKERS, WARM_UP = 2, 20
 
 
-def samples_per_s(config: dict, steps: int, port: int) -> float:
+def samples_per_s(config: dict, steps: int, port: int, workers: int = WORKERS, device: str = "cpu") -> float:
     """Train the model of a composed configuration for `steps` per worker, after a warm-up; start-up does not count."""
     context = mp.get_context("forkserver")
     answers = context.SimpleQueue()
-    ranks = [context.Process(target=rank_main, args=(r, port, config, steps, answers)) for r in range(WORKERS)]
+    args = (port, config, steps, answers, workers, device)
+    ranks = [context.Process(target=rank_main, args=(r, *args)) for r in range(workers)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -32,21 +34,26 @@ def samples_per_s(config: dict, steps: int, port: int) -> float:
     return answers.get()
 
 
-def rank_main(rank: int, port: int, config: dict, steps: int, answers: "mp.SimpleQueue") -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORKERS)
-    rate = trained(config, steps)
+def rank_main(
+    rank: int, port: int, config: dict, steps: int, answers: "mp.SimpleQueue", workers: int, device: str
+) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=workers)
+    rate = trained(config, steps, device=device)
     if rank == 0:
         answers.put(rate)
 
 
-def trained(config: dict, steps: int, cap_mb: float | None = None) -> float:
+def trained(config: dict, steps: int, cap_mb: float | None = None, device: str = "cpu") -> float:
     """Samples a second of all ranks of the process group, which ends; buckets of so many MiB, or torch's default."""
     torch.set_num_threads(1)
-    rank = dist.get_rank()
+    rank, workers = dist.get_rank(), dist.get_world_size()
     dataset, sgd = construct(config["dataset"], "dataset"), config["optimizer"]
     data = dataset.load()
     torch.manual_seed(config["seed"])
-    module = construct(config["model"], "model").build(data.sample_shape, data.num_classes)
+    module = construct(config["model"], "model").build(data.sample_shape, data.num_classes).to(device)
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
     if images:
         module = module.to(memory_format=torch.channels_last)
@@ -57,7 +64,7 @@ def trained(config: dict, steps: int, cap_mb: float | None = None) -> float:
     optimizer = torch.optim.SGD(
         model.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True
     )
-    inputs, targets = data.train.inputs[rank::WORKERS], data.train.targets[rank::WORKERS]
+    inputs, targets = data.train.inputs[rank::workers].to(device), data.train.targets[rank::workers].to(device)
     if images:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
@@ -68,6 +75,7 @@ def trained(config: dict, steps: int, cap_mb: float | None = None) -> float:
             if batch is None:
                 order = epoch(len(targets), dataset.batch_size)
                 batch = next(order)
+            batch = batch.to(device)
             loss = functional.cross_entropy(model(inputs[batch]), targets[batch])
             optimizer.zero_grad()
             loss.backward()
@@ -78,7 +86,9 @@ def trained(config: dict, steps: int, cap_mb: float | None = None) -> float:
     start = time.perf_counter()
     train(steps)
     dist.barrier()
-    rate = WORKERS * steps * dataset.batch_size / (time.perf_counter() - start)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    rate = workers * steps * dataset.batch_size / (time.perf_counter() - start)
     dist.destroy_process_group()
     return rate
 

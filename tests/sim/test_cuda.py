@@ -1,8 +1,17 @@
 """Runs on a CUDA device: the same clock and bytes as on the host, the same bits twice, and losses that are alike."""
 
+import hashlib
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from ashl.errors import UsageError
+from ashl.learn.graphs import OFTEN
+from ashl.learn.learner import Learner
+from ashl.learn.staging import filled, in_host
+from tests.conf_option import conf_option
 from tests.support import planned, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -34,3 +43,64 @@ def test_memory_does_not_grow() -> None:
     before = torch.cuda.memory_allocated()
     run(plan, device="cuda")
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def twenty_steps(model: str, graphs: bool) -> Tensor:
+    """The parameters after twenty steps of plain SGD."""
+    data = conf_option("dataset", "synthetic", num_train=256, num_test=10).load()
+    args = (conf_option("model", model), data, conf_option("task", "classification"))
+    learner = Learner(*args, seed=0, device="cuda", graphs=graphs)
+    params = learner.init()
+    for step in range(20):
+        batch = np.random.default_rng(step).integers(0, 256, 31 if step == 15 else 32)
+        params = params - 0.01 * learner.gradient(params, batch, step % 4, step)[1]
+    return params.cpu()
+
+
+@pytest.mark.parametrize("model", ["mlp", "lenet", "resnet8"])
+def test_a_step_by_a_graph_is_the_step(model: str) -> None:
+    eager, graphed = twenty_steps(model, graphs=False), twenty_steps(model, graphs=True)
+    torch.testing.assert_close(graphed, eager, rtol=1e-4, atol=1e-6 if model == "mlp" else 1e-4)
+
+
+def test_steps_by_graphs_have_the_same_bits_twice() -> None:
+    hashes = {hashlib.sha256(twenty_steps("mlp", graphs=True).numpy().tobytes()).hexdigest() for _ in range(2)}
+    assert len(hashes) == 1
+
+
+def test_a_model_whose_path_hangs_on_its_numbers_is_refused() -> None:
+    class Looks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3072, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(1) * (2.0 if float(x.sum()) > 0 else 1.0))
+
+    class Option:
+        def build(self, sample_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+            return Looks()
+
+    data = conf_option("dataset", "synthetic", num_train=64, num_test=10).load()
+    learner = Learner(Option(), data, conf_option("task", "classification"), seed=0, device="cuda", graphs=True)
+    for step in range(OFTEN - 1):
+        learner.gradient(learner.init(), np.arange(32), 0, step)
+    with pytest.raises(UsageError, match="cannot be captured"):
+        learner.gradient(learner.init(), np.arange(32), 0, OFTEN)
+
+
+def test_vectors_leave_and_come_beside_what_is_computed() -> None:
+    """What is read is what the device had come to when it was asked for, however long that took."""
+    x = torch.ones(4096, 4096, device="cuda")
+    for _ in range(20):
+        x = x @ x / 4096
+    last = x[0].clone()
+    for _ in range(20):
+        x = x @ x  # goes on while the vector leaves
+    with in_host(last) as here:
+        assert here.tolist() == [1.0] * 4096
+    body = torch.arange(10**6, dtype=torch.uint8)
+    for _ in range(5):
+        came = filled(10**6, "cuda:0", lambda flat: flat.copy_(body))
+        assert came.is_cuda
+        assert torch.equal((came + 0).cpu(), body)

@@ -1,0 +1,74 @@
+"""NCCL: sums between GPUs end as those of gloo, and bodies between two ranks arrive bit for bit."""
+
+import json
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ashl.config.compose import compose
+from ashl.run.train import train
+from ashl.runtime.bodies import Carrier
+from ashl.runtime.meeting import world
+from tests.kernels import say, started
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+
+LINE = ("runtime=local", "cluster=real", "topology=all_reduce", "sync=bsp", "model=mlp", "dataset=digits")
+SHARED = {  # two ranks on one GPU
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_PROTO": "Simple",
+    "NCCL_ALGO": "Ring",
+    "NCCL_MAX_CTAS": "1",
+}
+BODIES = 20
+
+
+def loss(folder: Path, workers: int, backend: str) -> float:
+    where = (f"cluster.num_workers={workers}", "runtime.device=cuda", f"runtime.backend={backend}")
+    overrides = [*LINE, *where, f"stop.steps={workers * 40}", "tracking=none", f"run.dir={folder}/{backend}"]
+    assert train(compose(overrides, None), overrides, quiet=True) == 0
+    return json.loads((folder / backend / "summary.json").read_text())["test_loss"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sums_end_as_those_of_gloo(workers: int, tmp_path: Path) -> None:
+    if workers > torch.cuda.device_count():
+        pytest.skip("each rank needs a GPU of its own")
+    assert loss(tmp_path, workers, "nccl") == pytest.approx(loss(tmp_path, workers, "gloo"), rel=1e-4)
+
+
+def echo(end: Connection, port: int, rank: int, ranks: int) -> None:
+    os.environ.update(SHARED, NCCL_HOSTID=f"ashl-{rank}")
+    torch.cuda.set_device(0)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
+    carrier = Carrier({1 - rank: (world(), 1 - rank)}, "cuda:0")
+
+    def told() -> tuple[bool, None, dict[str, float]]:
+        same = True
+        for size in range(1, BODIES + 1):
+            body = (torch.arange(size * 1000, device="cuda") % 251).to(torch.uint8)
+            came = torch.empty_like(body)
+            if rank == 0:
+                carrier.send(1, body)
+                carrier.recv(1, came)
+            else:
+                carrier.recv(0, came)
+                carrier.send(0, came)
+            same = same and torch.equal(came, body)
+        return same, None, {}
+
+    say(end, store, rank, ranks, told)
+
+
+def test_bodies_between_two_ranks_on_one_gpu() -> None:
+    ended = started(echo, 2, 60)
+    if any(one.error for one in ended):
+        pytest.skip(f"two ranks do not share this GPU: {ended[0].error or ended[1].error}")
+    assert [one.result for one in ended] == [True, True]
