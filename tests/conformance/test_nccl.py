@@ -33,7 +33,7 @@ def loss(folder: Path, workers: int, backend: str) -> float:
     where = (f"cluster.num_workers={workers}", "runtime.device=cuda", f"runtime.backend={backend}")
     overrides = [*LINE, *where, f"stop.steps={workers * 40}", "tracking=none", f"run.dir={folder}/{backend}"]
     assert train(compose(overrides, None), overrides, quiet=True) == 0
-    return json.loads((folder / backend / "summary.json").read_text())["test_loss"]
+    return json.loads((folder / backend / "summary.json").read_text())["final"]["test_loss"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
