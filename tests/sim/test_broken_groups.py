@@ -111,7 +111,14 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     ],
 )
 def test_nobody_is_started_anew_where_nobody_comes_back(own: tuple[str, ...], known: dict, said: str | None) -> None:
-    runtime = {"name": "local", "respawn": 1, "backend": "auto", "device": "cpu", "precision": "fp32"} | known
+    runtime = {
+        "name": "local",
+        "respawn": 1,
+        "backend": "auto",
+        "device": "cpu",
+        "precision": "fp32",
+        "graphs": "auto",
+    } | known
     parts = replace(parts_of(planned(*RUN, *own)), runtime=SimpleNamespace(**runtime))
     with pytest.raises(UsageError, match=said) if said else nullcontext():
         check_respawn(parts, known.get("checkpoint_s"))
