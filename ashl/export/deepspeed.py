@@ -32,7 +32,8 @@ TRAIN = f"""    net, inner, _, _ = deepspeed.initialize(model=net, {{stepping}},
 """
 MAIN = "    deepspeed.init_distributed()\n    rank = dist.get_rank()", "    dist.destroy_process_group()\n"
 CONFIG = """CONFIG = {{
-    "train_micro_batch_size_per_gpu": BATCH,{bits}
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_clipping": 0.0,  # none{bits}
 }}"""
 BITS = """
     "optimizer": {{
