@@ -7,8 +7,8 @@ with S_k what pushes of the layers up to k take, P_k what their pulls do, and q_
 message holds is for `plan` to say, see `ashl.overlap.crossing`.
 
 Limits: one group is `none`. Of the paper's two orders, TAC is that of the forward pass on a chain of layers, and TIC
-leaves only its first two tied, so here both are this one. Slices are merged once their push has come as a whole, which
-a barrier waits for anyhow.
+leaves only its first two tied, so here both are this one. Slices are merged once their push has come as a whole; with
+`slices` each is as soon as it has come from all.
 Source: Hashemi, Jyothi and Campbell, "TicTac: Accelerating Distributed Deep Learning with Communication Scheduling",
 MLSys 2019.
 """

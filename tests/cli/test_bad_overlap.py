@@ -77,6 +77,7 @@ LAYERS = f"{RING} overlap=layerwise"
         ("schedule=ashl overlap=dear", "makes no sense in stage ahl"),
         ("sync=bsp overlap=priority", "a server takes and merges a push as a whole; take topology=all_reduce"),
         ("sync=backup overlap=slices", "a slice is merged once it has come from all, by a sum and one step; take sync"),
+        ("sync=bsp overlap=slices optimizer=muon", "the optimizer steps on one layer group at a time"),
         (f"{RING} overlap=slices", "there is no server to pull from; take topology=parameter_server"),
         ("sync=bsp overlap=slices overlap.slice=0", "overlap.slice"),
         (f"{RING} overlap=priority overlap.slice=9 overlap.credit=8", "slice=9 is larger than overlap.credit=8"),
