@@ -1,7 +1,9 @@
 """Parameter server: workers push what they computed, the server merges it and answers with the model.
 
 Rule: on a push of worker i the server folds it into the model (`aggregate` weighs, `outer` steps), then answers every
-worker that may go on (`sync.admit`). Traffic per exchange and worker: one push and one pull of the model.
+worker that may go on (`sync.admit`). Traffic per exchange and worker: one push and one pull of the model. Of workers
+that are lost and that come: `ashl.topology.membership`; with `runtime.on_loss=reshard` each of the others goes on with
+its part of their data from the first round that it begins after the answer that tells it.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """

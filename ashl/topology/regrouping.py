@@ -3,7 +3,8 @@
 Rule of a loss: the sum that lacks a member comes to nothing, and the others form a new team. They repeat that round
 from the state that all of them have, with the work that each has done for it, summed by those who are left with
 Σ w_i = 1. Who is a merge ahead goes back by one. What the lost worker was at counts as dropped: a round of its steps.
-What compressors keep of it is forgotten. The lowest rank that is left does what rank 0 does.
+What compressors keep of it is forgotten. The lowest rank that is left does what rank 0 does. With
+`runtime.on_loss=reshard` its data are with the others from the round after that on, as `ashl.topology.membership` says.
 
 Rule of a join: whoever comes asks, the first rank says with the next sum that somebody is at the door, and after that
 merge all form the team anew. The newcomer gets model, counts, outer moments, and where all step alike on the sum the
