@@ -268,7 +268,7 @@ class Stage:
         key = "handed", frozenset(gone)
         if key not in self._once:
             shares = [worker.data_share for worker in self.plan.workers]
-            part = sum(shares[rank] for rank in gone) / (self.num_workers - len(gone))
+            part = sum(shares[rank] for rank in gone) / max(1, self.num_workers - len(gone))
             workers = tuple(
                 worker if rank in gone else replace(worker, data_share=shares[rank] + part)
                 for rank, worker in enumerate(self.plan.workers)

@@ -68,6 +68,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
                 joins=cluster.joins,
+                reshards=seed % 2 == 0,
             )
         )
     last = stages[-1]

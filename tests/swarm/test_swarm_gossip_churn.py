@@ -49,6 +49,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
         "trainer": stages[0].trainer,
         "min_workers": least,
         "joins": cluster.joins,
+        "reshards": seed % 2 == 0,
         "elastic": cluster.loses,
     }
     return cluster, [replace(stage, **common) for stage in stages]

@@ -55,6 +55,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
                 joins=cluster.joins,
+                reshards=seed % 2 == 0,
                 elastic=cluster.loses,
             )
         )
@@ -126,7 +127,13 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
         stage = bound(rng, drawn_sync(rng, n), topology, n, limits)
         until = {"commits": rng.uniform(0, 4)}
         least = 1 if rng.random() < 0.8 else rng.randint(1, n)
-        befallen = {"joins": cluster.joins, "elastic": cluster.loses, "min_workers": least, "nodes": cluster.node}
+        befallen = {
+            "reshards": seed % 2 == 0,
+            "joins": cluster.joins,
+            "elastic": cluster.loses,
+            "min_workers": least,
+            "nodes": cluster.node,
+        }
         plan = replace(stage.plan, until=until)
         stages.append(
             replace(stage, index=index, seed=seed, plan=plan, trainer=(stages or [stage])[0].trainer, **befallen)
