@@ -51,7 +51,7 @@ OWN_PACE = {
     "ssp, Top-K": "sync=ssp compression=topk compression.ratio=0.2",
     "asp, QSGD": "sync=asp compression=qsgd optimizer.lr=0.02",
     "FedBuff": "sync=fedbuff",
-    "Decoupled DiLoCo": "sync=decoupled sync.grace_s=0.01 outer=nesterov",
+    "a quorum and a grace window": "sync=decoupled sync.grace_s=0.01",
     "ashl": "schedule=ashl",
     "averages in groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
 }
@@ -125,11 +125,12 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
 KINDS = {f"{kind}_s" for kind in ("compute", "compress", "push", "pull", "wait", "down")}
 
 
-def trials(count: int, seed: int) -> None:
+def trials(count: int, seed: int, only: str) -> None:
     rng, wrong, known = random.Random(seed), list[str](), dict[str, Whole]()
     for number in range(count):
         modes = ROUNDS if number % 2 else OWN_PACE
-        name, after_s = rng.choice(list(modes)), rng.uniform(FIRST_S, LAST_S)
+        name = rng.choice([name for name in modes if only in name] or list(modes))
+        after_s = rng.uniform(FIRST_S, LAST_S)
         line = [*RUN, *modes[name].split(), f"stop.steps={STEPS}"]
         known[name] = known.get(name) or whole(line)
         how = killed(line, f"run-{number}", after_s)
@@ -176,12 +177,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="of modes with this in their name, where there are some")
     parser.add_argument("--cost", action="store_true", help="what checkpoints cost, and no trials")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as runs have it: with more, sums have other last bits
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        cost() if asked.cost else trials(asked.trials, asked.seed)
+        cost() if asked.cost else trials(asked.trials, asked.seed, asked.only)
 
 
 if __name__ == "__main__":
