@@ -46,6 +46,10 @@ KEEPS = {  # what keeps something between messages
     "variance": codec("variance"),
     "gtopk": codec("gtopk", feedback=True),
 }
+TWINS = {  # of others here, so that only `-m slow` runs them
+    *("topk-int4", "topk-ternary", "strom-dense", "uniform-huffman", "terngrad-range", "sparse_loco-16"),
+    *("grid-2", "grid-8", "laq-1", "laq-None", "block_coordinate-random"),
+}
 NOT_FINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 KINDS = (*VECTORS, "-0", *NOT_FINITE)
 CASES: dict[int, Sequence[str]] = {
@@ -77,7 +81,7 @@ def cases(whole: bool) -> Iterator[tuple[str, Tensor, Turn]]:
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PORTED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TWINS)) for name in PORTED])
 def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
     row: Any = PORTED[name]
     for kind, x, turn in cases(whole):
