@@ -95,7 +95,7 @@ def check_respawn(parts: Parts, checkpoint_s: float | None) -> None:
     if not lets_in(parts):
         raise UsageError(
             f"{named}: a run with {modes_of(parts)} lets nobody back; drop it, or take topology=parameter_server or "
-            "all_reduce, with sync=bsp, say"
+            "all_reduce with sync=bsp overlap=none, say"
         )
 
 

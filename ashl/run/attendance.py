@@ -128,9 +128,9 @@ class Attendance:
         ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in away}
         return {rank: how_ended(code) for rank, code in ended.items() if code is not None}
 
-    def lose(self, monitor: Monitor, timeout_s: float) -> None:
+    def lose(self, monitor: Monitor, timeout_s: float, late: Sequence[int]) -> None:
         """Workers that were killed, failed as declared, or fell silent alone, and without which the run goes on, once
-        it has begun."""
+        it has begun. `late`: who is silent for so long."""
         if not self.goes_on or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
             return
         for rank, how in self.gone().items():
@@ -145,7 +145,6 @@ class Attendance:
         for rank in self.silent(QUIET_S):
             if self.vanished(rank, self.desk.drained - self.desk.heard[rank]):
                 self.without(monitor, rank, "vanished")
-        late = self.silent(timeout_s)
         if late and self.spared(monitor, {*self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))}):
             for rank in late:
                 how = f"was not heard of for {timeout_s:g} s"
@@ -257,8 +256,9 @@ def attend(
         if monitor.stopping and not told:
             told, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
             desk.tell(desk.news._replace(stopping=told))
+        late = seen.silent(timeout_s)
         if savings.every_s is None:  # else the run is gone on with from its last checkpoint
-            seen.lose(monitor, timeout_s)
+            seen.lose(monitor, timeout_s, late)
             if not told and monitor.final is None:
                 seen.bring_back(monitor, runtime.respawn)
         while desk.asks:
@@ -278,7 +278,7 @@ def attend(
             return None
         if unanswered_s > timeout_s:
             raise AshlError(f"{desk.store} did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here")
-        check_late(plan, monitor, seen, timeout_s)
+        check_late(plan, monitor, seen, timeout_s, bool({*late} - seen.lost.keys()))
         if wanted := savings.name(monitor.beats.get(plan.home)):
             desk.tell(desk.news._replace(wanted=wanted))
         monitor.tick()
@@ -344,10 +344,10 @@ def cut_off(seen: Attendance, monitor: Monitor, late: set[int]) -> bool:
     return len(elsewhere) > 1 and not here & late and here | away | late == {*range(seen.plan.num_ranks)}
 
 
-def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float) -> None:
+def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float, missing: bool) -> None:
     """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
     for_so_long = f"for {timeout_s:g} s (runtime.timeout_s)"
-    if seen.silent(timeout_s):
+    if missing:
         late = seen.silent(timeout_s - min(ALIKE_S, timeout_s / 2))  # with those who fell silent at about the same time
         if cut_off(seen, monitor, {*late}):
             raise AshlError(

@@ -21,9 +21,9 @@ from pathlib import Path
 from tests.benchmarks.kills import BOUND_S, ENDS, TOPOLOGIES, WRONG, Kill, Outcome, kills, modes, struck
 from tests.disturbed import ranks_of
 
-TIMEOUT_S, LATE_S = 4.0, 2.5  # of a shorter pause: at most
-SHORT = (f"runtime.timeout_s={TIMEOUT_S}", "stop.seconds=5")
-LONG = (f"runtime.timeout_s={TIMEOUT_S}", "stop.seconds=14")
+TIMEOUT_S, LATE_S = 8.0, 5.0  # of a shorter pause: at most
+SHORT = (f"runtime.timeout_s={TIMEOUT_S}", "stop.seconds=8")
+LONG = (f"runtime.timeout_s={TIMEOUT_S}", "stop.seconds=22")
 AS_EVER, BACK, WITHOUT = "as if nothing had been", "came back", "went on without it"
 
 
@@ -68,7 +68,7 @@ def main() -> None:
             what = f"{'longer' if longer else 'shorter'}: {found.what}"
             counts[what] += 1
             line = f"{number + 1}/{2 * asked.pauses} {kill.topology} {kill.sync} {kill.moment} {for_s:.1f} s {what}"
-            print(line, found.why, flush=True)
+            print(f"{line} {found.why}".strip(), flush=True)
             if found.what == WRONG:
                 wrong.append(f"{kill}, {for_s:.1f} s: {found.why}")
     print(", ".join(f"{what} {count}" for what, count in sorted(counts.items())))
