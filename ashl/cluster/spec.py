@@ -263,7 +263,7 @@ class SharedCores:
 
     machine: tuple[Natural, ...]
     cores: tuple[Positive, ...]  # of each machine
-    resumed_s: Duration  # what a worker's computing costs more when it has stood still
+    resumed_s: tuple[Duration, ...]  # what each worker's computing costs more when it has stood still
     quantum_s: Positive  # after which a task that others wait for goes to the end of their queue
     ends: tuple[Sums, ...]
     before: Annotated[NonNegative, Field(le=1)]

@@ -3,8 +3,8 @@
 Rule: where steps take longer while all workers of a machine take some, it has Σ alone / together cores over these, else
 as many as its system says; and one where a step alone was given less than a core, as by a quota. Where that is less
 than there are ranks on it, all that is done there is put on shared cores: steps as they are alone, and what a message
-costs either end, which is taken off the time that it takes and that it holds the server's port. What was timed while
-all workers did it, encoding and decoding, is counted as it would be alone.
+costs either end, which is taken off the time that it takes and that it holds the server's port. So it is, too, where a
+quota holds a machine of one rank to less: what messages take of it, computing lacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing 
 PLENTY = 64.0  # cores, where nobody has counted them
 
 
-def contended(spec: Spec, full: Full, hosts: Sequence[str | None], codec: str | None, dense_bytes: int) -> Spec:
+def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: int) -> Spec:
     """A cluster's spec as it is, or on shared cores where some machine has too few. `hosts` are those of the workers
     and of the server."""
     handling, port = full.handling, full.server
@@ -37,7 +37,7 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], codec: str | 
     at = [machines.index(host) for host in hosts]
     on = [[own for own, k in zip(full.workers, at, strict=False) if k == machine] for machine in range(len(machines))]
     cores = [cores_of(own) if own else PLENTY for own in on]
-    if all(at.count(k) <= count for k, count in enumerate(cores)):
+    if all(at.count(k) <= count and given(on[k]) == 1 for k, count in enumerate(cores)):
         return spec
     handled = [handling.server if rank == len(alone) else handling.worker for rank in range(len(at))]
     ends = [combined((1 / given(on[k]), cost)) for k, cost in zip(at, handled, strict=True)]
@@ -50,9 +50,6 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], codec: str | 
     )
     beside = on[at[-1]]
     held = combined((1, ends[-1]), *((len(beside) / len(alone), end) for end in ends[:1] if beside))
-    eased = [min(1.0, cores[k] / len(on[k])) for k in at[:-1]]
-    coding = full.coding(codec)
-    decode_s = coding.decode.seconds(dense_bytes) if coding else 0.0
     return {
         **spec,
         "compute": [own.median_s for own in alone],
@@ -63,12 +60,10 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], codec: str | 
         "down_bytes_s": [1 / line.s_per_byte if line.s_per_byte else None for line in pull],
         "server_in": asdict(combined((1, port.into), (-1 / max(1.0, cores[at[-1]]), held))),
         "server_out": asdict(combined((1, port.out), (-1 / max(1.0, cores[at[-1]]), held))),
-        "encode_s": [time_s * share for time_s, share in zip(spec["encode_s"], eased, strict=True)],
-        "server_step_s": spec["server_step_s"] - decode_s * (1 - min(eased)),
         "shared": {
             "machine": at,
             "cores": cores,
-            "resumed_s": handling.resumed_s,
+            "resumed_s": [handling.resumed_s / given(on[k]) for k in at[:-1]],
             "quantum_s": quantum_of(full.workers, min(cores)),
             "ends": [asdict(end) for end in ends],
             "before": before,

@@ -236,7 +236,7 @@ class Profile:
         spec, hosts = fitted(self.full, measured, self.dense_bytes, codec), [worker.host for worker in self.workers]
         if self.device != "cpu" or not self.ports:  # processors of a machine say little of its accelerators
             return spec
-        return contended(spec, self.full, [*hosts, self.server_host], codec, self.dense_bytes)
+        return contended(spec, self.full, [*hosts, self.server_host], self.dense_bytes)
 
     def in_medians(self) -> dict[str, Any]:
         """The same without distributions."""

@@ -95,7 +95,9 @@ class SharedSim(Sim):
 
     def _resumed_ns(self, node: Node) -> int:
         """What a step costs more where the rank has not computed right up to now."""
-        return 0 if self._computed_ns[node.rank] == self.now_ns else round(self._shared.resumed_s * NS)
+        if self._computed_ns[node.rank] == self.now_ns or node.rank >= len(self._shared.resumed_s):
+            return 0
+        return round(self._shared.resumed_s[node.rank] * NS)
 
     def _spans(self, task: Task, effect: Compute, bodies: dict[int, Any], cost: int, before: float = 0.0) -> Busy:
         """What a computation keeps the unit busy with beyond this share of it."""

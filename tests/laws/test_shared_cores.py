@@ -76,7 +76,10 @@ TAG = ("x", 0, 0)
 
 def on_one_machine(cores: float, n: int = 2, **costs: Any) -> Fitted:
     """Workers and a server on it, without any cost but steps of 10 ms and a sum of 8 ms."""
-    plain, given = cluster(n), {"ends": (FREE,), "before": 1.0, "busy": (), "quantum_s": 1e-6, "resumed_s": 0.0} | costs
+    plain, given = (
+        cluster(n),
+        {"ends": (FREE,), "before": 1.0, "busy": (), "quantum_s": 1e-6, "resumed_s": (0.0,) * n} | costs,
+    )
     return Fitted(
         **{field.name: getattr(plain, field.name) for field in fields(plain)} | {"step_s": 1.0, "compute": (0.01,) * n},
         jitters=(0.0,) * n,

@@ -62,7 +62,8 @@ def test_cores_are_counted_by_what_steps_get() -> None:
 
 
 def test_where_there_are_enough_nothing_changes() -> None:
-    """Nor where it is not known who is where."""
+    """Nor where it is not known who is where. But a quota is kept on a machine of its own, too."""
+    assert cluster(crowded(hosts=("a", "b", "c"), together_s=1.0, used=0.4)).shared is not None
     enough = crowded(cores=3, together_s=1.0)
     apart = crowded(hosts=("a", "b", "c"))
     nobody_knows = replace(crowded(), server_host=None)

@@ -91,10 +91,11 @@ async def time_coding(node: Node, stage: Stage, params: Vector, k: int) -> list[
     """(elements, encoding, half its interval, decoding, half of that) of each link of a codec."""
     found: list[float] = []
     for link in stage.timed[k][1]:
+        found.append(link.d)
         vector = params if isinstance(params, SizeOnly) else params[: link.d]
         ends, turn = (Ends(), Ends()), Turn(link.codec.ratio or 1.0, stage.seed, node.rank, round=1)
         encode = partial(link.encode, ends[0], vector, turn)
-        work, end_s = link.d / stage.trainer.num_params, node.now + CODINGS_S / 2
+        work, end_s = link.d / stage.trainer.num_params, node.now + CODINGS_S / 2 / stage.num_workers
         rows: list[tuple[float, float]] = []
         while len(rows) < LEAST or (len(rows) < MOST and node.now < end_s):
             start = node.now
@@ -104,8 +105,8 @@ async def time_coding(node: Node, stage: Stage, params: Vector, k: int) -> list[
             rows.append((encoded - start, node.now - encoded))
             if node.stopping or node.now_ns >= stage.judge.deadline_ns:
                 break
-        encoding, decoding = map(figure, zip(*(rows[1:] or rows), strict=True))  # the first allocates
-        found += [link.d, *encoding, *decoding]
+        for times in zip(*(rows[1:] or rows), strict=True):  # the first allocates
+            found += [statistics.fmean(times), figure(times).noise]
     return found
 
 
@@ -318,7 +319,7 @@ async def all_handling(node: Node, stage: Stage, alone: Sequence[WorkerCosts]) -
 
 async def coding(node: Node, stage: Stage, k: int) -> Coding:
     """Of the k-th codec in question: at each worker, and decoding in the mean over them."""
-    found = await ask(node, stage, stage.workers, CODING, k)
+    found = {rank: (await ask(node, stage, (rank,), CODING, k))[rank] for rank in stage.workers}
     encode, decode = [], []
     for rank in stage.workers:
         rows = [found[rank][i : i + 5] for i in range(0, len(found[rank]), 5)]
