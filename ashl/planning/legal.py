@@ -22,6 +22,7 @@ from ashl.planning.device import by_nccl
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.rule import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.sync.profiling import Profiling
+from ashl.sync.zero_one_adam import ZeroOneAdam
 from ashl.task.classification import Classification
 from ashl.task.contract import ACCURACY, Task
 from ashl.task.regression import Regression
@@ -127,6 +128,11 @@ def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]
             f"sync={choices['sync']} averages the momentum of SGD with the model, and there is none here; take "
             "optimizer=sgd optimizer.momentum=0.9, or sync=local_sgd"
         )
+    if isinstance(sync, ZeroOneAdam) and not adam(parts["optimizer"]):
+        raise UsageError(
+            f"sync={choices['sync']} steps as Adam does, and optimizer={choices['optimizer']} is another one; take "
+            "optimizer=adam or optimizer=adamw"
+        )
     check_carried(sync, parts, choices)
     if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
         check_messages(sync.messages(), parts, choices)
@@ -135,6 +141,11 @@ def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]
         raise UsageError(f"topology={choices['topology']} has no compressed pulls; drop topology.pull_ratio")
     if topology.pull_ratio is not None and parts["compression"].flags.lossless:
         raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
+
+
+def adam(optimizer: Optimizer) -> bool:
+    """Whether it is Adam in all elements."""
+    return isinstance(optimizer, Adam) and optimizer.elementwise
 
 
 def carried_by(topology: Topology, sync: Rule) -> frozenset[str]:
@@ -227,9 +238,7 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
         )
     for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
         sync, topology = own.sync, own.topology
-        if sync.after_adam and not (
-            before and isinstance(own.optimizer, Adam) and stage.handover.get("momentum") != "reset"
-        ):
+        if sync.after_adam and not (before and adam(own.optimizer) and stage.handover.get("momentum") != "reset"):
             raise UsageError(f"stage {stage.name} goes on with what Adam has learned; take schedule=one_bit_adam")
         check_quorum(sync, len(stage.workers))
         if not parts.runtime.gradients and set(stage.until) & NEED_LOSS:

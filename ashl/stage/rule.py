@@ -16,6 +16,7 @@ from ashl.option import Contract
 if TYPE_CHECKING:
     from ashl.runtime.node import Node
     from ashl.stage.stage import Stage
+    from ashl.stage.tally import Tally
 
 Loop = Callable[["Node", "Stage", Any], Coroutine[Any, Any, int]]  # of one rank through one stage; its last word
 Members = tuple[int, ...]  # sorted ranks
@@ -66,6 +67,10 @@ class Rule(Contract, group="sync", strict=True):
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
         return moments, state.outer_state, params
+
+    def sums_whole(self, stage: Stage, tally: Tally) -> bool:
+        """Whether the next sum over all workers is of updates as they are, whatever the codec."""
+        return False
 
     def loop(self, stage: Stage, rank: int) -> Loop | None:
         """The loop of this rank, where the topology's does not serve."""

@@ -249,6 +249,13 @@ class Stage:
             self._once[rest] = self.doing(tuple(workers))
         return self._once[rest]
 
+    def taking(self, steps: int) -> Stage:
+        """The stage with so many steps of every worker in a round."""
+        if ("taking", steps) not in self._once:
+            workers = tuple(replace(worker, local_steps=steps) for worker in self.plan.workers)
+            self._once["taking", steps] = self.doing(workers)
+        return self._once["taking", steps]
+
     def among(self, gone: Collection[int]) -> Stage:
         """The stage without these workers, Σ w_i = 1 over the others."""
         gone = frozenset(gone)

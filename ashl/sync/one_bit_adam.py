@@ -41,11 +41,17 @@ class OneBitAdam(StepRule):
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         if isinstance(update, SizeOnly):
             return state.moments, state.outer_state, state.params
-        (count, _, second), adam = state.moments, stage.plan.optimizer
-        first, rest = (1 - float(adam[beta]) ** int(count) for beta in ("beta1", "beta2"))
-        scale = second.sqrt().div_(math.sqrt(rest)).add_(float(adam["eps"]))
-        kept = state.params * (1 - lr * float(adam["weight_decay"]))
-        return (count, update, second), state.outer_state, torch.addcdiv(kept, update, scale, value=-lr / first)
+        count, _, second = state.moments
+        return (count, update, second), state.outer_state, descended(stage, state.params, state.moments, update, lr)
+
+
+def descended(stage: Stage, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1) -> Any:
+    """The model after so many steps along momenta of this sum, over the variance as it is."""
+    adam = stage.plan.optimizer
+    first, rest = (1 - float(adam[beta]) ** int(moments[0]) for beta in ("beta1", "beta2"))
+    scale = moments[2].sqrt().div_(math.sqrt(rest)).add_(float(adam["eps"]))
+    kept = params * (1 - lr * float(adam["weight_decay"])) ** steps
+    return torch.addcdiv(kept, momentum, scale, value=-lr / first)
 
 
 async def momentum(node: Node, stage: Stage, state: WorkerState) -> Work:

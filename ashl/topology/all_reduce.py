@@ -43,6 +43,10 @@ class StepRule(Rule, contract=True):
         """What a worker does between two sums, and hands in."""
         return local_work
 
+    def in_round(self, stage: Stage, tally: Tally) -> Stage:
+        """The stage as it is in the next round, where H follows what has been counted."""
+        return stage
+
 
 @option
 class AllReduce(Topology):
@@ -153,10 +157,12 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     stage = state.begin(node, stage)
-    team, home, do = Team.of(node, stage, state.epoch), stage.home, rule_of(stage).work()
+    team, home, rule = Team.of(node, stage, state.epoch), stage.home, rule_of(stage)
+    do = rule.work()
     while True:
-        own = stage.cut(state.rest)
-        node.mark(stage.index, state if own is stage else None)
+        planned = rule.in_round(stage, state.tally)
+        own = planned.cut(state.rest)
+        node.mark(stage.index, state if own is planned else None)
         team = team if own is team.stage else Team.of(node, own, state.epoch)
         word = REASONS.index(state.word) if node.rank == home else 0
         if stage.messages:
@@ -178,8 +184,8 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         late = keep_in_time(node, stage, state, state.params)
         moment = ("merge", stage.index, state.tally.version)
         state.adopt(node.alike(team.ranks, moment, partial(merged, own, state, update, team.loss)))
-        state.plan_round(stage, node.rank)
         tally = state.tally
+        state.plan_round(rule.in_round(stage, tally), node.rank)
         reason, judge = stage.judge.over(tally) or REASONS[int(team.word)], home
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,12 +25,15 @@ from ashl.stage.stage import Stage
 from ashl.stage.team import Team
 from ashl.topology.local_work import WorkerState, not_finite, report_health, reports_mean, turn_of
 
+if TYPE_CHECKING:
+    from ashl.topology.all_reduce import PeerState
 
-async def exchanged(team: Team, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
-    """Σ c·C(x) at the merge of this number; `team.loss` and `team.word` are sums then. Of an update that is not finite
-    nothing is made: the mean loss says so."""
+
+async def exchanged(team: Team, stage: Stage, state: PeerState, tick: int, x: Vector) -> Vector:
+    """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and `team.word` are sums
+    then. Of an update that is not finite nothing is made: the mean loss says so."""
     node = team.node
-    if stage.link.flags.lossless:
+    if stage.link.flags.lossless or stage.sync.sums_whole(stage, state.tally):
         return await team.all_reduce(x, team.weight)
     if not isinstance(x, SizeOnly) and not_finite(node, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
@@ -50,7 +54,7 @@ async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x:
     if link.flags.linear:  # what adds up is alike in shape
         x, turn = x * team.weight, turn._replace(ratio=least_ratio(stage), weight=team.weight)
     body = await team.compute(partial(link.encode, state.ends, x, turn), work=1)
-    report_health(team.node, stage, state, x, [(link, body)])
+    report_health(team.node, stage, state, x, [(link, state.ends, body)])
     if link.flags.linear:
         total = await team.all_reduce(link.summand(body, turn))
         return await team.compute(partial(link.summed, state.ends, body, total))

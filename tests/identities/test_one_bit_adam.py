@@ -1,10 +1,14 @@
-"""1-bit Adam: a warm-up to the end is Adam; after it, without loss, Adam over a frozen variance; and it learns."""
+"""1-bit and 0/1 Adam: a warm-up to the end is Adam; after it, without loss, Adam over a frozen variance."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ashl.errors import UsageError
 from ashl.planning.build import assemble
+from ashl.stage.tally import Tally
+from ashl.sync.zero_one_adam import ZeroOneAdam
 from tests.support import planned, simulated
 
 BASE = ("optimizer.lr=0.01", "stop.steps=40", "model.hidden=[16]", "cluster=homogeneous")
@@ -64,3 +68,64 @@ def test_a_bit_an_element_learns_as_much():
 def test_without_what_adam_has_learned_it_is_refused(wrong):
     with pytest.raises(UsageError, match="goes on with what Adam has learned; take schedule=one_bit_adam"):
         planned(*wrong)
+
+
+NEVER = ("sync.update_scaler=999", "sync.local_step_clipper=1")  # leaves out a step of the variance, or an exchange
+ZERO_ONE = ("sync=zero_one_adam", "topology=all_reduce", "optimizer=adam", "compression=one_bit", *BASE)
+
+
+def test_0_1_adam_is_adam_or_1_bit_adam_to_the_bit():
+    adam = simulated("sync=bsp", "topology=all_reduce", "optimizer=adam", *BASE)
+    ran = simulated(*ZERO_ONE, *NEVER, "sync.freeze_step=999")
+    assert (ran.sha256, ran.time_ns) == (adam.sha256, adam.time_ns)
+    one_bit = simulated(*MODE, "schedule.warmup_epochs=0.2")
+    warm = one_bit.of("stage")[0]["steps"] // 4
+    ran = simulated(*ZERO_ONE, *NEVER, f"sync.freeze_step={warm}")
+    assert 1 < warm < 10
+    assert (ran.sha256, ran.time_ns) == (one_bit.sha256, one_bit.time_ns)
+
+
+def test_0_1_adam_by_hand():
+    """On two workers, without loss: whole at 0, 1, 3 and 5, momenta between, and two steps at once from 8 on."""
+    policy = ("sync.freeze_step=6", "sync.update_scaler=2", "sync.local_step_scaler=2", "sync.local_step_clipper=2")
+    own = (*ZERO_ONE, *policy, "compression=none", "cluster.num_workers=2", "stop.steps=24")
+    ran = simulated(*own)
+    assert [record["steps"] for record in ran.of("round") if record["rank"] == 0] == [1] * 8 + [2] * 2
+    assert simulated(*own, "runtime.gradients=false").time_ns == ran.time_ns
+    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    w, moments = trainer.init()
+    for merge, first, last in [*((k, k, k + 1) for k in range(8)), (8, 8, 10), (9, 10, 12)]:
+        if merge in (0, 1, 3, 5):
+            moments, w = trainer.apply(w, moments, sum(trainer.gradient(w, i, first)[1] for i in (0, 1)) / 2, 0.01)
+            continue
+        count, m, v = moments
+        rest, sums = [1 - beta ** int(count) for beta in (0.9, 0.999)], []
+        scale = 0.01 / rest[0] / ((v / rest[1]).sqrt() + 1e-8)
+        for worker in (0, 1):
+            local, own_m, total = w, m, 0
+            for step in range(first, last):
+                own_m = 0.9 * own_m + 0.1 * trainer.gradient(local, worker, step)[1]
+                local, total = local - scale * own_m, total + own_m
+            sums.append(total)
+        moments, w = (count, sum(sums) / 2 / (last - first), v), w - scale * sum(sums) / 2
+    torch.testing.assert_close(ran.params, w, rtol=1e-3, atol=1e-5)
+
+
+def test_the_variance_is_learned_ever_less_often():
+    tally, stage = Tally(1), SimpleNamespace(num_workers=1)
+    rule = ZeroOneAdam(freeze_step=20, update_scaler=2, local_step_scaler=8, local_step_clipper=6)
+    whole = []
+    for k in range(30):
+        tally.total_commits = k
+        whole += [k] if rule.sums_whole(stage, tally) else []
+    assert whole == [0, 1, 3, 5, 9, 13]
+    assert [rule._steps_at(k) for k in (-5, 0, 7, 8, 11, 12, 13, 14, 99)] == [1, 1, 1, 2, 2, 4, 4, 6, 6]
+
+
+def test_0_1_adam_without_adam_is_refused():
+    with pytest.raises(UsageError, match="steps as Adam does, and optimizer=muon is another one; take optimizer=adam"):
+        planned(*ZERO_ONE, "optimizer=muon")
+    with pytest.raises(UsageError, match=r"overlap=late makes no sense .* what it exchanges is no update that could"):
+        planned(*ZERO_ONE, "overlap=late")
+    with pytest.raises(UsageError, match=r"overlap=wfbp makes no sense .* what it exchanges is not the gradient as it"):
+        planned(*MODE, "compression=none", "overlap=wfbp")

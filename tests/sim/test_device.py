@@ -76,6 +76,13 @@ RUNS = {
     "rescaled, HeLoCo": ("sync=rescaled_asgd", "sync.local_steps=2", "outer=heloco"),
     "gossip_pga": ("topology=gossip", "sync=gossip_pga", "sync.period=2"),
     "1-bit Adam": ("schedule=one_bit_adam", "schedule.warmup_epochs=0.2"),
+    "0/1 Adam": (
+        "sync=zero_one_adam",
+        "topology=all_reduce",
+        "compression=one_bit",
+        "optimizer=adam",
+        "sync.freeze_step=3",
+    ),
     "muon": ("sync=local_sgd", "optimizer=muon", "topology=all_reduce"),
     "asylpg": ("sync=asylpg",),
     "spy": ("sync=spy", "optimizer.momentum=0", "optimizer.weight_decay=0"),
@@ -111,6 +118,7 @@ OFTEN = (
     "rescaled, HeLoCo",
     "gossip_pga",
     "1-bit Adam",
+    "0/1 Adam",
     "muon",
 )  # as others do
 ROUNDED = ("all-reduce, QSGD",)  # whose lengths have last bits of their own there

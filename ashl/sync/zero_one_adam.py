@@ -1,0 +1,118 @@
+"""0/1 Adam: the variance is learned at some steps alone, momenta go in a bit an element, and later only now and then.
+
+Rule: at step t before `freeze_step`, either all sum their gradients whole and take a step of Adam, or momenta are
+exchanged compressed over the variance as it is, as in 1-bit Adam. The first κ = `update_scaler` steps are whole, then
+every second one κ times, every fourth one, and so on. From `freeze_step` on the variance stays. Each worker then takes
+H steps x ← x − η·m̂/(√v̂ + ε) with m ← β1·m + (1 − β1)·g_i of its own, and sends C(u) of u = Σ m, with what C left out
+before added to it; all go on from x of the round's begin with the mean ū: x − η·ū/(√v̂ + ε), m = ū/H. H is 1 at first
+and doubles every `local_step_scaler` steps, up to `local_step_clipper`. As many steps as have learned the variance is
+the bias that is taken out of both; weight decay is decoupled once momenta are what is exchanged.
+
+Limits: with `update_scaler` ≥ `freeze_step` ≥ the steps of the run it is Adam, to the bit; with `update_scaler` ≥
+`freeze_step` and `local_step_clipper` = 1 it is 1-bit Adam after a warm-up of `freeze_step` steps, to the bit. Departs
+from the paper in that u is the sum of momenta without their η, which is the same within a round, and that bodies are
+gathered and not compressed a second time on their way back. Source: Lu et al., "Maximizing Communication Efficiency for
+Large-scale Training via 0/1 Adam", ICLR 2023 (arXiv 2202.06009), Algorithm 1; its policies, and what they are called,
+as DeepSpeed has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from ashl.learn.device import numbers
+from ashl.option import Count, option
+from ashl.runtime.node import Node
+from ashl.size_only import SizeOnly
+from ashl.stage.rule import CODEC, WEIGHTS
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
+from ashl.sync.one_bit_adam import descended
+from ashl.topology.all_reduce import PeerState, StepRule
+from ashl.topology.estimate import draw
+from ashl.topology.local_work import Work, WorkerState
+
+
+@option
+class ZeroOneAdam(StepRule):
+    """Whole gradients, compressed momenta or local steps, as the counts say."""
+
+    exchange: ClassVar[str] = "accumulated"
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
+    freeze_step: Count
+    update_scaler: Count
+    local_step_scaler: Count
+    local_step_clipper: Count
+
+    def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
+        return momenta
+
+    def sums_whole(self, stage: Stage, tally: Tally) -> bool:
+        at, gap = merges(stage, tally), 1
+        if at >= self.freeze_step:
+            return False
+        while at >= self.update_scaler * gap:
+            at -= self.update_scaler * gap
+            gap *= 2
+        return at % gap == gap - 1
+
+    def in_round(self, stage: Stage, tally: Tally) -> Stage:
+        return stage.taking(self._steps_at(merges(stage, tally) - self.freeze_step))
+
+    def _steps_at(self, merges: int) -> int:
+        """H so many merges after the variance was frozen."""
+        steps = 1
+        while steps < self.local_step_clipper:
+            merges -= max(1, self.local_step_scaler // steps)
+            if merges < 0:
+                break
+            steps = min(2 * steps, self.local_step_clipper)
+        return steps
+
+    def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
+        if isinstance(update, SizeOnly):
+            return state.moments, state.outer_state, state.params
+        if self.sums_whole(stage, state.tally):
+            moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
+            return moments, state.outer_state, params
+        (count, _, second), steps = state.moments, stage.worker(0).local_steps
+        params = descended(stage, state.params, state.moments, update, lr, steps)
+        return (count, update / steps, second), state.outer_state, params
+
+
+def merges(stage: Stage, tally: Tally) -> int:
+    """Those of this stage."""
+    return (tally.total_commits - tally.started.commits) // stage.num_workers
+
+
+async def momenta(node: Node, stage: Stage, state: WorkerState) -> Work:
+    """A gradient that is summed whole, or the sum of the momenta of H steps."""
+    assert isinstance(state, PeerState)
+    start, lr, losses, total = node.now, stage.trainer.rate(state.samples), [], None
+    params, moments, whole = state.params, state.moments, stage.sync.sums_whole(stage, state.tally)
+    for last in range(1 - state.local_steps, 1):
+        step, span = draw(state)
+        work = partial(momentum, stage, params, moments, whole, bool(last), (node.rank, step, span), lr)
+        loss, params, moments, body = await node.compute(work, work=state.batch)
+        losses.append(loss)
+        total = body if total is None else total + body
+    steps = len(losses)
+    loss = sum(numbers(losses)) / steps
+    return Work(total, loss, steps, steps * state.batch, (node.now - start) / steps, state.version)
+
+
+def momentum(
+    stage: Stage, params: Any, moments: Any, whole: bool, goes_on: bool, batch: tuple[int, int, range], lr: float
+) -> tuple[Any, Any, Any, Any]:
+    """(loss, model, moments, body) of one step; the model moves where another step follows."""
+    loss, body = stage.trainer.gradient(params, *batch)
+    if whole or isinstance(body, SizeOnly):
+        return loss, params, moments, body
+    body = torch.lerp(moments[1], body, 1 - float(stage.plan.optimizer["beta1"]))
+    if goes_on:
+        params = descended(stage, params, moments, body, lr)
+    return loss, params, (moments[0], body, moments[2]), body
