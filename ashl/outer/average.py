@@ -8,6 +8,8 @@ Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from ashl.option import option
@@ -17,6 +19,8 @@ from ashl.outer.contract import Moments, Outer
 @option
 class Average(Outer):
     """Adds."""
+
+    linear: ClassVar[bool] = True
 
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -17,6 +17,8 @@ Rate = Annotated[Positive, Field(le=1e38)]  # of what float32 can hold
 
 class Outer(Contract, group="outer", strict=True):
     """Steps on what the workers' optimizers made, once it is merged."""
+
+    linear: ClassVar[bool] = False  # whether steps on parts of an update add up to that on the whole
 
     def for_layers(self, layers: Layers) -> Outer:
         """The outer optimizer of this model, where it has to know its layers."""

@@ -11,6 +11,8 @@ Effects of Non-Identical Data Distribution for Federated Visual Classification",
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 class HeavyBall(Outer):
     """Momentum."""
 
+    linear: ClassVar[bool] = True
     lr: Rate
     momentum: Decay
 

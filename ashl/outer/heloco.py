@@ -32,6 +32,7 @@ from ashl.outer.mla import MLA
 class HeLoCo(MLA):
     """Corrects directions, then steps ahead."""
 
+    linear: ClassVar[bool] = False
     _layers: ClassVar[Layers] = ()
     keep: Annotated[float, Number, Field(ge=-1, le=1)]
     shrink: NonNegative

@@ -11,6 +11,8 @@ it agree.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 class MLA(Outer):
     """A running mean that steps ahead."""
 
+    linear: ClassVar[bool] = True
     lr: Rate
     momentum: Decay
 

@@ -11,6 +11,8 @@ as BMUF-NBM, Chen and Huo, ICASSP 2016.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 class Nesterov(Outer):
     """Momentum that steps ahead."""
 
+    linear: ClassVar[bool] = True
     lr: Rate
     momentum: Decay
 

@@ -12,6 +12,8 @@ ICLR 2020 (α = 1, β from 0.4 to 0.8).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 class SlowMo(Outer):
     """Momentum that follows the inner learning rate."""
 
+    linear: ClassVar[bool] = True
     alpha: Rate
     beta: Decay
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ashl.option import Contract
@@ -63,16 +64,18 @@ class Delayed(Overlap, contract=True):
 
     serial: ClassVar[bool] = True
     needs_steps: ClassVar[bool] = False  # whether it makes sense of local steps only, and not of gradients
+    steps_ahead: ClassVar[bool] = False  # whether workers take outer steps of their own on what has not landed
 
     def messages(self, chain: Chain) -> tuple[int, ...]:
         return (len(chain.ready_ns),)
 
-    def border(self, landed: Any, start: Any, progress: Any) -> tuple[Any, Any]:
+    def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         """Between two pieces of local steps: (what is exchanged of the one that is done, the model that the next one
         starts from).
 
         `landed` is the model with all exchanges that are over, alike for all; the piece went from `start` to
         `start + progress`. Exchanged updates are weighed and added to `landed`, or stepped on by the outer optimizer.
+        With `steps_ahead`, `ahead()` is `landed` after such a step on the worker's own part, by moments of its own.
         """
         raise NotImplementedError
 

@@ -5,19 +5,18 @@ computed on w_{t−1}; the first step has no gradient to apply. A piece of local
 and the next one starts from y' = z + own·d, where z has all exchanges but that of d. With own = 1 nothing that was
 learned is computed away: y' is the average of the snapshots plus the own progress since, and the mean over the workers
 is that of local SGD on the same updates. With own = 1/n, equal weights and `outer=average` y' has of the next
-average the own part: the eager updates of Kale et al., whose outer momentum of each worker is not built. At a parameter
-server z is the model of the last pull.
+average the own part, as `eager` has it with momentum, too. At a parameter server z is the model of the last pull.
 
 Limits: where exchanges take no time it is still one late. own = 0 starts every piece from z alone, which
 needs far smaller steps: what a worker has just learned is learned once more, and lands twice. Where a stage gives way
 to another, those who wait hand in what they have computed meanwhile, so that SSP's lead may there be a commit longer.
 Source: Li et al., "Pipe-SGD", NeurIPS 2018 (gradients); Shen et al., "Faster Distributed Deep Net Training: Computation
-and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI 2019; Kale et al., "Eager Updates For
-Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996. Other values of `own` are ours.
+and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI 2019. Other values of `own` are ours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ashl.option import Fraction, option
@@ -30,6 +29,6 @@ class Late(Delayed):
 
     own: Fraction
 
-    def border(self, landed: Any, start: Any, progress: Any) -> tuple[Any, Any]:
+    def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         kept = progress if self.own == 1 else progress * self.own
         return progress, landed + kept if self.own else landed

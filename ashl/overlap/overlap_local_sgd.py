@@ -13,6 +13,7 @@ SGD", ICASSP 2020; the released code, JYWa/Overlap_Local_SGD. α = 0.6 and μ = 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -28,7 +29,7 @@ class OverlapLocalSGD(Delayed):
     needs_steps: ClassVar[bool] = True
     alpha: Annotated[float, Number, Field(ge=0, lt=1)]
 
-    def border(self, landed: Any, start: Any, progress: Any) -> tuple[Any, Any]:
+    def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         local = start + progress
         local = local + (landed - local) * self.alpha
         return local - landed, local

@@ -33,6 +33,7 @@ from ashl.plan.profile import Profile
 from ashl.planning.build import Parts, StageParts, layer_groups, layout_of, link_of
 from ashl.planning.by_part import as_measured
 from ashl.planning.chains import chain_of
+from ashl.planning.legal import carried_by
 from ashl.stage.rule import DELAY, OVERLAP, Rule, Topology
 from ashl.topology.parameter_server import UPDATES, ServerRule
 
@@ -143,10 +144,16 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "it has a loop of its own", "schedule=single"
     elif isinstance(own.sync, ServerRule) and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own, which need the answer to the last ones", "sync=bsp"
+    elif DELAY not in carried_by(own.topology, own.sync):
+        why, instead = "what it exchanges is no update that could land later", "sync=local_sgd"
     elif type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "its sweeps need the model that the last one made", "optimizer=sgd"
     elif overlap.needs_steps and own.sync.exchange != "difference":
         why, instead = "it is made for local steps, and gradients are exchanged", "sync=local_sgd, or overlap=late"
+    elif overlap.steps_ahead and not own.sync.in_rounds:
+        why, instead = "updates that come one at a time are no parts of one step", "sync=local_sgd, or overlap=late"
+    elif overlap.steps_ahead and not own.outer.linear:
+        why, instead = f"steps of outer={choices['outer']} on parts of an update do not add up", "outer=nesterov"
     elif overlap.fragments and own.topology.has_server:
         why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=late"
     elif overlap.share is not None and not own.compression.flags.lossless:
@@ -213,6 +220,8 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "a slice is merged once it has come from all, by a sum and one step", "sync=bsp"
     elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own", "sync=bsp"
+    elif OVERLAP not in carried_by(own.topology, own.sync):
+        why, instead = "what it exchanges is not the gradient as it is", "sync=bsp"
     elif not own.compression.flags.lossless and not own.overlap.compresses:
         why, instead = "a codec sees the whole update", "compression=none, overlap=layerwise"
     elif not own.compression.flags.lossless and (found := whole(own.compression, layout)):

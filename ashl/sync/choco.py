@@ -82,7 +82,7 @@ class Choco(RoundRule):
             body = encode()
         else:
             body = await node.compute(encode, work=1, kind="compress")
-            report_health(node, stage, state, ahead, [(stage.link, body)])
+            report_health(node, stage, state, ahead, [(link, state.ends, body)])
         state.rule_state = Replicas(link.added(own, [(body, 1.0)]), others, body)
         return dict.fromkeys(targets, (body, ()))
 

@@ -233,7 +233,7 @@ async def delayed(node: Node, stage: Stage, state: PeerState) -> int:
         moment, staleness = ("merge", stage.index, state.tally.version), state.tally.version - work.version
         merge = partial(merged, own, state, update, team.loss, staleness)
         state.adopt(node.alike(team.ranks, moment, merge))
-        state.pending, state.pending_rest = ahead and at_border(stage, state, ahead), state.rest
+        state.pending, state.pending_rest = ahead and at_border(node, stage, state, ahead), state.rest
         state.plan_round(stage, node.rank, ahead=1)
         reason = stage.judge.over(state.tally) or REASONS[int(team.word)] or ("next" if state.last else None)
         state.last = reason == "next" and stage.following and not state.last

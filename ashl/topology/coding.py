@@ -83,7 +83,7 @@ class Coding:
             not_finite(node, stage, state, in_order(self.given))
         elif every is not None and not (state.round % every and self.version % every):
             x, weight = in_order(self.given), self.team.weight if stage.link.flags.linear else 1.0
-            sent = [(link, self.bodies[k]) for k, link in enumerate(stage.links)]
+            sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
             report_health(node, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
                 node.show_update(x, of=node.rank, tick=self.version, weight=self.team.weight)

@@ -54,6 +54,7 @@ class WorkerState:
     rule_state: Any = None  # the state of this stage's sync rule, where it has one
     start: Any = None  # what the next steps start from, where it is not `params`
     pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
+    own_moments: Any = None  # of outer steps on what of its work has not landed yet
     last: bool = False  # whether nothing is computed beyond it
     away: tuple[int, ...] = ()  # who is gone, where it has a part of their data
     life: int = 0  # when it asked to take part, where it came while the others ran
@@ -70,6 +71,8 @@ class WorkerState:
         self.interval_s = stage.sync.interval_s
         self.anchor = self.squares = self.rule_state = self.start = self.pending = None
         self.last = False
+        if stage.resets_outer:
+            self.own_moments = None
         if stage.resets:
             self.moments = stage.trainer.moments()
         self.ends = stage.entered(self.ends, self.samples)
@@ -133,25 +136,27 @@ async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> t
         return x, math.nan
     encode = partial(stage.link.encode, state.ends, x, turn_of(stage, node.rank, state, state.version))
     body = await node.compute(encode, work=1, kind="compress")
-    report_health(node, stage, state, x, [(stage.link, body)])
+    report_health(node, stage, state, x, [(stage.link, state.ends, body)])
     if reports_mean(stage, state.version):
         weight = stage.weights(stage.workers)[node.rank]
         node.show_update(x, of=node.rank, tick=state.version, weight=weight)
     return body, work.loss
 
 
-def report_health(node: Node, stage: Stage, state: WorkerState, x: Vector, sent: Sequence[tuple[Link, Body]]) -> None:
-    """Every so often, say what compression loses of what was sent of x, piece by piece."""
+def report_health(
+    node: Node, stage: Stage, state: WorkerState, x: Vector, sent: Sequence[tuple[Link, Ends, Body]]
+) -> None:
+    """Every so often, say what compression loses of what was sent of x, piece by piece, with what is kept of each."""
     every, codec = stage.health_every, stage.link.innermost
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
-    pieces = [(link.innermost, link.d, to_host(body)) for link, body in sent if isinstance(body, Tensor)]
+    pieces = [(link.innermost, link.d, to_host(body)) for link, _, body in sent if isinstance(body, Tensor)]
     if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
         found = sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
     else:
-        kept = stage.link.kept(state.ends)
-        kept = None if kept is None else to_host(kept)
-        found = measured_loss(pieces, kept, to_host(x), stage.layout, stage.health_layers)
+        kept = [rest for link, ends, _ in sent if (rest := link.kept(ends)) is not None]
+        back = torch.cat([to_host(rest) for rest in kept]) if kept else None
+        found = measured_loss(pieces, back, to_host(x), stage.layout, stage.health_layers)
     node.emit(Health(node.rank, state.round, node.now_ns, **found))
 
 

@@ -261,7 +261,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
                 state.params = message.body if word == NEXT else messages.take(stage, state, message.body)
         seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
         state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
-        state.pending = ahead and at_border(stage, state, ahead)
+        state.pending = ahead and at_border(node, stage, state, ahead)
         state.version, state.steps, state.samples = int(reply.version), int(reply.steps), int(reply.samples)
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
         state.batch, state.last = int(reply.batch) or state.batch, word == LAST

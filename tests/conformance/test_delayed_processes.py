@@ -11,7 +11,7 @@ UNEQUAL = ("cluster.compute=[1,2]", "sync=local_sgd", "sync.local_steps=plan", "
 MODES = [
     ["topology=all_reduce", "sync=bsp", "optimizer.momentum=0.9", "overlap=late"],
     ["topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", "compression=topk", "overlap=overlap_local_sgd"],
-    ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=late"],
+    ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=eager"],
     ["topology=all_reduce", "sync=local_sgd", "overlap=streaming", "overlap.fragments=2", "compression=topk"],
     ["topology=all_reduce", "overlap=loscar", *UNEQUAL],
     ["sync=decoupled", "sync.local_steps=3", "sync.grace_s=0.1", "outer=nesterov", "overlap=late"],

@@ -79,6 +79,38 @@ def test_late_differences_are_cocod(topology, own) -> None:
         torch.testing.assert_close(mean(starts), model, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
+def test_eager_diloco_is_each_worker_on_its_own_fresh_part(topology) -> None:
+    """By hand, as the paper has it: worker i's model takes the outer step on d_i(t)/3 + Σ_{j≠i} d_j(t − 1)/3."""
+    chosen = (*SMALL, *LOCAL, f"topology={topology}", "outer=nesterov", "overlap=eager", "stop.steps=45")
+    ran = simulated(*chosen)
+    trainer, outer = trainer_of(ran), conf_option("outer", "nesterov")
+    model, moments = trainer.init()
+    models, kept, speeds, landed, speed = [model] * 3, [moments] * 3, [None] * 3, model, None
+    before = [torch.zeros_like(model)] * 3
+    for index in range(5):
+        parts = []
+        for worker in range(3):
+            local = models[worker]
+            for step in range(STEPS * index, STEPS * (index + 1)):
+                _, kept[worker], local = trainer.local_step(local, kept[worker], worker, step, 0.05)
+            parts.append((local - models[worker]) / 3)
+        for worker in range(3):
+            update = parts[worker] + sum(before) - before[worker]
+            speeds[worker], models[worker] = outer.step(speeds[worker], models[worker], update, 0.05)
+        speed, landed = outer.step(speed, landed, sum(parts), 0.05)
+        before = parts
+    torch.testing.assert_close(ran.params, landed, rtol=0, atol=1e-5)
+
+
+def test_eager_diloco_of_one_worker_is_diloco_and_without_momentum_it_is_late() -> None:
+    one = (*SMALL[:3], *LOCAL, *RING, "cluster.num_workers=1", "outer=nesterov", "stop.steps=15")
+    assert simulated(*one, "overlap=eager").sha256 == simulated(*one).sha256
+    four = (*SMALL[:3], *LOCAL, *RING, "stop.steps=48")
+    eager, late = simulated(*four, "overlap=eager"), simulated(*four, *LATE, "overlap.own=0.25")
+    assert (eager.sha256, eager.time_ns) == (late.sha256, late.time_ns)
+
+
 def test_overlap_local_sgd_is_the_released_loop() -> None:
     """x ← (1 − α)x + αz;  v ← μv − (x − z)/η;  z ← mean of (z − ηv)."""
     alpha, mu, lr = 0.6, 0.7, 0.05
@@ -245,6 +277,6 @@ def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
 def test_the_border_of_late_is_a_pure_function() -> None:
     late = conf_option("overlap", "late")
     landed, start, progress = (torch.full((3,), value) for value in (5.0, 1.0, 2.0))
-    sent, onward = late.border(landed, start, progress)
+    sent, onward = late.border(landed, start, progress, lambda: landed)
     assert sent.tolist() == [2.0] * 3
     assert onward.tolist() == [7.0] * 3
