@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -46,6 +46,7 @@ from ashl.stage.link import Link
 from ashl.stage.rule import Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.task.contract import Task
+from ashl.topology.sharded_server import ShardedServer
 
 PLAIN: dict[str, Plain] = {"model": plain_model, "dataset": plain_dataset}  # what need not be an option
 
@@ -163,18 +164,32 @@ def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
 
 
 def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
-    """Those of the model, where each is exchanged by itself: of P, the k-th has every P-th layer group. One that is
-    drawn is elements and no layers."""
+    """Those of the model, where each is exchanged by itself: of P, the k-th has every P-th layer group, or what the
+    k-th server holds. One that is drawn is elements and no layers."""
     if own.overlap.share is not None:
         elements = Layer("elements", (kept(own.overlap.share, plan.num_params),))
         return (Fragment(((0, plan.num_params),), (elements,), own.compression, outer_of(own, trainer, (elements,))),)
-    found, layout, groups = [], layout_of(plan.layers), layer_groups(plan)[::-1]
-    bounds = [0, *accumulate(layer.size for layer in layout)]
-    for k in range(own.overlap.fragments):
-        runs = tuple((group.start, group.stop) for group in groups[k :: own.overlap.fragments])
-        layers = tuple(layer for a, b in runs for layer in layout[bounds.index(a) : bounds.index(b)])
-        found.append(Fragment(runs, layers, wrapped(own.compression, layers), outer_of(own, trainer, layers)))
+    layout, groups, count = layout_of(plan.layers), layer_groups(plan)[::-1], own.overlap.fragments
+    cuts = [[(group.start, group.stop) for group in groups[k::count]] for k in range(count)]
+    if isinstance(own.topology, ShardedServer):
+        cuts = [[held] for held in own.topology.bounds([layer.size for layer in layout])]
+    found, starts = [], [0, *accumulate(layer.size for layer in layout)]
+    for k, runs in enumerate(cuts):
+        layers = tuple(layer for start, stop in runs for layer in within(layout, start, stop))
+        own_outer, first = outer_of(own, trainer, layers), runs[0][0]
+        number = starts.index(first) if first in starts else (k + 1) * len(starts)  # no other fragment's
+        found.append(Fragment(tuple(runs), layers, wrapped(own.compression, layers), own_outer, first=number))
     return tuple(found)
+
+
+def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
+    """The layers in the elements [start, stop); what there is of one that is cut has no shape."""
+    at = 0
+    for layer in layout:
+        size = min(at + layer.size, stop) - max(at, start)
+        if size > 0:
+            yield layer if size == layer.size else Layer(layer.name, (size,))
+        at += layer.size
 
 
 def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, tuple[Link, ...]], ...]:

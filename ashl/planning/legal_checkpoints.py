@@ -16,6 +16,7 @@ from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoundRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
+from ashl.topology.sharded_server import ShardedServer
 
 
 def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
@@ -31,9 +32,9 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
         raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
     lockstep = in_lockstep(parts, len(stages[0].workers))
     for stage, own in zip(stages, parts.stages, strict=True):
-        if own.topology.servers > 1:
+        if parts.runtime.name == "local" and isinstance(own.topology, ShardedServer):
             raise UsageError(
-                f"run.checkpoint_s: of {own.topology.servers} servers nobody keeps a whole model yet; drop it, or take "
+                "run.checkpoint_s: real processes leave no checkpoints of several servers yet; drop it, or take "
                 "topology=parameter_server"
             )
         if parts.runtime.name == "local" and not (lockstep or comes_anew(own)):

@@ -18,6 +18,7 @@ from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoundRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
+from ashl.topology.sharded_server import ShardedServer
 
 PIECEWISE = ("minibatch", "moments")  # estimators that take the worker's samples as they come
 COMING = {"join", "churn"}  # where workers come while others run
@@ -44,6 +45,11 @@ def talks(own: StageParts) -> bool:
     return isinstance(own.compression, Collective) and bool(own.compression.peers(0, 2))
 
 
+def closed(own: StageParts) -> bool:
+    """Whether a worker that is lost cannot come back."""
+    return isinstance(own.sync, RoundRule) or isinstance(own.topology, ShardedServer)
+
+
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
     return not by_grants(parts) and all(
@@ -66,7 +72,7 @@ def by_grants(parts: Parts) -> bool:
 def lets_in(parts: Parts) -> bool:
     """... and lets it, or another in its place, come back."""
     return goes_on(parts) and not any(
-        isinstance(own.topology, PartialAllReduce) or isinstance(own.sync, RoundRule) for own in parts.stages
+        isinstance(own.topology, PartialAllReduce) or closed(own) for own in parts.stages
     )
 
 
@@ -134,10 +140,13 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
                 "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
             )
-        if befalls & COMING and isinstance(own.sync, RoundRule):
+        if befalls & COMING and closed(own):
+            who, instead = f"sync={chosen(own.sync)}", "sync=ad_psgd"
+            if own.topology.has_server:
+                who, instead = f"topology={chosen(own.topology)}", "topology=parameter_server"
             raise UsageError(
-                f"cluster.events ({named}): stage {stage.name} has sync={chosen(own.sync)}, where a worker that is "
-                "lost cannot come back yet; take sync=ad_psgd, or events of fail alone"
+                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, where "
+                f"a worker that is lost cannot come back yet; take {instead}, or events of fail alone"
             )
         if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
             raise UsageError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ashl.cluster.spec import Cluster
 from ashl.errors import UsageError
 from ashl.outer.contract import Outer
-from ashl.plan.plan import Plan
-from ashl.planning.build import Parts, layout_of
+from ashl.plan.plan import Plan, StagePlan
+from ashl.planning.build import Parts, StageParts, layout_of
 from ashl.planning.legal import chosen
 from ashl.stage.rule import Rule
 from ashl.topology.parameter_server import UPDATES, ServerRule
@@ -17,15 +17,33 @@ ONE = "topology=parameter_server"
 
 def check_servers(plan: Plan, parts: Parts) -> None:
     """Raises UsageError, with what to take instead."""
-    own, stage, cluster = parts.stages[0], plan.stages[0], parts.cluster
-    if not isinstance(own.topology, ShardedServer):
+    topology, cluster = parts.stages[0].topology, parts.cluster
+    if not isinstance(topology, ShardedServer):
         return
-    name, sync, outer = f"topology={chosen(own.topology)}", own.sync, own.outer
-    own.topology.bounds([layer.size for layer in layout_of(plan.layers)])
-    if len(plan.stages) > 1:
+    name = f"topology={chosen(topology)}"
+    topology.bounds([layer.size for layer in layout_of(plan.layers)])
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        if own.topology != topology:
+            raise UsageError(
+                f"{name}: stage {stage.name} has other servers than stage {plan.stages[0].name}, and none can hand its "
+                "piece over; take the same topology.servers and topology.cut in all stages"
+            )
+        check_pieces(name, stage, own, parts)
+    if isinstance(cluster, Cluster) and cluster.exchange_s is not None:
         raise UsageError(
-            f"{name} runs one stage, and this schedule has {len(plan.stages)}; take schedule=single, or {ONE}"
+            f"{name} gains ports, and with cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with "
+            f"cluster.bandwidth_mbit_s and cluster.latency_s, or take {ONE}"
         )
+    if isinstance(cluster, Cluster) and cluster.node is not None:
+        raise UsageError(
+            f"{name}: where the servers would be on the machines of cluster.node is not built yet; take "
+            f"cluster.node=null, or {ONE}"
+        )
+
+
+def check_pieces(name: str, stage: StagePlan, own: StageParts, parts: Parts) -> None:
+    """Refuse what wants all of the model at once."""
+    sync, outer = own.sync, own.outer
     plain = type(sync).loop is Rule.loop and type(sync).step is Rule.step
     if not isinstance(sync, ServerRule) or not plain or sync.messages() is not UPDATES or sync.takes_all:
         raise UsageError(
@@ -41,13 +59,3 @@ def check_servers(plan: Plan, parts: Parts) -> None:
         )
     if type(outer).for_layers is not Outer.for_layers:
         raise UsageError(f"{name}: outer={chosen(outer)} goes layer by layer; take outer=nesterov, or {ONE}")
-    if isinstance(cluster, Cluster) and cluster.exchange_s is not None:
-        raise UsageError(
-            f"{name} gains ports, and with cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with "
-            f"cluster.bandwidth_mbit_s and cluster.latency_s, or take {ONE}"
-        )
-    if isinstance(cluster, Cluster) and cluster.node is not None:
-        raise UsageError(
-            f"{name}: where the servers would be on the machines of cluster.node is not built yet; take "
-            f"cluster.node=null, or {ONE}"
-        )

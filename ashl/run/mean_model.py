@@ -20,7 +20,6 @@ from ashl.runtime.records import Snapshot
 from ashl.runtime.sums import together
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
-from ashl.topology.sharded_server import pieces_of
 
 
 class Whole(NamedTuple):
@@ -71,7 +70,9 @@ class ModelSet:
         return self._whole(tick)
 
     def lose(self, rank: int) -> list[Whole]:
-        """A worker is lost; what is whole without it."""
+        """A worker is lost; what is whole without it. Of pieces no worker has any."""
+        if self.pieces:
+            return []
         self._gone.add(rank)
         for without in self._without.values():
             without.add(rank)
@@ -106,7 +107,7 @@ def held_by(stage: Stage) -> dict[int, int]:
     """How many parameters each server has, where each holds a piece of the model."""
     if stage.topology.servers == 1:
         return {}
-    return {stage.server + k: stop - start for k, (start, stop) in enumerate(stage.once(pieces_of))}
+    return {stage.server + k: held.size for k, held in enumerate(stage.fragments)}
 
 
 def models_of(stage: Stage) -> ModelSet | None:

@@ -1,5 +1,5 @@
-"""A fragment of a model, which is exchanged as a model of its own: some of its layer groups, or elements that are drawn
-anew for each exchange."""
+"""A fragment of a model, which is exchanged as a model of its own: some of its layer groups, elements that are drawn
+anew for each exchange, or what one of several servers holds."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Fragment:
     codec: Codec
     outer: Outer
     places: Tensor | None = None  # of its elements, where they are drawn
+    first: int = 0  # the number of its first layer, by which a codec draws
 
     @cached_property
     def size(self) -> int:

@@ -4,35 +4,44 @@ Rule: the model is cut into as many pieces as there are servers. Each of them is
 counts of its own: it takes in a worker's piece of an update, merges, and answers with its piece of the model; a worker
 goes on once all have answered. So n pushes of S bytes at once take n·S/s at each of s ports instead of n·S at one; who
 sends to whom first goes round, so that all ports are busy from the start. What a worker does next is the first
-server's to say, and so is when the run ends, or is evaluated: it tells the others, and each shows its piece as it was
-after as many merges. What is merged elsewhere beyond that, is in no model.
+server's to say, and so is when a stage ends, or is evaluated: it tells the others, and each shows its piece as it was
+after as many merges. At the end of the run, what is merged elsewhere beyond that is in no model; where another stage
+follows, all take in what is under way. Each piece is a message of its own for the codec, with a scale, a share and what
+is left out of its own, and with its part of the model's layers. Servers go on without a worker that is lost, each from
+when it hears of it, so that they may differ by its last push.
 
-Limit: one server is the parameter server; and where all wait for all, so are several, bit for bit. Where nobody waits,
-each piece has its own order of pushes, as in such systems: the counts are the first server's.
+Limit: one server is the parameter server; and where all wait for all, so are several, bit for bit, with a codec that
+goes element by element (`cast`, `sign` without scale), or layer by layer with cut=layers (`terngrad`, or
+`compression.layers=true`); of others each piece has another scale, other draws or another choice than the whole. Where
+nobody waits, each piece has its own order of pushes, as in such systems: the counts are the first server's.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; pieces without a common
 order as in Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.runtime.effects import Message, Tag
+from ashl.runtime.effects import LOST, Message, Tag
 from ashl.runtime.node import Node
-from ashl.runtime.sums import piece, together
-from ashl.stage.rule import OUTER, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import GO, STOP, Stage
+from ashl.runtime.sums import together
+from ashl.stage.link import Body, Ends
+from ashl.stage.rule import CHURN, CODEC, OUTER, WEIGHTS, Loop, Network, Rule, Topology
+from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Tally
 from ashl.topology.dismissal import dismiss
 from ashl.topology.ending import leave, record_end, verdict, within
-from ashl.topology.local_work import WorkerState
-from ashl.topology.merging import receive, reply, rule_of
-from ashl.topology.parameter_server import UPDATES, ServerRule, ServerState
+from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
+from ashl.topology.membership import membership
+from ashl.topology.merging import merge, receive, reply, rule_of
+from ashl.topology.parameter_server import ServerRule, ServerState
 from ashl.topology.replies import Pull
 
 
@@ -41,7 +50,7 @@ class ShardedServer(Topology):
     """Ranks n, n + 1 … hold a piece of the model each."""
 
     asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER, CHURN})
     has_server: ClassVar[bool] = True
     servers: Count
     cut: Literal["bytes", "layers"]
@@ -77,16 +86,17 @@ class ShardedServer(Topology):
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push and a pull take, uncontended: all pieces go through the worker's port."""
-        nbytes = stage.trainer.dense_bytes
-        return network.transfer_ns(rank, stage.server, nbytes) + network.transfer_ns(stage.server, rank, nbytes)
+        ratio, down = stage.worker(rank).compression_ratio, stage.trainer.dense_bytes
+        up = sum(part.codec.payload(ratio, part.link.d) for part in parts(stage))
+        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
-    def begin(self, node: Node, stage: Stage) -> ShardedWorker | ServerState:
+    def begin(self, node: Node, stage: Stage) -> ShardedWorker | PieceState:
         params, moments = stage.trainer.init()
         if node.rank < stage.server:
-            return ShardedWorker(params, moments, versions=[0] * self.servers)
-        start, stop = stage.once(pieces_of)[node.rank - stage.server]
-        own = tuple(moment[start:stop] if moment.dim() else moment for moment in moments)
-        return ServerState(piece(params, start, stop), own, Tally(stage.num_workers))
+            ends = [Ends() for _ in range(self.servers)]
+            return ShardedWorker(params, moments, versions=[0] * self.servers, piece_ends=ends)
+        held = stage.fragments[node.rank - stage.server]
+        return PieceState(held.of(params), moments_of(stage, node.rank), Tally(stage.num_workers))
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank < stage.server:
@@ -99,18 +109,38 @@ class ShardedWorker(WorkerState):
     """A worker with a model whose pieces come from several servers."""
 
     versions: list[int] = field(default_factory=list)  # of each piece
+    piece_ends: list[Ends] = field(default_factory=list)  # what the codec keeps here of each
 
 
-def pieces_of(stage: Stage) -> list[tuple[int, int]]:
-    """The piece [start, stop) of the model that each server holds."""
-    assert isinstance(stage.topology, ShardedServer)
-    return stage.topology.bounds([layer.size for layer in stage.layout])
+@dataclass
+class PieceState(ServerState):
+    """All that the server of a piece needs to go on, with what those know that follow the first."""
+
+    kept: dict[int, Any] = field(default_factory=dict)  # the piece as it was after so many merges
+    due: list[int] = field(default_factory=list)  # versions that are evaluated
+    last: tuple[int, int, int] | None = None  # how the first server's stage ended: version, word and moment
+    leaving: list[int] = field(default_factory=list)  # workers that have heard of it
 
 
-def own_part(stage: Stage, rank: int) -> Stage:
-    """The stage as it is for the piece of one server."""
-    start, stop = stage.once(pieces_of)[rank - stage.server]
-    return replace(stage, size=stop - start)
+def parts(stage: Stage) -> list[Stage]:
+    """The stage as it is for the piece of each server."""
+    return [stage.fragment(k) for k in range(len(stage.fragments))]
+
+
+def moments_of(stage: Stage, rank: int) -> tuple[Any, ...]:
+    """Empty moments of a server's piece."""
+    held = stage.fragments[rank - stage.server]
+    return tuple(held.of(moment) if moment.dim() else moment for moment in stage.trainer.moments())
+
+
+def entered(node: Node, stage: Stage, state: PieceState) -> Stage:
+    """A stage begins at a server, unless it goes on from a checkpoint; returns it as it is for its piece."""
+    own, begins = stage.fragment(node.rank - stage.server), state.entered != stage.index
+    state.enter(own, node.now)
+    if begins:
+        state.moments = moments_of(stage, node.rank) if stage.resets else state.moments
+        state.kept, state.due, state.last, state.leaving = {state.tally.version: state.params}, [], None, []
+    return own
 
 
 def all_servers(stage: Stage) -> tuple[int, ...]:
@@ -118,41 +148,79 @@ def all_servers(stage: Stage) -> tuple[int, ...]:
 
 
 def told(stage: Stage) -> Tag:
-    """Of what the first server says to the others: (version, 0) that it is evaluated; (version, STOP, when) the end."""
+    """Of what the first server says to the others: (version, GO): it is evaluated; (version, word, when): the end."""
     return stage.tag("first")
 
 
 async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
     """Compute on the model last pulled, push its pieces, wait for all answers; returns the last word."""
+    if state.entered != stage.index:
+        both = zip(parts(stage), state.piece_ends, strict=True)
+        state.piece_ends = [part.entered(ends, state.samples) for part, ends in both]
     state.enter(stage, node.rank)
-    servers, pieces, push, pull = all_servers(stage), stage.once(pieces_of), stage.tag("push"), stage.tag("pull")
+    servers, push, pull, word = all_servers(stage), stage.tag("push"), stage.tag("pull"), GO
     turn = [(node.rank + k) % len(servers) for k in range(len(servers))]
-    word = GO
     while word == GO:
-        work, body, loss = await UPDATES.produce(node, stage, state)
+        node.mark(stage.index, state)
+        work, bodies, loss = await produced(node, stage, state)
         for k in turn:
             meta = (work.steps, work.samples, loss, state.versions[k], work.step_s, state.pull_s)
-            await node.send(servers[k], push, piece(body, *pieces[k]), meta)
+            await node.send(servers[k], push, bodies[k], meta)
         asked, answers = node.now, [await node.recv(pull, src=server) for server in servers]
-        said = [Pull(*answer.meta) for answer in answers]
-        word = int(max(reply.word for reply in said))
-        if any(answer.body is not None for answer in answers):
-            parts = zip(answers, pieces, strict=True)
-            state.params = together([piece(state.params, *at) if m.body is None else m.body for m, at in parts])
         state.pull_s = node.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
+        said = [Pull(*answer.meta) for answer in answers]
+        taken_back(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in said])
+        word, reply = int(max(reply.word for reply in said)), said[0]
+        for k in [k for k, one in enumerate(said) if one.word < word]:  # it has not heard that the stage is over
+            await node.send(servers[k], push, None, (0, 0, 0.0, said[k].version, 0.0, 0.0))
+            answers[k] = await node.recv(pull, src=servers[k])
+            said[k] = Pull(*answers[k].meta)
+        if any(answer.body is not None for answer in answers):
+            both = zip(answers, stage.fragments, strict=True)
+            state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
         state.versions = [int(reply.version) for reply in said]
-        reply = said[0]
         state.version, state.steps, state.samples = state.versions[0], int(reply.steps), int(reply.samples)
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
         state.batch = int(reply.batch) or state.batch
-        if word == STOP:
-            for k in (k for k, reply in enumerate(said) if reply.word == GO):  # it has not heard that the run is over
-                await node.send(servers[k], push, None, (0, 0, 0.0, state.versions[k], 0.0, 0.0))
-                said.append(Pull(*(await node.recv(pull, src=servers[k])).meta))
+        if word != GO:
             leave(node, stage, word, int(max(reply.end_ns for reply in said)))
         node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=bool(reply.dropped), loss=loss)
         state.round += 1
     return word
+
+
+async def produced(node: Node, stage: Stage, state: ShardedWorker) -> tuple[Work, list[Body], float]:
+    """(work, what of it goes to each server, loss)."""
+    work = await local_work(node, stage, state)
+    x = stage.aggregate.clip(work.body)
+    pieces = [held.of(x) for held in stage.fragments]
+    if stage.link.flags.lossless:
+        return work, pieces, work.loss
+    if not_finite(node, stage, state, x):
+        return work, pieces, math.nan
+    bodies = await node.compute(partial(encoded, stage, state, node.rank, pieces), work=1, kind="compress")
+    links = [part.link for part in parts(stage)]
+    report_health(node, stage, state, x, list(zip(links, state.piece_ends, bodies, strict=True)))
+    return work, bodies, work.loss
+
+
+def encoded(stage: Stage, state: ShardedWorker, rank: int, pieces: Sequence[Any]) -> list[Body]:
+    """A body of each piece, which the codec knows as a model of its own."""
+    turn, bodies = turn_of(stage, rank, state, state.version), []
+    for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), pieces, strict=True)):
+        squares = None if turn.squares is None else held.of(turn.squares)
+        own = turn._replace(layer=held.first, version=state.versions[k], params=held.of(state.params), squares=squares)
+        bodies.append(part.link.encode(state.piece_ends[k], x, own))
+    return bodies
+
+
+def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropped: Sequence[bool]) -> None:
+    """What a server has dropped, the codec takes up again."""
+    if stage.link.flags.lossless:
+        return
+    for part, ends, body, lost in zip(parts(stage), state.piece_ends, bodies, dropped, strict=True):
+        if lost:
+            part.link.undo(ends, body)
 
 
 async def answer(node: Node, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:
@@ -164,59 +232,82 @@ async def answer(node: Node, stage: Stage, state: ServerState, without: Sequence
         await reply(node, stage, state, rank)
 
 
-async def first(node: Node, stage: Stage, state: ServerState) -> int:
-    """At the server that counts and judges: merge and answer until the run is over; returns the last word."""
-    tally, push, others = state.tally, stage.tag("push"), all_servers(stage)[1:]
-    stage = own_part(stage, node.rank)
-    state.enter(stage, node.now)
-    while state.word == GO:
-        message = await node.recv(push, before_s=stage.judge.deadline_s)
+async def first(node: Node, stage: Stage, state: PieceState) -> int:
+    """At the server that counts and judges: merge and answer until the stage is over; returns the last word."""
+    tally, push, others, stage = state.tally, stage.tag("push"), all_servers(stage)[1:], entered(node, stage, state)
+    while True:
+        node.mark(stage.index, state)
+        message = await node.recv(push, LOST, before_s=stage.judge.deadline_s)
         node.ledger.cut()
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        if await receive(node, stage, state, message) and stage.judge.take(state, node.now):
+        take_in = receive if message.tag == push else membership
+        if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
             for server in others:
                 await node.send(server, told(stage), None, (tally.version, GO))
             node.snapshot(state.params, tick=tally.version if others else None, counts=tally.report())
-        state.word, state.reason = verdict(node, stage, tally)
+        word, reason = verdict(node, stage, tally)
+        if word == STOP or state.word == GO:
+            state.word, state.reason = word, reason
+        if state.word == STOP or (state.word == NEXT and len(tally.waiting) == tally.present):
+            break
         if state.word == GO:
             await answer(node, stage, state)
+    await merge_rest(node, stage, state)
     end_ns = within(stage, node.now_ns)
     for server in others:
-        await node.send(server, told(stage), None, (tally.version, STOP, end_ns))
-    await dismiss(node, stage, state, STOP, end_ns)
+        await node.send(server, told(stage), None, (tally.version, state.word, end_ns))
+    await dismiss(node, stage, state, state.word, end_ns)
     record_end(node, stage, tally, state.reason)
     return state.word
 
 
-async def other(node: Node, stage: Stage, state: ServerState) -> int:
-    """At the others: merge and answer, until the first one says that the run is over and as much is merged here, or
-    nobody is left who could push."""
-    tally, push, stage = state.tally, stage.tag("push"), own_part(stage, node.rank)
-    state.enter(stage, node.now)
-    kept, due, last, leaving = {tally.version: state.params}, list[int](), None, list[int]()
-    while last is None or not (tally.version >= last[0] or tally.diverged or len(tally.waiting) == stage.num_workers):
-        message: Message = await node.recv(push, told(stage))
+async def merge_rest(node: Node, stage: Stage, state: ServerState) -> None:
+    """Where another stage follows, what has come makes a merge, however little."""
+    if state.word == NEXT and state.buffer:
+        work = 1 / stage.topology.servers
+        await node.compute(partial(merge, stage, state, None), work=work, kind="apply")
+
+
+def followed(state: PieceState) -> bool:
+    """Whether the first server's stage is over and as much is merged here, or nobody is left who could push."""
+    tally = state.tally
+    if state.last is None:
+        return False
+    version, word, _ = state.last
+    return len(tally.waiting) == tally.present or (word == STOP and (tally.version >= version or bool(tally.diverged)))
+
+
+async def other(node: Node, stage: Stage, state: PieceState) -> int:
+    """At the others: merge and answer, until the first one says that the stage is over; returns the last word."""
+    tally, push, stage = state.tally, stage.tag("push"), entered(node, stage, state)
+    while not followed(state):
+        node.mark(stage.index, state)
+        message: Message = await node.recv(push, told(stage), LOST)
         node.ledger.cut()
         if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
-            leaving.append(message.src)
+            state.leaving.append(message.src)
             tally.arrive(message.src, 0, late=True)
-        elif message.tag == push:
-            if await receive(node, stage, state, message):
-                kept[tally.version] = state.params
-                kept.pop(tally.version - 2 * stage.num_workers, None)  # nobody is further behind
-        elif message.meta[1] == STOP:
-            last = int(message.meta[0]), int(message.meta[2])
+        elif message.tag in (push, LOST):
+            if await (receive if message.tag == push else membership)(node, stage, state, message):
+                state.kept[tally.version] = state.params
+                state.kept.pop(tally.version - 2 * stage.num_workers, None)  # nobody is further behind
+        elif message.meta[1] == GO:
+            state.due.append(int(message.meta[0]))
         else:
-            due.append(int(message.meta[0]))
-        for version in [version for version in due if version <= tally.version]:
-            node.snapshot(kept.get(version, state.params), tick=version)
-            due.remove(version)
-        if last is None:
-            await answer(node, stage, state, leaving)
-    for version in due:  # what was dropped here, and not at the first one, never comes
+            state.last = int(message.meta[0]), int(message.meta[1]), int(message.meta[2])
+        for version in [version for version in state.due if version <= tally.version]:
+            node.snapshot(state.kept.get(version, state.params), tick=version)
+            state.due.remove(version)
+        if state.last is None:
+            await answer(node, stage, state, state.leaving)
+    for version in state.due:  # what was dropped here, and not at the first one, never comes
         node.snapshot(state.params, tick=version)
-    state.params, state.word = kept.get(last[0], state.params), STOP
-    await dismiss(node, stage, state, STOP, last[1])
-    return STOP
+    assert state.last is not None
+    version, state.word, end_ns = state.last
+    await merge_rest(node, stage, state)
+    if state.word == STOP:
+        state.params = state.kept.get(version, state.params)
+    await dismiss(node, stage, state, state.word, end_ns)
+    return state.word

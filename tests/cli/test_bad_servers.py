@@ -19,15 +19,19 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
         ),
         (f"sync=bsp {PORTS} topology.servers=0", "topology.servers"),
         (f"sync=bsp {PORTS} topology.servers=9 topology.cut=layers", "take no more servers than that, or topology.cut"),
-        (f"sync=bsp {PORTS} compression=topk", "compression=topk makes no sense with topology=sharded_server, which"),
         (f"sync=bsp {PORTS} optimizer=muon", "steps on whole layers, and a server has a piece of the model"),
         (f"sync=easgd {PORTS}", "has a loop, messages or a step of its own; take sync=bsp"),
         (f"sync=local_sgd {PORTS} outer=heloco", "outer=heloco goes layer by layer; take outer=nesterov"),
-        (f"schedule=post_local {PORTS}", "runs one stage, and this schedule has 2; take schedule=single"),
         (f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=9", "take cluster.node=null, or"),
-        (f"sync=bsp {PORTS} run.checkpoint_s=1", "of 2 servers nobody keeps a whole model yet"),
+        (
+            f"runtime=local sync=bsp {PORTS} run.checkpoint_s=1",
+            "real processes leave no checkpoints of several servers",
+        ),
         (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp makes no sense"),
-        (f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}", "cannot go on without a worker yet"),
+        (
+            f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",
+            "a worker that is lost cannot come back yet; take topology=par",
+        ),
     ],
 )
 def test_a_wrong_server(overrides, says, said) -> None:

@@ -10,8 +10,10 @@ TWO = (*QUICK, *LINKS, "cluster=homogeneous", "cluster.num_workers=2", "topology
 
 
 @pytest.mark.slow
-def test_two_servers_are_one(tmp_path) -> None:
-    summary, one = real(tmp_path / "run", *TWO, "sync=bsp"), simulated(*TWO, "sync=bsp", "topology=parameter_server")
+@pytest.mark.parametrize("mode", ["sync=bsp compression=cast", "schedule=post_local schedule.switch_epochs=0.05"])
+def test_two_servers_are_one(mode, tmp_path) -> None:
+    own = mode.split()
+    summary, one = real(tmp_path / "run", *TWO, *own), simulated(*TWO, *own, "topology=parameter_server")
     assert summary["params_sha256"] == one.sha256
     assert summary["status"] == "finished"
     assert adds_up(summary)

@@ -109,6 +109,15 @@ CASES = {
     "hop": ("topology=gossip", "sync=hop", "sync.staleness=1", "topology.graph=ring", "cluster.exchange_s=0.01"),
     "d_admm": ("topology=gossip", "sync=d_admm", "sync.delay=1", "sync.barrier=1", "topology.graph=ring"),
     "smart": ("topology=partial_all_reduce", "sync=ripples_smart"),
+    "sharded": (
+        "sync=asp",
+        "topology=sharded_server",
+        "topology.servers=3",
+        "compression=topk",
+        "cluster.exchange_s=null",
+        "cluster.bandwidth_mbit_s=5",
+        "cluster.latency_s=0.001",
+    ),
     "halos": ("sync=asp", "topology=halos", "cluster.node=[0,1,0,1]", "topology.updates=2"),
     "ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8"),
     "online": ("schedule=ashl", "planner=online", "cluster.events=[{time_s: 1, worker: 0, compute: 3}]"),
@@ -147,7 +156,8 @@ LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
 def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
     overrides = (*SHORT, *CASES[case])
     whole = simulated(*overrides)
-    ran = Ran(whole.plan, parts=ModelSet(whole.plan.num_workers) if whole.parts else None, learner=whole.learner)
+    parts = whole.parts and ModelSet(whole.parts.num_workers, whole.parts.pieces)
+    ran = Ran(whole.plan, parts=parts, learner=whole.learner)
     kept = run(ran, save_at_ns=300_000_000)
     assert len(kept) > 1
     assert ran.records == whole.records, "making a checkpoint changes nothing"

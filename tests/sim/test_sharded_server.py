@@ -1,14 +1,17 @@
 """A model in pieces on several servers: the same model as on one where all wait for all, in less time."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from ashl.planning.build import assemble
 from ashl.topology import sharded_server
 from ashl.topology.merging import receive
 from ashl.topology.sharded_server import ShardedServer
-from tests.support import simulated
+from tests.support import planned, simulated
+from tests.support import run as play
 
 LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.server_bandwidth_mbit_s=20")
 PORTS = ("cluster=homogeneous", *LINKS, "cluster.latency_s=0.002", "cluster.step_s=0.03", "model.hidden=[16]")
@@ -22,6 +25,10 @@ S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
     [
         "sync=bsp optimizer.momentum=0.9 topology.servers=3 topology.cut=layers",
         "sync=local_sgd sync.local_steps=3 outer=nesterov eval.every_commits=8",
+        "sync=bsp compression=cast compression.feedback=true",
+        "sync=bsp compression=terngrad topology.servers=3 topology.cut=layers",
+        "sync=local_sgd compression=topk compression.layers=true topology.servers=4 topology.cut=layers",
+        "schedule=post_local schedule.switch_epochs=0.2 schedule.momentum=reset optimizer.momentum=0.9",
     ],
 )
 def test_several_servers_are_one(mode) -> None:
@@ -68,6 +75,53 @@ def test_who_has_dropped_more_than_the_first_ends_all_the_same() -> None:
     mode = ("sync=ringmaster", "sync.max_delay=4")
     ran = several("topology.servers=2", *mode, *links, *uneven, "stop.steps=37", "eval.every_commits=5")
     assert ran.end["reason"] == "steps"
+
+
+def test_each_piece_is_a_message_of_its_own() -> None:
+    """By hand, on one worker: the largest fifth of each half, what is left out is kept there."""
+    plain = ("dataset=synthetic", "optimizer.momentum=0", "optimizer.weight_decay=0", "stop.steps=3")
+    one = ("cluster.num_workers=1", "compression=topk", "compression.ratio=0.2", *plain)
+    ran = several("sync=bsp", *one)
+    stage = assemble(ran.plan, "cpu").stages[0]
+    model, _ = stage.trainer.init()
+    halves = [held.runs[0] for held in stage.fragments]
+    left = torch.zeros_like(model)
+    for step in range(3):
+        left = left + stage.trainer.gradient(model, 0, step)[1]
+        sent = torch.zeros_like(model)
+        for start, stop in halves:
+            places = start + left[start:stop].abs().topk(round(0.2 * (stop - start))).indices
+            sent[places] = left[places]
+        model, left = model - stage.trainer.rate(0) * sent, left - sent
+    assert len(halves) == 2
+    torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-6)
+    payload = stage.fragment(0).codec.payload
+    assert ran.of("ledger")[0]["bytes_up"] == 3 * sum(payload(0.2, stop - start) for start, stop in halves)
+
+
+def test_where_nobody_waits_a_stage_hands_over_all_that_is_under_way() -> None:
+    """A worker that some servers have let go on is called back by them, so that all go into the next stage as one."""
+    uneven = ("cluster.compute=[1,1,2,3]", "cluster.jitter=0.3", "compression=topk", "stop.steps=240")
+    mode = ("topology=sharded_server", "topology.servers=3", "sync=ssp")
+    plan = planned(*PORTS, *mode, *uneven)
+    (stage,) = plan.stages
+    ran = play(replace(plan, stages=(replace(stage, name="a", until={"commits": 21}), replace(stage, name="b"))))
+    assert [end["reason"] for end in ran.of("stage")] == ["commits", "steps"]
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+    assert ran.end["steps"] == sum(ran.end["steps_by"])
+
+
+@pytest.mark.parametrize("mode", ["sync=bsp", "sync=asp sync.local_steps=2"])
+def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
+    """It fails while it computes: in rounds, what is left is the parameter server's run, to the bit."""
+    fails = "cluster.events=[{time_s: 0.1, worker: 2, fail: true}]"
+    chosen = ("cluster.compute=[1,1,2,1]", *mode.split(), fails, "stop.steps=80", "eval.every_commits=8")
+    ran, one = several("topology.servers=3", *chosen), run(*chosen)
+    assert ran.end["reason"] == "steps"
+    assert ran.end["commits"][2] < min(ran.end["commits"][:2])
+    if mode == "sync=bsp":
+        assert ran.sha256 == one.sha256
+        assert ran.end["commits"] == one.end["commits"]
 
 
 def test_the_incast_is_shared_out() -> None:
