@@ -8,13 +8,16 @@ within one in rank order. With n members, latency α, β seconds per byte and S 
   power of two p ≤ n. 2·log₂p·α + 2(p − 1)/p·Sβ. Where n > p, n − p members hand all they have to a neighbour first and
   are handed the sum last: 2(α + Sβ) more.
 - tree: a binomial tree, up and down again. 2⌈log₂n⌉·(α + Sβ).
+- star: all hand what they have to the first member, and are handed the sum: 2(α + (n − 1)·Sβ), through its port. It is
+  a parameter server that sends gradients instead of models, each worker with a model of its own.
 - hierarchical: reduce-scatter inside each machine, all-reduce of each shard over the machines, all-gather inside. With
   m machines of k members: 2(k − 1)·α' + 2(k − 1)/k·Sβ' inside, and 2(m − 1)·α + 2(m − 1)/m·Sβ through each machine's
   port. Where machines have different numbers of members there are as many shards as the smallest one has members.
 
 Sources: Patarasuk and Yuan, JPDC 2009 (ring); Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH", IJHPCA 2005 (halving, tree); Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50
-Training in a Flash", 2018 (2D-torus: hierarchical).
+Training in a Flash", 2018 (2D-torus: hierarchical); Wen et al., "TernGrad", NeurIPS 2017 (star: its parameter
+localization).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Algorithm = Literal["auto", "ring", "halving", "tree", "hierarchical"]
+Algorithm = Literal["auto", "ring", "halving", "tree", "star", "hierarchical"]
 
 
 class Round(NamedTuple):
@@ -96,6 +99,15 @@ def tree(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     return 1, rounds()
 
 
+def star(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
+    """(pieces, rounds)."""
+    members = np.concatenate(machines)
+    others = members[1:]
+    hub, none, one = np.full_like(others, members[0]), np.zeros_like(others), np.ones_like(others)
+    both = (Round(others, hub, none, one, True), Round(hub, others, none, one, False))
+    return 1, iter(both if others.size else ())
+
+
 def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
     """(pieces, rounds). Within each of the three parts everybody sends straight to whom it is for."""
     m, shards, most = len(machines), min(map(len, machines)), max(map(len, machines))
@@ -130,6 +142,7 @@ BY_NAME: dict[str, Callable[[Sequence[np.ndarray]], tuple[int, Iterator[Round]]]
     "ring": ring,
     "halving": halving,
     "tree": tree,
+    "star": star,
     "hierarchical": hierarchical,
 }
 

@@ -66,9 +66,10 @@ class Summing:
         self._known: dict[tuple[Group, int], Known] = {}
 
     def candidates(self, group: Group) -> list[str]:
-        """The algorithms that `auto` weighs: without machines of several members there is no hierarchy."""
+        """The algorithms that `auto` weighs: no server, and no hierarchy without machines of several members."""
         homes = homes_of(group, self.node)
-        return [name for name in BY_NAME if name != "hierarchical" or 1 < len(set(homes)) < len(homes)]
+        out = {"star"} if 1 < len(set(homes)) < len(homes) else {"star", "hierarchical"}
+        return [name for name in BY_NAME if name not in out]
 
     def known(self, group: Group, nbytes: int) -> Known:
         """The sum of so many bytes."""

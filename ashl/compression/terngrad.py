@@ -7,7 +7,8 @@ but biased. Bits: 1.6·d, as five trits in a byte, and 32 for each m.
 With `shared_scale`, under all-reduce, all workers round to the largest of their m, for which 24 bytes of each are
 gathered beforehand. Ternaries then add up: what is summed on its way are integers of the ⌈log2(2n + 1)⌉ bits that n
 workers need, rounded up to 2, 4, 8 or 16. That sum is also what every worker applies to its own model, and nobody sends
-the model: the paper's «parameter localization», which every all-reduce has.
+the model: the paper's «parameter localization», which every all-reduce has; with topology.algorithm=star, too, where
+all goes through one of them as its server.
 
 Limit: no contraction, hence nothing for feedback. A shared scale is a larger one: more noise, which the saved bytes pay
 for up to some number of workers only. What is not finite makes its vector NaN.

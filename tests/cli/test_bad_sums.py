@@ -15,7 +15,7 @@ HOSTLESS = "runtime=local cluster=real cluster.num_workers=2"
         (f"{SUMS}auto {HOSTLESS}", "weighs declared costs, and this cluster does not say what its links are"),
         (f"{SUMS}tree overlap=dear {PORTS}", "sends sums in two halves round a ring; take overlap=priority"),
         (f"{SUMS}tree compression=topk", "gathered round a ring; take compression=none"),
-        (f"{SUMS}star", "topology.algorithm"),
+        (f"{SUMS}mesh", "topology.algorithm"),
         ("sync=bsp topology.algorithm=tree", "algorithm"),
         (f"{SUMS}hierarchical cluster.node=[0,0,1,1] runtime=local {PORTS}", "inner_bandwidth_mbit_s"),
     ],

@@ -97,6 +97,7 @@ def test_closed_forms_on_equal_machines(n) -> None:
     forms = {
         "ring": 2 * (n - 1) * a + 2 * (n - 1) * sb // n,
         "tree": 2 * ceil(log2(n)) * (a + sb),
+        "star": 2 * (a + (n - 1) * sb) if n > 1 else 0,
         "halving": 2 * int(log2(p)) * a + 2 * (p - 1) * sb // p + (2 * (a + sb) if n > p else 0),
     }
     for algorithm, form in forms.items():

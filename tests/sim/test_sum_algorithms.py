@@ -16,6 +16,7 @@ S_NS = S * 400  # at 20 Mbit/s
     [
         ("ring", None, [5 * S // 3] * 6, None),  # as when nobody asks
         ("tree", 6, [3 * S, S, 2 * S, S, 2 * S, S], 2 * (1 + 0.1 + 1) * S_NS),  # 3 → 2 and 4 → 0 between machines
+        ("star", 2, [5 * S, S, S, S, S, S], 2 * 3 * S_NS),  # three of them are on the other machine
         ("hierarchical", 6, [5 * S // 3] * 6, S_NS + 4 * S_NS // 3 // 10),
     ],
 )
@@ -29,6 +30,18 @@ def test_the_same_model_as_any_other_sum(algorithm, rounds, moved, port_ns) -> N
         assert ran.time_ns == flat.time_ns
         return
     assert ran.time_ns == pytest.approx(2 * (30e6 + rounds * 2e6 + port_ns), abs=10_000)
+
+
+def test_terngrad_through_a_server_is_terngrad() -> None:
+    """Ternaries go to it, their sums come back in as few bits as hold them, and each worker has a model of its own."""
+    apart = ("cluster.node=null", "cluster.inner_bandwidth_mbit_s=null")
+    ternary = (*apart, "compression=terngrad", "compression.shared_scale=true", "optimizer.momentum=0")
+    ran = simulated(*BASE, *ternary, "topology.algorithm=star")
+    assert ran.sha256 == simulated(*BASE, *ternary).sha256
+    sent, (d, n, bits) = [record["bytes_up"] for record in ran.of("ledger")], (S // 4, 6, 4)
+    words = 2 * 4 * -(-d * bits // 32)
+    assert sent[0] - sent[1] == (n - 2) * words
+    assert words < sent[1] < 1.3 * words, "and four scales, which are gathered"
 
 
 def test_the_plan_says_what_auto_picks_and_why() -> None:
