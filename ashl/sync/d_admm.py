@@ -7,9 +7,10 @@ and sends x_p. Once both ends of an edge know both models of an iteration, each 
 end adds the other subtracts, at whatever moment, so Σ_p γ_p = 0; at a fixed point Σ_p ∇f_p = 0 at one model, whatever
 each worker's shard.
 
-Synchronous, colour by colour: delay = 0. Asynchronous: a worker goes on when `barrier` of its neighbours have sent what
-it needs (the partial barrier) and none is more than `delay` iterations behind that (the bounded delay); it takes a
-smaller ρ, as duals follow late.
+Synchronous, colour by colour: delay = 0; where a count ends the run, nobody begins more iterations than it has room for
+and the models are the same on whatever machines. Asynchronous: a worker goes on when `barrier` of its neighbours
+have sent what it needs (the partial barrier) and none is more than `delay` iterations behind that (the bounded delay);
+it takes a smaller ρ, as duals follow late.
 
 The duals of an edge add up to zero only while both ends are there, and those of a lost neighbour cannot be taken back:
 a run ends where a worker is lost.
@@ -143,17 +144,24 @@ def augmented(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
     return replace(stage, trainer=Augmented(stage.trainer, edges.dual, 2 * rho * len(nearest), target))
 
 
+def room(stage: Stage, rule: DADMM) -> float:
+    """How many iterations the counts leave room for, where all are in step from the run's begin."""
+    left = stage.judge.left(0, 0, stage.round_totals)
+    in_step = not rule.delay and rule.barrier is None and stage.index == 0
+    return math.ceil(left[0] / left[1]) if left and in_step else math.inf
+
+
 async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> int:
     """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
     edges = state.rule_state = state.rule_state or opened(stage, state.params, node.rank)
-    dropped = 0
+    dropped, last = 0, room(stage, rule)
     while state.word == GO:
         node.mark(stage.index, state)
         k = edges.k
         while await take_in(node, stage, state, before_s=node.now):
             pass  # what has come meanwhile
-        while state.word == GO and not ready(rule, edges.behind(k)):
+        while state.word == GO and (k >= last or not ready(rule, edges.behind(k))):
             await take_in(node, stage, state)
         if state.word != GO:
             break

@@ -6,11 +6,15 @@ sent a model of iteration k − s or later, and none trails by more than `gap` i
 over itself (age 0) and those neighbours, of each its newest model up to iteration k. Since everybody's iterations are
 known from its models, no tokens travel.
 
+With `jump`, a worker that all its neighbours lead by so many iterations or more skips to that of the slowest of them,
+from the mean of their models there, with its own in it where that is fresh enough. What it skips are no steps, and no
+neighbour waits for it.
+
 Its lead and its staleness are counted from neighbours' iterations, which one that comes back does not have: a run ends
 where a worker is lost.
 
 Limits: s = backups = 0 is D-PSGD (`awc`, uniform weights on a regular graph), to rounding. The mean of all models is
-kept only there. Left out of the paper's rules is the jump of a worker that trails far behind.
+kept only there. Where workers are equally fast, nobody ever jumps.
 Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv 1902.01064.
 """
 
@@ -51,6 +55,7 @@ class Hop(RoamingRule):
     staleness: Natural
     backups: Natural
     gap: Count
+    jump: Count | None
 
     def check(self, rounds: Sequence[Round]) -> None:
         fewest = min(len(row) - 1 for row in rounds[0].rows)
@@ -64,6 +69,12 @@ class Hop(RoamingRule):
                 f"sync.gap={self.gap} is below sync.staleness={self.staleness}: nobody could be that stale; take a "
                 "larger gap"
             )
+        most = 1 + (self.gap if self.backups else self.staleness)
+        if self.jump is not None and self.jump > most:
+            raise UsageError(
+                f"sync.jump={self.jump}, and a worker leads a neighbour by {most} iterations at most, so nobody would "
+                f"ever jump; take at most {most}" + ("" if self.backups else ", or sync.backups=1")
+            )
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
         return await worker(node, stage, state, self)
@@ -76,11 +87,11 @@ def ready(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
     return fresh >= len(newest) - rule.backups and all(k - iteration <= rule.gap for iteration in newest)
 
 
-def mixed(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent]) -> Any:
+def mixed(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age: int = 0) -> Any:
     """The mean by age, in rank order, over what is fresh enough."""
     if isinstance(own, SizeOnly):
         return own
-    parts = {rank: (own, rule.staleness + 1)}
+    parts = {rank: (own, rule.staleness + 1 - age)} if age <= rule.staleness else {}
     for j, sent in heard.items():
         iteration = max((i for i in sent if i <= k), default=-1)
         if iteration >= max(0, k - rule.staleness):
@@ -100,6 +111,10 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
     while state.word == GO:
         node.mark(stage.index, state)
         k = known.k
+        ahead = min((max(sent, default=-1) for sent in heard.values()), default=k) - k
+        if rule.jump is not None and ahead >= rule.jump:
+            k += ahead
+            state.params = mixed(rule, k, state.params, node.rank, heard, age=ahead)
         for peer in heard:
             await node.send(peer, stage.tag("model"), state.params, (k,))
         work = await local_work(node, stage, state)
@@ -116,7 +131,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
         oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
         for j, sent in heard.items():
             heard[j] = {i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)}
-        known.k += 1
+        known.k = k + 1
         await report(node, stage, state, work, max(0, k - oldest))
     await done(node, stage, state, dropped)
     while not state.gone:

@@ -4,22 +4,40 @@ Rule: i takes H local steps, draws a neighbour j, and both take the mean of thei
 steps that are under way, to which those are added when they are done. With `overlap` i itself goes on meanwhile (the
 paper's non-blocking form); otherwise it waits for the answer.
 
+With `bits` models travel in so many bits an element, rounded at random and read by who has a model near them
+(`compression.wire.modulo`), on a grid that reaches 8 times as far as models were apart at the worker's last meeting.
+The first goes whole, and so does the next where one came that was too far to be read: that end then keeps its own. What
+encoding costs is not in virtual time.
+
 Of workers that are lost and that come back: `ashl.topology.partners`.
 
-Limits: H = 1 on a graph of two roles is AD-PSGD but for who asks. Departs from the paper in that a worker asks after
-every H steps of its own, so that a fast one meets more often, instead of pairs being drawn from outside.
+Limits: bits = null is exact. H = 1 on a graph of two roles is AD-PSGD but for who asks. Departs from the paper in that
+a worker asks after every H steps of its own, so that a fast one meets more often, instead of pairs being drawn from
+outside, and in that the grid follows the models.
 Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv
 1910.12308.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from ashl.option import Count, option
+import torch
+from pydantic import Field
+
+from ashl.compression.contract import Turn
+from ashl.compression.wire.arrays import array_of
+from ashl.compression.wire.body import read_body, write_body
+from ashl.compression.wire.modulo import CODE, body_bytes, nearest, residues
+from ashl.learn.device import to_device, to_host
+from ashl.option import Count, Number, option
+from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
+from ashl.topology.coordinator import RoamingState
 from ashl.topology.gossip import graph_of
 from ashl.topology.pairs import PairRule
+
+REACH = 8  # how far a grid reaches, in what models were apart
 
 
 @option
@@ -28,7 +46,32 @@ class Swarm(PairRule):
 
     local_steps: Count | Literal["plan"]
     overlap: bool
+    bits: Annotated[int, Number, Field(ge=2, le=16)] | None
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom this worker may ask: any neighbour."""
         return graph_of(stage).neighbours(stage, rank)
+
+    def written(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
+        x, apart = state.params, state.rule_state  # how far another's model was, at the last meeting
+        if self.bits is None:
+            return x
+        if isinstance(x, SizeOnly):
+            return SizeOnly(body_bytes(x.nbytes // 4, self.bits))
+        step = REACH * (apart or 0.0) / 2 ** (self.bits - 1)
+        if not float(x.abs().max()) < step * 2**52:
+            return x
+        turn = Turn(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
+        return write_body(CODE, x.numel(), residues(array_of(to_host(x)), step, self.bits, turn))
+
+    def read(self, state: RoamingState, body: Any, near: Vector) -> Any:
+        if self.bits is None or isinstance(body, SizeOnly) or isinstance(near, SizeOnly):
+            return near if isinstance(near, SizeOnly) else body
+        y = to_host(near)
+        if body.dtype == torch.uint8:
+            found = nearest(read_body(to_host(body), CODE, y.numel()), array_of(y))
+            x = y if found is None else torch.from_numpy(found)
+        else:
+            x = to_host(body)
+        state.rule_state = float((x - y).abs().max())
+        return to_device(x, str(near.device))

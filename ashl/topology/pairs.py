@@ -14,7 +14,7 @@ Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient De
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ashl.data.rng import Purpose, bits
 from ashl.runtime.effects import JOIN, LOST, Message
@@ -41,11 +41,24 @@ class PairRule(RoamingRule, contract=True):
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         raise NotImplementedError
 
+    def written(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
+        """The worker's model as it travels, to ask with it or to answer."""
+        return state.params
+
+    def read(self, state: RoamingState, body: Any, near: Vector) -> Any:
+        """Another's model, for who has this one."""
+        return body
+
+
+def rule_of(stage: Stage) -> PairRule:
+    """The stage's sync mode, as pairs ask it."""
+    assert isinstance(stage.sync, PairRule)
+    return stage.sync
+
 
 async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     """Work and meet until the coordinator says that the stage is over; returns the last word."""
-    rule = stage.sync
-    assert isinstance(rule, PairRule)
+    rule = rule_of(stage)
     state.enter(stage, node.rank)
     answering = node.spawn(answer(node, stage, state), stands=True)
     peers, dropped = rule.peers(stage, node.rank), 0
@@ -82,7 +95,8 @@ async def ask(node: Node, stage: Stage, state: RoamingState, peers: tuple[int, .
     there = tuple(peer for peer in peers if peer not in state.absent) if state.absent else peers
     state.asked = drawn(there, stage.seed, node.rank, state.round)
     if state.asked is not None:
-        await node.send(state.asked, stage.tag("ask"), state.params, (state.life, state.round))
+        body = rule_of(stage).written(stage, state, node.rank, True)
+        await node.send(state.asked, stage.tag("ask"), body, (state.life, state.round))
 
 
 async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> None:
@@ -93,23 +107,24 @@ async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> N
             await heed(node, stage, state, message)
         elif message.src == state.asked and message.meta == (state.life, state.round):
             state.asked = None
-            merge(state, message, sent)
+            merge(rule_of(stage), state, message, sent)
 
 
-def merge(state: RoamingState, message: Message, sent: Vector) -> None:
+def merge(rule: PairRule, state: RoamingState, message: Message, sent: Vector) -> None:
     """x ← x + (y − x')/2."""
-    state.params = state.params + (message.body - sent) * 0.5
+    state.params = state.params + (rule.read(state, message.body, sent) - sent) * 0.5
     state.version += 1
 
 
 async def answer(node: Node, stage: Stage, state: RoamingState) -> None:
     """Beside the worker's own loop: answer whoever asks, and take in words and who is there, until all are done."""
-    asked, word = stage.tag("ask"), stage.tag("word")
+    asked, word, rule = stage.tag("ask"), stage.tag("word"), rule_of(stage)
     while True:
         message = await node.recv(asked, word, LOST, JOIN, welcomed(state.life))
         if message.tag == asked:
-            await node.send(message.src, stage.tag("answer"), state.params, message.meta)
-            merge(state, message, state.params)
+            body = rule.written(stage, state, node.rank, False)
+            await node.send(message.src, stage.tag("answer"), body, message.meta)
+            merge(rule, state, message, state.params)
         elif message.tag != word:
             await heed(node, stage, state, message)
         elif obey(node, state, message):

@@ -37,6 +37,10 @@ def gossips(workplace, said):
         ("sync=choco topology.graph=one_peer_exponential", "its graph must not change from round to round"),
         ("sync=hop sync.backups=2", "leaves a worker with 2 neighbours nobody to wait for; take at most 1"),
         ("sync=hop sync.gap=1", "sync.gap=1 is below sync.staleness=2"),
+        (
+            "sync=hop sync.jump=4",
+            "leads a neighbour by 3 iterations at most, so nobody would ever jump; take at most",
+        ),
         ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
         ("sync=ad_psgd aggregate=fednova", "topology=gossip has no place for aggregate=fednova"),
         ("sync=d_psgd aggregate.scale=2", "topology=gossip has no place for aggregate.scale"),

@@ -12,6 +12,7 @@ ROUNDS = [
     ["sync=d_psgd", "eval.every_s=0.1"],
     pytest.param(["sync=sgp", "sync.overlap=1", "topology.graph=one_peer_exponential"], marks=pytest.mark.slow),
     ["sync=choco", "compression=topk", "compression.ratio=0.1"],
+    pytest.param(["sync=d_admm", "optimizer.momentum=0"], marks=pytest.mark.slow),
 ]
 AT_WILL = [
     ["sync=ad_psgd"],

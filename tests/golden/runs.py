@@ -67,6 +67,10 @@ def by_server() -> dict[str, Row]:
         "easgd": Row("sync=easgd sync.local_steps=2"),
         "halos": Row(f"topology=halos sync=async_local_sgd sync.local_steps=2 topology.updates=4 {NODES}"),
         "sharded-server": Row(f"topology=sharded_server topology.servers=3 sync=ssp {PORTS}"),
+        "sharded-topk": Row(
+            f"topology=sharded_server topology.cut=layers schedule=post_local schedule.switch_epochs=0.5 "
+            f"compression=topk stop.steps=120 {PORTS}"
+        ),
         "rescaled-asgd": Row(f"sync=rescaled_asgd sync.local_steps=2 {SLOW}"),
         "ringleader": Row(f"sync=ringleader {SLOW}"),
         "ssp": Row("sync=ssp"),
@@ -114,12 +118,18 @@ def by_sums() -> dict[str, Row]:
         "ring-local-sgd-planned": Row(f"{RING} sync=local_sgd sync.local_steps=plan schedule.h_preset=[2] {NODES}"),
         "ring-wfbp": Row(f"{RING} sync=bsp overlap=wfbp {LINKS}", processes="quick"),
         "ring-merged": Row(f"{RING} sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),
+        "ring-zero-one-adam": Row(
+            f"{RING} sync=zero_one_adam compression=one_bit optimizer=adam optimizer.lr=0.01 sync.freeze_step=8 "
+            "sync.update_scaler=3 sync.local_step_scaler=4 sync.local_step_clipper=4 stop.steps=120",
+            processes="slow",
+        ),
         "ring-priority": Row(
             f"{RING} sync=bsp overlap=priority overlap.slice=300 overlap.credit=600 cluster.compute=[1,1,2] {LINKS}",
             processes="quick",
         ),
         "ring-dear": Row(f"{RING} sync=bsp overlap=dear cluster.compute=[1,1,2] {LINKS}", processes="quick"),
         "ring-late": Row(f"{RING} sync=bsp optimizer.momentum=0.9 overlap=late {SLOW}"),
+        "ring-eager": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=eager compression=topk outer=nesterov"),
         "ring-late-steps": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=late compression=topk outer=co2"),
         "ring-anchor": Row(f"{RING} sync=local_sgd overlap=overlap_local_sgd outer=slowmo outer.beta=0.7 {LINKS}"),
         "ring-streaming": Row(
@@ -155,6 +165,11 @@ def by_gossip() -> dict[str, Row]:
         ),
         "ad-psgd": Row(f"{GOSSIP} sync=ad_psgd"),
         "ad-psgd-waits": Row(f"{GOSSIP} sync=ad_psgd sync.overlap=false topology.graph=complete {PORTS}", twin=True),
+        "swarm-bits": Row(f"{GOSSIP} sync=swarm sync.bits=8 {SLOW}", twin=True),
+        "hop-jump": Row(
+            f"{GOSSIP} sync=hop sync.backups=1 sync.gap=4 sync.jump=3 topology.graph=complete {SLOW} stop.steps=200",
+            twin=True,
+        ),
         "hop": Row(f"{GOSSIP} sync=hop {SLOW}"),
         "hop-backup": Row(
             f"{GOSSIP} sync=hop sync.backups=1 sync.gap=4 topology.graph=complete cluster.jitter=0.3", twin=True

@@ -2,9 +2,14 @@
 are one. To rounding: the complete graph with uniform weights = BSP, two relaying workers = BSP, one worker = local
 SGD, CHOCO without compression, MATCHA with all edges and Hop without slack = D-PSGD. Without steps the mean is kept."""
 
+import numpy as np
 import pytest
 import torch
 
+from ashl.compression.contract import BodyError, Turn
+from ashl.compression.wire.body import read_body, write_body
+from ashl.compression.wire.modulo import CODE, body_bytes, nearest, residues
+from ashl.sync.hop import mixed as hop_mean
 from ashl.sync.matcha import sampling
 from ashl.sync.relay_sum import relayed, tree
 from ashl.topology.graph import depths, edges_of
@@ -80,6 +85,51 @@ def test_hop_without_slack_is_d_psgd():
     equal = ("cluster=homogeneous", "topology.weights=uniform")
     strict = run(*equal, "sync=hop", "sync.staleness=0", "sync.backups=0")
     close(strict.params, run(*equal, "sync=d_psgd", "sync.order=awc").params)
+
+
+def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it():
+    """To the mean by age of what the others had there, with its own model in it only where that is fresh enough."""
+    slack = ("sync=hop", "sync.backups=1", "sync.gap=4", "topology.graph=complete")
+    slow = ("cluster.compute=[1,1,1,8]", "cluster.link=null", "runtime.gradients=false", "stop.steps=400")
+    assert run(*slack, *slow, "sync.jump=4").steps_per_s > 3 * run(*slack, *slow).steps_per_s
+    equal = (*slack, "cluster=homogeneous")
+    assert run(*equal, "sync.jump=1").sha256 == run(*equal).sha256
+    hop, (own, near, far) = conf_option("sync", "hop", staleness=2), torch.tensor([[0.0], [6.0], [12.0]])
+    heard = {0: {4: near, 7: far}, 2: {3: far, 5: far}}
+    assert hop_mean(hop, 5, own, 1, heard, age=3).item() == pytest.approx((2 * 6 + 3 * 12) / 5)
+    assert hop_mean(hop, 5, own, 1, heard, age=2).item() == pytest.approx((2 * 6 + 3 * 12) / 6)
+
+
+def test_a_swarm_of_few_bits_learns_as_much_in_fewer_bytes():
+    swarm = ("sync=swarm", "sync.local_steps=2", "topology.graph=complete", "stop.steps=200")
+    exact, fine, few = (run(*swarm, f"sync.bits={bits}") for bits in ("null", 16, 8))
+    sent = [sum(ledger["bytes_up"] for ledger in each.of("ledger")) for each in (exact, fine, few)]
+    torch.testing.assert_close(fine.params, exact.params, rtol=0, atol=2e-3)
+    assert sent[1] < 0.65 * sent[0]
+    assert sent[2] < 0.42 * sent[0]
+    assert few.learner is not None
+    found = [few.learner.evaluate(each.params)["test_loss"] for each in (few, exact)]
+    assert found[0] < 1.05 * found[1]
+    assert run(*swarm, "sync.bits=8", "runtime.gradients=false").end["steps"] >= 200
+
+
+def test_residues_are_read_by_who_is_near_and_by_nobody_else():
+    x = np.linspace(-30, 50, 1000).astype(np.float32)
+    near = x + np.float32(0.9) * np.sin(np.arange(1000)).astype(np.float32)
+    sums = np.zeros(1000)
+    for number in range(400):
+        parts = residues(x, 0.25, 4, Turn(round=number))
+        found = nearest(parts, near)
+        assert found is not None
+        assert np.abs(found - x).max() <= 0.2501
+        sums += found
+    assert np.abs(sums / 400 - x).max() < 0.05, "of the mean nothing is lost"
+    assert nearest(parts, near + 4) is None
+    assert nearest(parts, np.full(1000, np.nan, np.float32)) is None
+    body = write_body(CODE, 1000, parts)
+    assert body.nbytes == body_bytes(1000, 4)
+    with pytest.raises(BodyError, match="no 900 residues"):
+        nearest(read_body(body, CODE, 1000), near[:900])
 
 
 @pytest.mark.parametrize("mode", KEEPING)
