@@ -205,10 +205,11 @@ def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan, parts: Parts) ->
     where it is of another run."""
     saved = checkpoints.newest(run_dir, identity(config))
     goes_over = (saved.how == VIRTUAL) != is_virtual(config)
-    if goes_over and (any(own.topology.replicas for own in parts.stages) or not in_lockstep(parts, plan.num_workers)):
+    apart = any(own.topology.replicas or own.topology.servers > 1 for own in parts.stages)
+    if goes_over and (apart or not in_lockstep(parts, plan.num_workers)):
         raise UsageError(
             f"{run_dir} began {'in virtual time' if saved.how == VIRTUAL else 'on processes'}, and goes on only there: "
-            "where all go round by round, through a server or by all-reduce, it could go over; drop runtime"
+            "where all go round by round, through one server or by all-reduce, it could go over; drop runtime"
         )
     return saved, checkpoints.cut_back(run_dir, saved)
 

@@ -39,10 +39,11 @@ from ashl.stage.tally import Tally
 from ashl.topology.dismissal import dismiss
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
+from ashl.topology.members import as_members
 from ashl.topology.membership import membership
 from ashl.topology.merging import merge, receive, reply, rule_of
 from ashl.topology.parameter_server import ServerRule, ServerState
-from ashl.topology.replies import Pull
+from ashl.topology.replies import PULL, Pull
 
 
 @option
@@ -168,20 +169,20 @@ async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
             await node.send(servers[k], push, bodies[k], meta)
         asked, answers = node.now, [await node.recv(pull, src=server) for server in servers]
         state.pull_s = node.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
-        said = [Pull(*answer.meta) for answer in answers]
+        said = [Pull(*answer.meta[:PULL]) for answer in answers]
         taken_back(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in said])
         word, reply = int(max(reply.word for reply in said)), said[0]
         for k in [k for k, one in enumerate(said) if one.word < word]:  # it has not heard that the stage is over
             await node.send(servers[k], push, None, (0, 0, 0.0, said[k].version, 0.0, 0.0))
             answers[k] = await node.recv(pull, src=servers[k])
-            said[k] = Pull(*answers[k].meta)
+            said[k] = Pull(*answers[k].meta[:PULL])
         if any(answer.body is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
         state.versions = [int(reply.version) for reply in said]
         state.version, state.steps, state.samples = state.versions[0], int(reply.steps), int(reply.samples)
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
-        state.batch = int(reply.batch) or state.batch
+        state.batch, state.away = int(reply.batch) or state.batch, as_members(answers[0].meta[PULL:])
         if word != GO:
             leave(node, stage, word, int(max(reply.end_ns for reply in said)))
         node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=bool(reply.dropped), loss=loss)
@@ -266,8 +267,7 @@ async def first(node: Node, stage: Stage, state: PieceState) -> int:
 async def merge_rest(node: Node, stage: Stage, state: ServerState) -> None:
     """Where another stage follows, what has come makes a merge, however little."""
     if state.word == NEXT and state.buffer:
-        work = 1 / stage.topology.servers
-        await node.compute(partial(merge, stage, state, None), work=work, kind="apply")
+        await node.compute(partial(merge, stage, state, None), work=stage.push_share, kind="apply")
 
 
 def followed(state: PieceState) -> bool:

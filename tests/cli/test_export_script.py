@@ -81,6 +81,10 @@ def test_it_runs_under_torchrun(to: str, what: str, workplace: Path) -> None:
         ),
         ("sync=local_sgd outer=slowmo", "such a script has no outer=slowmo"),
         ("sync=bsp runtime.gradients=false", "it was only timed"),
+        (
+            "sync=zero_one_adam topology=all_reduce optimizer=adam",
+            "sync=zero_one_adam has a step of its own; name a run",
+        ),
         ("schedule=ashl stop.steps=200", "it has 3 stages; name a run with one, as schedule=single"),
     ],
 )
