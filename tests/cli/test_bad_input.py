@@ -44,8 +44,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
         ("runtime=local sync=bsp overlap=late run.checkpoint_s=1", "real processes leave checkpoints only then"),
-        ("runtime=local topology=gossip sync=d_psgd run.checkpoint_s=1", "or where a server merges their updates"),
-        ("topology=gossip sync=ad_psgd run.checkpoint_s=1", "take a mode that goes in rounds, as sync=d_psgd"),
+        ("runtime=local topology=gossip sync=ad_psgd run.checkpoint_s=1", "where a server merges their updates, or"),
         # combinations
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),
