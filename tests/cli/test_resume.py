@@ -99,4 +99,4 @@ def test_only_what_goes_round_by_round_goes_over_to_processes(mode: str, workpla
     assert main(["train", *PAUSED, *mode.split(), "run.checkpoint_s=0.3"]) == 0
     code, err = resumed(capsys, "runtime=local")
     assert code == 2
-    assert "run began in virtual time, and goes on only there: where all go round by round, through a server" in err
+    assert "run began in virtual time, and goes on only there: where all go round by round" in err
