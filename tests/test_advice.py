@@ -209,6 +209,16 @@ def test_the_cluster_is_changed_in_one_number() -> None:
     assert with_slowest(SPEC, 2, 8.0)["compute"] == [1.0, 1.0, 8.0]
     more = with_workers(SPEC, 5)
     assert (more["compute"], more["num_workers"]) == ([1.0, 1.0, 4.0, 1.0, 1.0], 5)
+    line = {"latency_s": 1.0, "s_per_byte": 4.0}
+    full = {**measured, "steps": [[1], [2], [3]], "gathering": line, "server_in": line, "group_sums": [line]}
+    full["shared"] = {"machine": [0, 0, 1, 2], "ends": [1, 2, 3, 4]}
+    more, faster = with_workers(full, 5), faster_links(full, 2.0)
+    assert (more["steps"], more["gathering"]) == ([[1], [2], [3], [1], [2]], None)
+    assert more["shared"] == {"machine": [0, 0, 1, 0, 0, 2], "ends": [1, 2, 3, 1, 2, 4]}
+    assert [faster[key] for key in ("server_in", "group_sums")] == [
+        line | {"s_per_byte": 2.0},
+        [line | {"s_per_byte": 2.0}],
+    ]
     assert {way.axis.key: way.axis.values[way.axis.first] for way in flips.ways(SPEC)} == {
         "bandwidth": 1.0,
         "slowness": 4.0,

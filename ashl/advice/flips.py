@@ -19,6 +19,8 @@ from ashl.report.crossover import Axis, Cell, Terrain, flip
 from ashl.report.measure import Measure
 
 MEASURED = ("jitters", "encode_s", "latencies", "up_bytes_s", "down_bytes_s")  # lists of a measured cluster, by worker
+MEASURED += ("steps", "batches", "pull_latencies")  # ... in full
+OF_ALL, PORTS = ("all_reduce", "gathering"), ("server_in", "server_out")  # lines of what messages cost by their bytes
 RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "inner_bandwidth_mbit_s", "server_bytes_s")
 FACTORS = tuple(2.0**k for k in range(-4, 5))
 SLOWNESS = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
@@ -50,8 +52,10 @@ def faster_links(spec: Spec, factor: float) -> Spec:
             found[key] = [None if rate is None else rate * factor for rate in spec[key]]
     if spec["exchange_s"] is not None:
         found["exchange_s"] = spec["exchange_s"] / factor
-    if spec.get("all_reduce") is not None:
-        found["all_reduce"] = {**spec["all_reduce"], "s_per_byte": spec["all_reduce"]["s_per_byte"] / factor}
+    faster = lambda line: {**line, "s_per_byte": line["s_per_byte"] / factor}  # noqa: E731
+    found |= {key: faster(spec[key]) for key in (*OF_ALL, *PORTS) if spec.get(key) is not None}
+    if "group_sums" in spec:
+        found["group_sums"] = [faster(line) for line in spec["group_sums"]]
     return {**spec, **found}
 
 
@@ -64,8 +68,13 @@ def with_slowest(spec: Spec, worker: int, slowness: float) -> Spec:
 
 def with_workers(spec: Spec, count: int) -> Spec:
     """The workers over and over, or cut; a measured sum over all of them says nothing of other numbers."""
-    lists = {key: repeated(key, spec[key], count) for key in (*LISTS, *MEASURED) if isinstance(spec.get(key), list)}
-    return {**spec, **lists, "num_workers": count, **({"all_reduce": None} if "all_reduce" in spec else {})}
+    found = {key: repeated(key, spec[key], count) for key in (*LISTS, *MEASURED) if isinstance(spec.get(key), list)}
+    found |= {key: None for key in OF_ALL if key in spec}
+    if (shared := spec.get("shared")) is not None:  # lists of the workers and the server
+        n = len(spec["compute"])
+        own = {key: [*repeated(key, shared[key][:n], count), *shared[key][n:]] for key in ("machine", "ends")}
+        found["shared"] = {**shared, **own}
+    return {**spec, **found, "num_workers": count}
 
 
 def ways(spec: Spec) -> list[Way]:
