@@ -52,7 +52,10 @@ def faster_links(spec: Spec, factor: float) -> Spec:
             found[key] = [None if rate is None else rate * factor for rate in spec[key]]
     if spec["exchange_s"] is not None:
         found["exchange_s"] = spec["exchange_s"] / factor
-    faster = lambda line: {**line, "s_per_byte": line["s_per_byte"] / factor}  # noqa: E731
+
+    def faster(line: Spec) -> Spec:
+        return {**line, "s_per_byte": line["s_per_byte"] / factor}
+
     found |= {key: faster(spec[key]) for key in (*OF_ALL, *PORTS) if spec.get(key) is not None}
     if "group_sums" in spec:
         found["group_sums"] = [faster(line) for line in spec["group_sums"]]
@@ -68,7 +71,9 @@ def with_slowest(spec: Spec, worker: int, slowness: float) -> Spec:
 
 def with_workers(spec: Spec, count: int) -> Spec:
     """The workers over and over, or cut; a measured sum over all of them says nothing of other numbers."""
-    found = {key: repeated(key, spec[key], count) for key in (*LISTS, *MEASURED) if isinstance(spec.get(key), list)}
+    found: Spec = {
+        key: repeated(key, spec[key], count) for key in (*LISTS, *MEASURED) if isinstance(spec.get(key), list)
+    }
     found |= {key: None for key in OF_ALL if key in spec}
     if (shared := spec.get("shared")) is not None:  # lists of the workers and the server
         n = len(spec["compute"])
