@@ -24,6 +24,7 @@ from ashl.outer.contract import Outer
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job, Options, StageParts, assemble
+from ashl.planning.legal import chosen
 from ashl.planning.legal_checkpoints import in_lockstep
 from ashl.stage.rule import Rule
 from ashl.stage.stage import Stage
@@ -265,8 +266,8 @@ def why_not(
     plan, own, take, such = run.plan, run.own, "name a run with", "such a script has no"
     if len(plan.stages) > 1 and plan.choices["schedule"] != schedule:
         return f"it has {len(plan.stages)} stages; {take} one, as schedule=single"
-    if type(own.sync).step is not Rule.step:
-        return f"sync={plan.choices['sync']} has a step of its own; {take} sync=bsp or sync=local_sgd"
+    if type(own.sync).step is not Rule.step and plan.choices["schedule"] != schedule:
+        return f"sync={chosen(own.sync)} has a step of its own; {take} sync=bsp or sync=local_sgd"
     if not run.job.parts.runtime.gradients:
         return f"it was only timed; {take} runtime.gradients=true"
     if not isinstance(own.optimizer, SGD | Adam):

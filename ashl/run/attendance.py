@@ -177,7 +177,8 @@ class Attendance:
         now_ns = time.monotonic_ns() - (self.zero_ns or 0)
         if how == DECLARED:
             declared = [round(e.time_s * 1e9) for e in monitor.job.parts.cluster.events if e.fail and e.worker == rank]
-            now_ns = max((time_ns for time_ns in declared if time_ns <= now_ns), default=now_ns)
+            # home's clock may be a little behind
+            now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
         monitor.emit(Lost(rank, now_ns, "declared" if how == DECLARED else how))
         self.tell()
 

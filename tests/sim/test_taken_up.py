@@ -24,7 +24,7 @@ class Keeping(Sim):
 
     def mark(self, node: Node, stage: int, state) -> None:
         kept: dict[int, tuple] = self.__dict__.setdefault("kept", {})
-        if state.version >= self.from_version and node.rank not in kept:
+        if state is not None and state.version >= self.from_version and node.rank not in kept:
             kept[node.rank] = stage, packed(state)
 
 

@@ -43,8 +43,14 @@ def drawn_mode(rng: random.Random) -> Any:
             RelaySum(local_steps=h),
             NoLoCo(local_steps=h, alpha=0.5, beta=0.7, gamma=0.9),
             *[ADPSGD(local_steps=h, overlap=overlap) for overlap in (True, False)],
-            *[Swarm(local_steps=h, overlap=overlap) for overlap in (True, False)],
-            Hop(local_steps=h, staleness=rng.choice([0, 1, 3]), backups=rng.choice([0, 1]), gap=4),
+            *[Swarm(local_steps=h, overlap=overlap, bits=None) for overlap in (True, False)],
+            Hop(
+                local_steps=h,
+                staleness=rng.choice([0, 1, 3]),
+                backups=rng.choice([0, 1]),
+                gap=4,
+                jump=rng.choice([None, 1]),
+            ),
             DADMM(local_steps=h, rho=0.1, delay=rng.choice([0, 1, 3]), barrier=rng.choice([None, 1, 2])),
         ]
     )
@@ -139,7 +145,7 @@ def test_thousands_of_clusters() -> None:
 FAULTS = {
     DPSGD(local_steps=1, order="atc"): r"deadlock: .*rank 0 waits for 'gossip' \(stage 0, iteration \d\) from rank 1",
     ADPSGD(local_steps=1, overlap=True): r"deadlock: .*rank 3 waits for 'report' .* or 'done'",
-    Hop(local_steps=1, staleness=1, backups=0, gap=4): r"deadlock: .*rank 0 waits for 'model'",
+    Hop(local_steps=1, staleness=1, backups=0, gap=4, jump=None): r"deadlock: .*rank 0 waits for 'model'",
 }
 
 
