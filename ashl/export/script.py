@@ -108,7 +108,8 @@ def sent_by(codec: Codec, differences: bool) -> tuple[str, str]:
         return DENSE, ""
     send = (TOP_K if codec.feedback else FORGETFUL).replace("RATIO", repr(codec.ratio))
     if not differences:  # what is left of gradients is kept in units of the model, as rates change
-        send = send.replace("+ kept", "+ kept / rate").replace("kept = x - sent", "kept = (x - sent) * rate")
+        send = send.replace("+ kept", "+ kept / (rate or 1.0)")
+        send = send.replace("kept = x - sent", "kept = (x - sent) * rate if rate else kept")
     return send, TOP_K_STATE if codec.feedback else ""
 
 

@@ -101,8 +101,8 @@ def quantum_of(workers: Sequence[WorkerCosts], cores: float) -> float:
 
 
 def given(workers: Sequence[WorkerCosts]) -> float:
-    """The share of a core that a step alone has where a quota gives it no more, else 1."""
-    share = min([1.0, *(own.used or 1.0 for own in workers)])
+    """The share of a core that a step alone has where a quota gives none more, else 1."""
+    share = max((own.used or 1.0 for own in workers), default=1.0)
     return share if share < GIVEN else 1.0
 
 

@@ -227,14 +227,16 @@ class Profile:
         fix = f"say cluster.num_workers={self.num_workers}, or in virtual time cluster=profile; else "
         return self.clash(f"{self.num_workers} workers and the cluster has {num_workers}", fix)
 
-    def cluster(self, codec: str | None = None) -> dict[str, Any]:
+    def cluster(self, codec: str | None = None, shared: bool = True) -> dict[str, Any]:
         """The spec of a cluster that costs what this profile says, for virtual time; a full one has what encoding by
-        this codec (its class) costs."""
+        this codec (its class) costs, and has ranks share cores where it saw too few of them, unless not asked to."""
         measured = self.in_medians()
         if self.full is None:
             return measured
         spec, hosts = fitted(self.full, measured, self.dense_bytes, codec), [worker.host for worker in self.workers]
-        if self.device != "cpu" or not self.ports:  # processors of a machine say little of its accelerators
+        if (
+            not shared or self.device != "cpu" or not self.ports
+        ):  # processors of a machine say little of its accelerators
             return spec
         return contended(spec, self.full, [*hosts, self.server_host], self.dense_bytes)
 

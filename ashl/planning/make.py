@@ -288,7 +288,7 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
     own = {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
-    return known.cluster(codec) | own | {"shared": None}  # nothing is lost in the midst of shared cores
+    return known.cluster(codec, shared=False) | own  # nothing is lost in the midst of shared cores
 
 
 def codec_of(config: Mapping[str, Any]) -> str:

@@ -310,11 +310,13 @@ def culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: Collec
     if own is not None:
         return own.rank, f": {own.error}"
     reported = {error.rank for error in errors}
-    if killed := [rank for rank in gone if rank not in reported]:
-        return killed[0], f" {gone[killed[0]]}"
     blamed = {error.blames for error in errors}
     quiet = [rank for rank in silent if rank not in reported]
-    if vanished := [rank for rank in quiet if rank in blamed] or quiet:
+    named = [rank for rank in quiet if rank in blamed]
+    killed = [rank for rank in gone if rank not in reported]
+    if killed := [rank for rank in killed if rank in blamed] or (killed if not named else []):  # some long before
+        return killed[0], f" {gone[killed[0]]}"
+    if vanished := named or quiet:
         return vanished[0], " vanished: its connections were closed, and nothing more was heard of it"
     return errors[0].rank, f": {errors[0].error}"
 

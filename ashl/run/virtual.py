@@ -107,6 +107,9 @@ class UntilTogether(Sim):
         super().__init__(*of)
         self.wanted, self.kept = 0, dict[int, tuple[int, dict[str, Any]]]()
 
+    def wants_mark(self, node: Node) -> bool:
+        return node.rank not in self.kept
+
     def mark(self, node: Node, stage: int, state: Any) -> None:
         if state is not None and state.version >= self.wanted and node.rank not in self.kept:
             drawn = self.speed.drawn(node.rank)

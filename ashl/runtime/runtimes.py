@@ -25,7 +25,7 @@ class SimRuntime:
     cores: Threads | Literal["auto"] = "auto"
     device: Device
     precision: Precision
-    graphs: Graphs
+    graphs: Graphs = "auto"
     min_workers: Count
     on_loss: OnLoss = "forget"
 
@@ -41,7 +41,7 @@ class LocalRuntime:
     threads: Threads
     device: Device
     precision: Precision
-    graphs: Graphs
+    graphs: Graphs = "auto"
     share_gpu: bool | None
     interface: str | None
     timeout_s: Positive
@@ -61,7 +61,7 @@ class TorchrunRuntime:
     threads: Threads
     device: Device
     precision: Precision
-    graphs: Graphs
+    graphs: Graphs = "auto"
     share_gpu: bool | None
     interface: str | None
     timeout_s: Positive

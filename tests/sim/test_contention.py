@@ -101,3 +101,10 @@ def test_checkpoints_are_refused(workplace) -> None:
     (workplace / "p.json").write_text(known.to_json())
     with pytest.raises(UsageError, match="too few cores for all ranks, and no checkpoint holds what shares them"):
         planned("cluster=profile", "profile=p.json", "run.checkpoint_s=1")
+
+
+def test_failures_go_with_cores_for_all() -> None:
+    known = crowded()
+    assert known.full is not None
+    alone = replace(known, full=replace(known.full, handling=None))
+    assert known.cluster(shared=False) == alone.cluster() != known.cluster()
