@@ -88,6 +88,8 @@ RUNS = {
     "spy": ("sync=spy", "optimizer.momentum=0", "optimizer.weight_decay=0"),
 }
 OFTEN = (
+    "spy",
+    "LAQ",
     "bsp",
     "levels by an entropy code",
     "AdaComp",
