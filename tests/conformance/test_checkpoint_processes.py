@@ -20,6 +20,8 @@ RUNS = {
     "by a server, Top-K and momentum": "sync=bsp compression=topk compression.ratio=0.2",
     "all-reduce in parts": "topology=all_reduce sync=bsp overlap=merged",
     "under the next forward pass": "topology=all_reduce sync=bsp overlap=dear overlap.plan=layers",
+    "a model that comes back in parts": "sync=bsp overlap=tictac cluster.exchange_s=null "
+    "cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
     "local steps, momentum outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "a ring": "topology=gossip sync=d_psgd topology.graph=ring optimizer.momentum=0.9",
     "CHOCO": "topology=gossip sync=choco compression=topk compression.ratio=0.2",
