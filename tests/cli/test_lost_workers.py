@@ -22,16 +22,11 @@ from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, wait_for
 FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 
 
+@pytest.mark.slow  # by default one takes its place, below
+@pytest.mark.parametrize("rank", [0, 1])  # the first waits at a barrier, the second computes
 @pytest.mark.parametrize(
-    ("rank", "mode"),
-    [
-        (1, "sync=ssp"),
-        *(
-            pytest.param(rank, mode, marks=pytest.mark.slow)
-            for mode in ("sync=bsp", "sync=local_sgd sync.local_steps=4", "sync=asp", "sync=fedbuff", "sync=backup")
-            for rank in (0, 1)  # the first waits at a barrier, the second computes
-        ),
-    ],
+    "mode",
+    ["sync=ssp", "sync=bsp", "sync=local_sgd sync.local_steps=4", "sync=asp", "sync=fedbuff", "sync=backup"],
 )
 def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3")

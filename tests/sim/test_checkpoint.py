@@ -147,7 +147,7 @@ LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
     "signum", "bcd", "anchor", "nesterov", "nesterov-sum", "slowmo", "delayed_nesterov", "sketch_sgd", "gtopk", "dssp",
     "relay_sum", "noloco", "variance", "late-ashl", "adacomp", "all_reduce", "backup", "fetch_sgd",
     "pr_sgd_momentum", "catalyst", "drawn", "decoupled", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",
-    "wrappers", "layerwise",
+    "wrappers", "layerwise", "late-ladder",
 )  # fmt: skip
 
 
