@@ -27,8 +27,7 @@ def profile(
 
     Writes profile.json and plan.json; `ashl train profile=FILE` or `plan=FILE` takes them back.
     """
-    from ashl.config.compose import compose
-    from ashl.config.override import key_of
+    from ashl.config.compose import compose, specs_of
 
     config = compose(overrides or [], config_dir)
     if cfg:
@@ -45,6 +44,5 @@ def profile(
         return 0
     if codec and not full:
         raise UsageError("--codec times how a compression encodes, which --full does; add it")
-    others = [word for word in overrides or [] if key_of(word).partition(".")[0] != "compression"]
-    codecs = [compose([*others, f"compression={name}"], config_dir)["compression"] for name in codec or []]
+    codecs = specs_of("compression", codec or [], overrides or [], config_dir)
     return measuring.profile(config, overrides or [], quiet=quiet, full=full, codecs=codecs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ashl.config.compose import compose
+from ashl.config.compose import compose, specs_of
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import UsageError
@@ -94,8 +94,7 @@ def chosen(typed: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def codecs_of(found: dict[str, tuple[str, ...]], typed: Sequence[str], config_dir: Path | None) -> list[Spec]:
     """The compressions in them, as specs."""
-    names = codec_names(found)
-    return [compose([*usual(typed), f"compression={name}"], config_dir)["compression"] for name in names]
+    return specs_of("compression", codec_names(found), usual(typed), config_dir)
 
 
 def codec_names(found: dict[str, tuple[str, ...]]) -> list[str]:

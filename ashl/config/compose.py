@@ -85,6 +85,13 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     return {"choices": {group: choices[group] for group in known if group in choices and group != mute}, **plain}
 
 
+def specs_of(group: str, names: Sequence[str], overrides: Sequence[str], config_dir: Path | None) -> list[dict]:
+    """These options of a group as specs, where all else is as said; what is said of another option of it is left out.
+    Raises UsageError."""
+    others = [text for text in overrides if key_of(text).partition(".")[0] != group]
+    return [compose([*others, f"{group}={name}"], config_dir)[group] for name in names]
+
+
 @runtime_checkable
 class Naming(Protocol):
     """What a schedule says of sync modes."""

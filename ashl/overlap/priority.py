@@ -62,9 +62,8 @@ class Priority(Crossing):
         return 4 * self.credit
 
     def cuts(self, message: Part) -> list[tuple[int, int]]:
-        size = message.stop - message.start
         assert self.slice != "auto"
-        return [(start, min(size, start + self.slice)) for start in range(0, size, self.slice)]
+        return in_slices(message, self.slice)
 
     def step_ns(self, chain: Chain) -> int:
         assert self.slice != "auto"
@@ -90,6 +89,12 @@ class Priority(Crossing):
         made = [replace(self, credit=self.slice * count) for count in CREDITS]
         least = min(one.step_ns(chain) for one in made)
         return max((one for one in made if one.step_ns(chain) <= WORTH * least), key=lambda one: one.credit_bytes)
+
+
+def in_slices(message: Part, size: int) -> list[tuple[int, int]]:
+    """The elements [start, stop) of a message in slices of so many parameters, counted from its beginning."""
+    count = message.stop - message.start
+    return [(start, min(count, start + size)) for start in range(0, count, size)]
 
 
 def sizes_tried(chain: Chain, messages: Sequence[int]) -> list[int]:

@@ -21,7 +21,7 @@ from ashl.option import Count, option
 from ashl.overlap.chain import Chain, Part
 from ashl.overlap.contract import Overlap
 from ashl.overlap.crossing import each
-from ashl.overlap.priority import sizes_tried
+from ashl.overlap.priority import in_slices, sizes_tried
 
 
 @option
@@ -41,9 +41,8 @@ class Slices(Overlap):
         return each(chain)
 
     def cuts(self, message: Part) -> list[tuple[int, int]]:
-        size = message.stop - message.start
         assert self.slice != "auto"
-        return [(start, min(size, start + self.slice)) for start in range(0, size, self.slice)]
+        return in_slices(message, self.slice)
 
     def step_ns(self, chain: Chain) -> int:
         assert self.slice != "auto"

@@ -68,10 +68,8 @@ class SharedSim(Sim):
     def __init__(self, num_ranks: int, speed: Speed, network: Ports, observer: Observer, shared: SharedCores) -> None:
         super().__init__(num_ranks, speed, network, observer)
         self.nodes = [SharedNode(self, rank) for rank in range(num_ranks)]
-        self._shared, machines = (
-            shared,
-            [Cores(count, math.ceil(count), shared.quantum_s * NS) for count in shared.cores],
-        )
+        self._shared = shared
+        machines = [Cores[Lane](count, math.ceil(count), shared.quantum_s * NS) for count in shared.cores]
         self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
         self._computed_ns = [0] * num_ranks  # when each has last computed
         self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
