@@ -141,7 +141,8 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     stage = stages[0]
     ran = Ran(plan, parts=models_of(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    sim = simulator(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), ran)
+    costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
+    sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)
     ran.events = sim.events

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -71,3 +72,41 @@ class Cores(Generic[T]):
     @property
     def _share(self) -> float:
         return min(1.0, self.count / len(self._served))
+
+
+class Pair(Generic[T]):
+    """Two tasks with cores of their own that still slow each other down, as a rank's computing and its sums do: each
+    goes on at its rate while both are under way, and at 1 while it is alone."""
+
+    def __init__(self, rates: Mapping[T, float]) -> None:
+        self.rates = rates
+        self.changes = 0
+        self._left: dict[T, float] = {}
+        self._since_ns = 0
+
+    def begin(self, task: T, work_ns: float, now_ns: int) -> None:
+        self._pass(now_ns)
+        self._left[task] = work_ns
+        self.changes += 1
+
+    def next_ns(self) -> int | None:
+        """When the first one ends, unless the other begins before; None where none is under way."""
+        if not self._left:
+            return None
+        return self._since_ns + max(0, round(min(left / self._rate(task) for task, left in self._left.items())))
+
+    def end(self, now_ns: int) -> T:
+        """That moment has come, as `next_ns` said."""
+        self._pass(now_ns)
+        task = min(self._left, key=lambda task: self._left[task] / self._rate(task))
+        del self._left[task]
+        self.changes += 1
+        return task
+
+    def _pass(self, now_ns: int) -> None:
+        for task in self._left:
+            self._left[task] -= (now_ns - self._since_ns) * self._rate(task)
+        self._since_ns = now_ns
+
+    def _rate(self, task: T) -> float:
+        return self.rates[task] if len(self._left) > 1 else 1.0

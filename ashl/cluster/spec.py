@@ -215,6 +215,14 @@ class Sums:
 
 
 @option
+class Beside:
+    """What a sum and computing take from each other while both go on."""
+
+    lost: Annotated[NonNegative, Field(lt=1)]  # the share of its pace that computing loses
+    slowed: Annotated[Positive, Field(ge=1)]  # how many times as long the sum takes
+
+
+@option
 class Measured(Cluster):
     """A cluster as a profile has it: `compute` are each worker's seconds of a step, and links are as measured, each
     way. Where ports are not occupied, `link` are seconds of a transfer of the dense model."""
@@ -226,6 +234,7 @@ class Measured(Cluster):
     down_bytes_s: tuple[Positive | None, ...]
     server_bytes_s: Positive | None  # of the server's own port; null = never the bottleneck
     all_reduce: Sums | None  # of all workers, as measured; null = by their links
+    beside: Beside | None = None  # what they cost whoever computes meanwhile; null = nothing
 
     def jitter_of(self, worker: int) -> float:
         return self.jitters[worker] if self.jitter else 0.0
@@ -243,6 +252,11 @@ class Measured(Cluster):
     def missing(self) -> list[str]:
         own = ("server_step_s", "detect_s")
         return [name for name in super().missing() if name in own]
+
+
+def beside_of(cluster: Cluster) -> Beside | None:
+    """What sums cost whoever computes meanwhile; None = nothing."""
+    return cluster.beside if isinstance(cluster, Measured) else None
 
 
 @option

@@ -6,6 +6,11 @@ order: each begins when it is ready and the one before has ended, and takes c(by
 max(R, max_k (R_k + Σ of the messages from k on)). Where the next forward pass goes on meanwhile, it comes to group k at
 N_k and stands still until the sum of k is in, at D_k: in the long run a step takes max_k (D_k − N_k).
 
+While a sum is under way and backward goes on, backward has lost a share `lost` of its pace, and the sum takes `slowed`
+times as long: so R_k is later by what sums before it have taken of it. Both are measured (`ashl.sync.timing.beside`),
+with sums of the whole model and without a pause; 0 and 1 where nobody has. What a sum takes of the next forward pass,
+where it goes on under that, is left out, and so it is at a server.
+
 Groups are runs of whole tensors, in the order in which the model lists its parameters, which is taken for the order of
 its forward pass. Forward is taken for a third of a step, and the rest is shared out by multiply-adds; tensors below a
 hundredth of backward are one group with their neighbour.
@@ -44,15 +49,31 @@ class Chain:
     half_ns: Callable[[int], int] = lambda nbytes: 0  # ... of half a sum, scattered or gathered, or of a pull
     needed_ns: tuple[int, ...] = ()  # when forward comes to each, on the slowest worker
     answer_ns: int = 0  # what a server takes to answer with the model in one piece
+    lost: float = 0.0  # the share of its pace that computing loses while a sum is under way
+    slowed: float = 1.0  # how many times as long a sum takes meanwhile
+
+    @property
+    def slows(self) -> bool:
+        """Whether sums and computing take something from each other."""
+        return self.lost > 0 or self.slowed > 1
 
     def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
         """When the last of these messages has ended, of which such shares are kept; None = as planned."""
-        end = first = 0
+        end, done, first = 0.0, 0.0, 0
         for k, count in enumerate(messages):
-            cost = self.cost(first, first + count, shares[k] if shares else None)
-            end = max(end, self.ready_ns[first + count - 1]) + cost
-            first += count
-        return end
+            last = first + count
+            end, done = self.after(end, done, last, self.cost(first, last, shares[k] if shares else None))
+            first = last
+        return round(end)
+
+    def after(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
+        """When a message has ended that holds the groups up to `last` and costs so much, where the one before has at
+        `end`; and how far computing has come by then, in its own time, where it had come to `done`."""
+        ready = self.ready_ns[last - 1]
+        if done < ready:
+            end, done = end + ready - done, ready
+        both = min(self.slowed * cost, (self.ready_ns[-1] - done) / (1 - self.lost))  # go on for so long
+        return end + cost + both * (1 - 1 / self.slowed), done + (1 - self.lost) * both
 
     def period_ns(self, done_ns: Sequence[int], messages: Sequence[int]) -> int:
         """How long a step takes in the long run whose sums are in then, while the next one's forward goes on."""

@@ -5,7 +5,9 @@ time pays for. By `plan`:
     greedy   from the output to the input, l is merged into l − 1 while R(l − 1) < start(l) + c(0), with start(l) the
              moment at which the message of l could begin (MG-WFBP as published)
     optimal  the exact minimum over all cuts, E[j] = min_i max(E[i], R of the last group in (i, j]) + c((i, j]), for
-             any cost function; the greedy rule misses it where the waits of several merges add up
+             any cost function; the greedy rule misses it where the waits of several merges add up. Where sums slow
+             computing down, of the first j groups all ends are kept at which it had come furthest; that may well
+             leave one message, which is `none`
     bytes    by size alone: 1 MiB, then 25 MiB each, as torch's DistributedDataParallel does
     [2, 3]   as given: how many groups each message holds, the last layers first
 
@@ -17,7 +19,7 @@ Source: Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -74,18 +76,39 @@ def greedy(chain: Chain) -> tuple[int, ...]:
 
 
 def optimal(chain: Chain) -> tuple[int, ...]:
-    """The plan that ends first; of several the one whose last messages hold most."""
-    ends, before = [0], [0]  # of the first j groups: the earliest end, and where its last message begins
+    """The plan that ends first; of several the one whose last messages hold most.
+
+    Who ends no later and has computed no less by then is no worse however it goes on, so that of the first j groups
+    only plans count which no other is better than in both.
+    """
+    fronts = [[Ending(0.0, 0.0, 0, 0)]]  # of the first j groups
     for j in range(1, len(chain.ready_ns) + 1):
-        ready = chain.ready_ns[j - 1]
-        end, i = min((max(ends[i], ready) + chain.cost(i, j), i) for i in range(j))
-        ends.append(end)
-        before.append(i)
-    messages, j = [], len(chain.ready_ns)
+        found = list[Ending]()
+        for i, before in enumerate(fronts):
+            cost = chain.cost(i, j)
+            for place, own in enumerate(before):
+                end, done = chain.after(own.end, -own.behind, j, cost)
+                found.append(Ending(end, -done, i, place))
+        front = list[Ending]()
+        for own in sorted(found):
+            if not front or own.behind < front[-1].behind - 1e-3:
+                front.append(own)
+        fronts.append(front)
+    messages, j, place = [], len(chain.ready_ns), 0
     while j:
-        messages.append(j - before[j])
-        j = before[j]
+        own = fronts[j][place]
+        messages.append(j - own.first)
+        j, place = own.first, own.place
     return tuple(reversed(messages))
+
+
+class Ending(NamedTuple):
+    """How a plan of the first groups ends, and from where its last message begins."""
+
+    end: float
+    behind: float  # how far computing has come by then, less than nothing
+    first: int
+    place: int  # of the plan before it in the front there
 
 
 def by_bytes(chain: Chain, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:

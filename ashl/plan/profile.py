@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ashl.cluster.spec import Cluster, Measured
+from ashl.cluster.spec import Beside, Cluster, Measured
 from ashl.config.construct import explain
 from ashl.errors import UsageError
 from ashl.plan.calibration import Calibration
@@ -35,7 +35,7 @@ NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_no
 LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
-LATER = ("alone", "used", "cores", "busy", "gathering", "handling")  # what profiles did not have once
+LATER = ("alone", "used", "cores", "busy", "gathering", "handling", "beside")  # what profiles did not have once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,7 @@ class Profile:
     workers: tuple[WorkerProfile, ...]
     group_bytes: tuple[int, ...] = ()  # of each layer group, the last layers first; empty = not measured
     all_reduce: Line | None = None  # what a sum over all workers costs by its bytes; None = not measured
+    beside: Beside | None = None  # ... and what it and computing cost each other; None = nothing, as far as is known
     server_host: str | None = None
     full: Full | None = None  # what `ashl profile --full` measures beyond that
     calibration: Calibration | None = None  # how far predictions from it have been off; None = nobody knows
@@ -201,6 +202,7 @@ class Profile:
             workers=tuple(replace(w, **bare) for w in self.workers),
             group_bytes=(),
             all_reduce=None,
+            beside=None,
             calibration=None,
         )
 
@@ -266,6 +268,7 @@ class Profile:
             "down_bytes_s": [rate_of(worker.pull_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
             "server_bytes_s": self.server_bytes_s,
             "all_reduce": None if self.all_reduce is None or self.source == "declared" else asdict(self.all_reduce),
+            "beside": None if self.beside is None else asdict(self.beside),
         }
 
     def to_json(self) -> str:
@@ -283,8 +286,10 @@ class Profile:
                     f"the profile's schema is {data['schema']!r} where {SCHEMA} was expected; profile again"
                 )
             data.setdefault("server_host", None)  # profiles did not name hosts once
+            data.setdefault("beside", None)
         require_keys(data, [field.name for field in fields(Profile)], "the profile")
         data["all_reduce"] = _line(data["all_reduce"], "the profile's all_reduce")
+        data["beside"] = _option(Beside, data["beside"], "the profile's beside")
         data["full"] = _option(Full, data["full"], "the profile's full")
         data["calibration"] = _option(Calibration, data["calibration"], "the profile's calibration")
         data["group_bytes"] = _list(data["group_bytes"], "the profile's group_bytes")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import Cluster
+from ashl.cluster.spec import Beside, Cluster
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.base.code import kept
 from ashl.compression.contract import Codec, Layer, Layout, size_of
@@ -290,6 +290,7 @@ def replanned(
     server_step_s: float,
     server_bytes_s: float | None,
     all_reduce: Line | None,
+    beside: Beside | None,
     full: Full | None,
 ) -> tuple[Profile, list[StagePlan]]:
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
@@ -306,6 +307,7 @@ def replanned(
         workers=measured,
         group_bytes=bare(layer_groups(plan)).nbytes if measured[0].backward_s else (),
         all_reduce=all_reduce,
+        beside=beside,
         full=full,
     )
     payload = payload_of(codec, layout_of(plan.layers))

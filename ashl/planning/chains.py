@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from ashl.cluster.network import Exchange, Ports, network
-from ashl.cluster.spec import Cluster
+from ashl.cluster.spec import Cluster, beside_of
 from ashl.cluster.speed import Speed, speed_of
 from ashl.compression.contract import Turn
 from ashl.overlap.chain import Chain, Compressed, Part, bare
@@ -91,6 +91,8 @@ def chain_among(
         half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
     )
+    if (beside := beside_of(speed.cluster)) is not None:
+        chain = replace(chain, lost=beside.lost, slowed=beside.slowed)
     if server:
         home = len(team)
         latency_ns = max(costs.transfer_ns(rank, home, 0) for rank in members)
@@ -102,6 +104,8 @@ def chain_among(
             half_ns=down_ns,
             needed_ns=tuple(needed - latency_ns for needed in chain.needed_ns),
             answer_ns=latency_ns + down_ns(4 * d),
+            lost=0.0,
+            slowed=1.0,
         )
     return chain if link is None else compressed(chain, stage, costs, groups, link)
 
@@ -122,4 +126,12 @@ def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Seque
 
     latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
     ratio = None if whole.codec.ratio is None else min(shares) if linear else max(shares)  # as `topology.exchange` does
-    return Compressed(chain.ready_ns, chain.nbytes, lambda _: latency_ns, ratio=ratio, body_ns=body_ns)
+    return Compressed(
+        chain.ready_ns,
+        chain.nbytes,
+        lambda _: latency_ns,
+        lost=chain.lost,
+        slowed=chain.slowed,
+        ratio=ratio,
+        body_ns=body_ns,
+    )

@@ -121,16 +121,19 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
     if topology.has_server:
         options["tictac"] = TicTac(plan="tuned")
         options["slices"] = Slices(slice="auto").planned(chain)
-    elif chain.needed_ns:
+    elif chain.needed_ns and not chain.slows:
         options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(chain)
         options["dear"] = DeAR(plan="tuned")
     times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
     what = "a step, its push and its pull" if topology.has_server else "a step and its sum"
     sent = f"{count} message{'s' * (count > 1)}"
-    said = f"{what} take {chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
+    least = "at least " * (chosen.crosses and chain.slows)
+    said = f"{what} take {least}{chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
         said += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
+    if chain.slows:
+        said += f"; while it sums a worker computes {100 * chain.lost:.2g} % slower, as measured"
     if cluster.exchange_s is not None:
         said += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
     return said

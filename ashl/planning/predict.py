@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ashl.cluster.network import network
-from ashl.cluster.spec import Cluster, Fitted
+from ashl.cluster.spec import Cluster, Fitted, beside_of
 from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.chains import Uncontended, chain_among
@@ -101,7 +101,7 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits, elastic=False)
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = simulator(num_ranks, speed_of(cluster, batch, seed=0), costs, seen)
+    sim = simulator(num_ranks, speed_of(cluster, batch, seed=0), costs, seen, overlaps=stage.sums_beside)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
 
@@ -153,6 +153,8 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
         hidden_ns = stage.delayed.beside(steps) * step_ns[rank] if stage.delayed else 0
         cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden_ns))
+    if stage.sums_beside and beside_of(cluster) and span_ns:  # chains do not know all that sums cost
+        cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n
     return replace(
         plan,
         workers=tuple(replace(w, predicted_cycle_s=ns / NS) for w, ns in zip(plan.workers, cycles_ns, strict=True)),

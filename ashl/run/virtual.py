@@ -38,7 +38,8 @@ class Saving(NamedTuple):
 def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved | None = None) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
-    sim = simulation(simulator, plan, job, monitor)
+    beside = any(stage.sums_beside for stage in job.stages)
+    sim = simulation(partial(simulator, overlaps=beside), plan, job, monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
     number = 0 if saved is None else saved.number + 1
 

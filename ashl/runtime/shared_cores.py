@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ashl.cluster.cores import Cores
+from ashl.cluster.cores import Cores, Pair
 from ashl.cluster.network import Exchange, Ports
-from ashl.cluster.spec import Fitted, SharedCores
+from ashl.cluster.spec import Beside, Fitted, SharedCores, Sums, beside_of
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel
@@ -57,7 +57,7 @@ class Lane:
 
     __slots__ = ("began_ns", "busy", "cores", "waiting")
 
-    def __init__(self, cores: Cores[Lane]) -> None:
+    def __init__(self, cores: Cores[Lane] | Pair[Lane]) -> None:
         self.cores, self.busy, self.began_ns = cores, False, 0  # when what it does now began
         self.waiting: deque[list[Span]] = deque()
 
@@ -160,11 +160,11 @@ class SharedSim(Sim):
             lane.cores.begin(lane, lane.waiting[0][0][0], self.now_ns)
             self._await_next(lane.cores)
 
-    def _await_next(self, cores: Cores[Lane]) -> None:
+    def _await_next(self, cores: Cores[Lane] | Pair[Lane]) -> None:
         if (due := cores.next_ns()) is not None:
             self._at(due, self._over, (cores, cores.changes))
 
-    def _over(self, item: tuple[Cores[Lane], int]) -> None:
+    def _over(self, item: tuple[Cores[Lane] | Pair[Lane], int]) -> None:
         """What ends next on some cores has ended, unless something has begun there meanwhile."""
         cores, changes = item
         if changes != cores.changes:
@@ -264,10 +264,37 @@ class SharedSim(Sim):
         return max(1.0, *(many / self._shared.cores[home] for home, many in count.items()))
 
 
-def simulator(num_ranks: int, speed: Speed, costs: Exchange | Ports, observer: Observer) -> Sim:
-    """The one for a cluster."""
+class BesideSim(SharedSim):
+    """... on a machine each, where sums and computing slow each other down while both go on, and nothing else does."""
+
+    def __init__(self, num_ranks: int, speed: Speed, network: Ports, observer: Observer, beside: Beside) -> None:
+        super().__init__(num_ranks, speed, network, observer, machine_each(num_ranks))
+        for unit, mover in zip(self._units, self._movers, strict=True):
+            unit.cores = mover.cores = Pair({unit: 1 - beside.lost, mover: 1 / beside.slowed})
+
+
+def machine_each(num_ranks: int) -> SharedCores:
+    """Each rank on a machine of its own, where messages cost nothing, and a sum all of its time."""
+    return SharedCores(
+        machine=tuple(range(num_ranks)),
+        cores=(1.0,) * num_ranks,
+        resumed_s=(),
+        quantum_s=1.0,
+        ends=(Sums(latency_s=0.0, s_per_byte=0.0),),
+        before=1.0,
+        busy=(),
+    )
+
+
+def simulator(
+    num_ranks: int, speed: Speed, costs: Exchange | Ports, observer: Observer, *, overlaps: bool = False
+) -> Sim:
+    """The one for a cluster, and a run in which sums may go on beside computing."""
     cluster = speed.cluster
     if isinstance(cluster, Fitted) and cluster.shared is not None:
         assert isinstance(costs, Ports)
         return SharedSim(num_ranks, speed, costs, observer, cluster.shared)
+    beside = beside_of(cluster) if overlaps else None
+    if beside is not None and isinstance(costs, Ports):
+        return BesideSim(num_ranks, speed, costs, observer, beside)
     return Sim(num_ranks, speed, costs, observer)

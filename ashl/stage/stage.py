@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ashl.aggregate.weighted import Push, Weighted
+from ashl.cluster.spec import Beside
 from ashl.compression.contract import Codec, Keeps, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.outer.contract import Outer
@@ -28,7 +29,8 @@ from ashl.stage.tally import Tally
 
 T = TypeVar("T")
 Replan = Callable[
-    [tuple[WorkerProfile, ...], float, float | None, Line | None, Full | None], tuple[Profile, list[StagePlan]]
+    [tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, Full | None],
+    tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()
 GO, NEXT, STOP, LAST = 0, 1, 2, 3  # the word that every reply carries; LAST: hand in what you have, and no more
@@ -149,6 +151,11 @@ class Stage:
     def push_share(self) -> float:
         """Of the work of a whole push, what merging one takes a server that has a piece of the model, or a slice."""
         return self.link.d / self.trainer.num_params if self.overlap.by_slice else 1 / self.topology.servers
+
+    @property
+    def sums_beside(self) -> bool:
+        """Whether its workers compute while something of theirs is summed."""
+        return not (self.topology.has_server or isinstance(self.overlap, Serial))
 
     @cached_property
     def delayed(self) -> Delayed | None:

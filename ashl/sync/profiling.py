@@ -8,7 +8,8 @@ overlap count as equal. The server makes the profile, plans the stages that foll
 
 With `by_part` they also time both passes by layer group, and then messages of several sizes: each worker alone to the
 server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency and
-seconds per byte are fitted (`ashl.plan.line`); sizes go up for as long as there is time.
+seconds per byte are fitted (`ashl.plan.line`); sizes go up for as long as there is time. What sums and steps cost each
+other is `ashl.sync.timing.beside`'s to measure.
 
 With `full` follows what `ashl.sync.timing.full` measures, of `codecs`, too.
 
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from ashl.cluster.spec import Beside
 from ashl.compression.contract import Turn
 from ashl.learn.device import numbers
 from ashl.option import Natural, option
@@ -42,6 +44,7 @@ from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.link import Ends
 from ashl.stage.rule import Loop
 from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.sync.timing.beside import BESIDE, measured_beside, time_beside
 from ashl.sync.timing.exchanges import (
     DOWN,
     EMPTY,
@@ -97,6 +100,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
             passes, found = None, ()
             if word in IN_A_ROW:
                 found = await time_sum(node, stage, word, end_ns, group or None)
+            elif word == BESIDE:
+                found = await time_beside(node, stage, state, end_ns, group)
             elif word == LINK:
                 found = await time_exchange(node, stage, UP, end_ns), await time_exchange(node, stage, DOWN, end_ns)
             elif word == GO:
@@ -187,9 +192,9 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
 
 async def measured(
     node: Node, stage: Stage, state: ServerState
-) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None, Full | None]:
-    """(workers, seconds of applying a push, bytes per second of the server's port, what sums cost, and all else that is
-    wanted). Raises OverError."""
+) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, Full | None]:
+    """(workers, seconds of applying a push, bytes per second of the server's port, what sums cost, and whoever computes
+    meanwhile, and all else that is wanted). Raises OverError."""
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await answers(node, stage, members)
@@ -205,15 +210,16 @@ async def measured(
     for rank in members:
         together = [row[rank] for row in loaded]
         workers.append(worker_profile(stage, rank, steps[rank], times[rank], together))
-    sums = None
+    sums = beside = None
     if stage.sync.by_part:
         workers = [await with_lines(node, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
         if len(members) > 1:
             (sums,) = await line(node, stage, SUM, members, LINES_S)
+            beside = await measured_beside(node, stage, max(row[0] for row in steps.values()), sums)
     server_bytes_s = port(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(node, stage, state)
     full = await measured_full(node, stage, state) if stage.sync.full else None
-    return levelled(workers), apply_s, server_bytes_s, sums, full
+    return levelled(workers), apply_s, server_bytes_s, sums, beside, full
 
 
 async def with_lines(node: Node, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:

@@ -76,6 +76,9 @@ def show_parts(console: Console, profile: Profile) -> None:
         if lines:
             latencies, rates = [line.latency_s for line in lines], [1e6 * line.s_per_byte for line in lines]
             console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms for each MB")
+    if (beside := profile.beside) is not None:
+        lost, slowed = f"{100 * beside.lost:.2g} %", f"{beside.slowed:.3g}"
+        console.print(f"while a sum goes on, computing is {lost} slower, and it takes {slowed} times as long")
     if links and not sums:
         console.print("sums are not measured: there is one worker")
 

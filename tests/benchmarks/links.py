@@ -62,12 +62,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the namespaces taken away
     for model in [asked.model] if asked.model else MODELS:
         for mbit_s in asked.mbit_s:  # each takes minutes, so it is shown at once
+            study = Study(model, mbit_s, asked.steps)
+            rows = study.rows(asked.options, asked.turns)
             show(
                 f"{model} at {mbit_s:g} Mbit/s: an iteration of two ranks in namespaces of their own",
                 ["", "ms", "/ none", "DDP /", "best DDP /", "predicted / ms"],
-                Study(model, mbit_s, asked.steps).rows(asked.options, asked.turns),
+                rows,
                 f"medians of {asked.turns} turns; ratios are taken within a turn: median (quartiles); best DDP: of the "
-                f"bucket sizes {', '.join(map(str, CAPS_MB))} MiB",
+                f"bucket sizes {', '.join(map(str, CAPS_MB))} MiB; sums beside computing: {study.beside}",
             )
 
 
@@ -81,6 +83,7 @@ class Study:
     machines: list[str] = field(default_factory=list)
     place: Path = Path()
     jobs: int = 0
+    beside: dict[str, float] | None = None
     predicted_ms: dict[str, float] = field(default_factory=dict)
 
     def rows(self, options: list[str], turns: int) -> list[list[str]]:
@@ -88,6 +91,7 @@ class Study:
             self.place = Path(folder)
             with_server = [*self.machines, self.machines[0]]
             profile = self.ashl("profile", "topology=parameter_server", machines=with_server) / "profile.json"
+            self.beside = json.loads(profile.read_text())["beside"]
             chosen = dict.fromkeys(["none", *options])
             contestants = {name: partial(self.ours, name, f"profile={profile}") for name in chosen}
             contestants |= {"DDP": partial(self.ddp, None)}

@@ -1,5 +1,6 @@
 """Plans of messages, against what was computed elsewhere and against trying all of them."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -59,6 +60,45 @@ def test_without_latency_merging_gains_nothing_and_with_much_of_it_one_message_i
     free, dear = chain(forward, drawn, 0), chain(forward, drawn, 10_000)
     assert free.end_ns(optimal(free)) == free.end_ns(greedy(free)) == free.end_ns((1,) * len(drawn))
     assert optimal(dear) == greedy(dear) == (len(drawn),)
+
+
+slowing = st.tuples(st.floats(0, 0.95), st.floats(1, 3))
+
+
+@given(costs, layers, costs, slowing)
+def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(forward, drawn, latency, slower) -> None:
+    """And so no worse than one message, which nothing disturbs."""
+    plain = chain(forward, drawn, latency)
+    slow = replace(plain, lost=slower[0], slowed=slower[1])
+    assert slow.end_ns(optimal(slow)) == min(map(slow.end_ns, every_plan(len(drawn))))
+    assert slow.end_ns((len(drawn),)) == plain.end_ns((len(drawn),))
+
+
+@given(costs, layers, costs, slowing, slowing, st.data())
+def test_the_more_sums_and_computing_slow_each_other_down_the_longer_a_step(
+    forward, drawn, latency, some, more, data
+) -> None:
+    """By no more than computing loses beside all of the sums, and they beside all of it."""
+    messages = data.draw(st.sampled_from(every_plan(len(drawn))))
+    plain = chain(1000 * forward, [(1000 * backward, 1000 * size) for backward, size in drawn], 1000 * latency)
+    least, most = (replace(plain, lost=pick(some[0], more[0]), slowed=pick(some[1], more[1])) for pick in (min, max))
+    assert plain.end_ns(messages) <= least.end_ns(messages) <= most.end_ns(messages)
+    serial = plain.ready_ns[-1] + sum(plain.cost_ns(size) for size in grouped(plain, messages))
+    assert most.end_ns(messages) <= serial * (1 + most.lost * most.slowed)
+
+
+def grouped(of: Chain, messages: tuple[int, ...]) -> list[int]:
+    ends = list(accumulate(messages))
+    return [sum(of.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
+
+
+def test_a_chain_whose_sums_take_half_of_the_core() -> None:
+    """Backward alone ends at 100, and sums of one group take 40 each: the first begins at 20 and ends at 60, by when
+    backward has come to 40 instead of 60. The second is ready at 70, and by its end, at 110, backward is at 70."""
+    slow = Chain((20, 50, 100), (10, 10, 10), lambda size: 30 + size, lost=0.5)
+    assert [slow.end_ns(plan) for plan in ((1, 1, 1), (3,), (2, 1), (1, 2))] == [180, 160, 165, 170]
+    assert optimal(slow) == (3,)
+    assert replace(slow, slowed=2.0).end_ns((2, 1)) == 50 + 2 * 50 + 40
 
 
 def test_messages_by_bytes_are_full_once_they_reach_their_cap() -> None:

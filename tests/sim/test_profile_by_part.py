@@ -9,6 +9,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.cluster.network import network
+from ashl.cluster.spec import Beside
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.errors import UsageError
@@ -26,6 +27,7 @@ LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=80 cluster.latency_s=0
 CLUSTER = ("cluster.compute=[1,1,2]", "cluster.link=[1,3,1]", *LINKS.split())
 MODEL = ("model.hidden=[64,32]",)
 RING = ("topology=all_reduce", "sync=bsp", *MODEL)
+OF_PROFILE = ("cluster=profile", "profile=profile.json", "tracking=none")
 TIMED = ("runtime.gradients=false", "stop.steps=30")
 
 
@@ -109,6 +111,30 @@ def test_a_plan_follows_from_a_profile_alike_in_virtual_time_and_on_processes(wo
     assert simulation(sim)().now_ns == pytest.approx(10 * end_ns, rel=1e-6)
 
 
+@pytest.mark.parametrize("overlap", ["wfbp", "merged overlap.plan=[2,1]", "merged", "priority"])
+def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, overlap) -> None:
+    """As the plan's chain says; where sums go on under the next forward pass, it cannot know all of it."""
+    measured(beside=Beside(lost=0.4, slowed=1.5))
+    plan = planned(*RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE)
+    (note,) = [note for note in plan.notes if "a step and its sum" in note]
+    assert "computes 40 % slower, as measured" in note
+    said = note.partition(" take ")[2]
+    cycle_ms = 3e3 / plan.stages[0].predicted_steps_per_s
+    assert [worker.predicted_cycle_s for worker in plan.stages[0].workers] == pytest.approx([cycle_ms / 1e3] * 3)
+    if overlap == "priority":
+        assert cycle_ms > float(said.removeprefix("at least ").split()[0])
+    else:
+        assert cycle_ms == pytest.approx(float(said.split()[0]), rel=1e-3)
+    if overlap == "merged":
+        assert plan.stages[0].overlap["plan"] == (3,), "hiding it costs more than it gains"
+
+
+def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
+    measured(beside=Beside(lost=0.4, slowed=1.5))
+    assert main(["train", "runtime=sim", *RING, *TIMED, "overlap=wfbp", *OF_PROFILE, "run.dir=run"]) == 0
+    assert json.loads(Path("run/summary.json").read_text())["time_s"] == pytest.approx(0.732424, rel=1e-4)
+
+
 def test_halves_of_a_measured_sum_are_half_of_it(workplace) -> None:
     cluster = construct(measured().cluster(), "cluster")
     ports = network(cluster, 4)
@@ -139,6 +165,8 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
         ({"group_bytes": None}, "group_bytes is None, where a list is expected"),
         ({"all_reduce": {"latency_s": -1, "s_per_byte": 0}}, "all_reduce is .*, where seconds from 0 up"),
         ({"all_reduce": {"latency_s": 1}}, "all_reduce lacks s_per_byte"),
+        ({"beside": {"lost": 1.5, "slowed": 1}}, "the profile's beside.lost=1.5 is not possible"),
+        ({"beside": 3}, "beside is 3, where keys and values are expected"),
     ],
 )
 def test_a_broken_profile(change, says) -> None:

@@ -1,0 +1,68 @@
+"""What sums and computing cost each other while both go on, which a plan of overlap has to know.
+
+Rule: all workers sum the whole model so many times in a row, then take steps, and then both at once, three times over.
+Computing has lost the share by which steps were slower then, and a sum is slowed by as many times as it took longer:
+the mean over the workers, and of the three the median. That holds for whatever they share, cores, caches or the
+system's own work for a link, in which no process is seen to be at work.
+
+Limits: forward is taken for as easily disturbed as backward, and a short message for as disturbing as a long one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from functools import partial
+
+from ashl.cluster.spec import Beside
+from ashl.plan.line import Line
+from ashl.runtime.node import Node
+from ashl.stage.stage import Stage
+from ashl.sync.timing.exchanges import answers, blank, tell
+from ashl.sync.timing.full import a_step
+from ashl.topology.local_work import WorkerState
+
+BESIDE = -12  # an order, with bytes and how many sums
+ROUNDS = 3
+LEAST_S, STEPS, SUMS = 0.1, 4, 4  # of which each takes at least so long, or so many
+
+
+async def time_beside(node: Node, stage: Stage, state: WorkerState, nbytes: int, count: int) -> tuple[float, ...]:
+    """Seconds of a sum of so many bytes, of which so many go in a row, and of a step: each alone, and both at once."""
+    batch, body = stage.worker(node.rank).batch, blank(stage, nbytes)
+    step = partial(a_step, node, stage, state, 0, batch)
+
+    async def sums() -> float:
+        await node.all_reduce(blank(stage, 4), stage.workers)  # till all are here
+        start = node.now
+        for _ in range(count):
+            await node.all_reduce(body, stage.workers)
+        return (node.now - start) / count
+
+    alone_s = await sums()
+    steps, start = 0, node.now
+    while steps < STEPS or node.now - start < LEAST_S:
+        await node.compute(step, work=batch)
+        steps += 1
+    step_s = (node.now - start) / steps
+    task, times = node.spawn(sums()), list[float]()
+    while not task.done:
+        start = node.now
+        await node.compute(step, work=batch)
+        times.append(node.now - start)
+    return alone_s, step_s, await node.join(task), statistics.fmean(times[:-1] or times)
+
+
+async def measured_beside(node: Node, stage: Stage, step_s: float, line: Line) -> Beside | None:
+    """At the server; None where they cost each other nothing. Raises OverError."""
+    dense = stage.trainer.dense_bytes
+    count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
+    lost, slowed = list[float](), list[float]()
+    for _ in range(ROUNDS):
+        await tell(node, stage, stage.workers, BESIDE, dense, count)
+        found = (await answers(node, stage, stage.workers)).values()
+        sum_s, step_s, both_s, beside_s = map(statistics.fmean, zip(*found, strict=True))
+        lost.append(1 - step_s / max(step_s, beside_s))
+        slowed.append(max(both_s, sum_s) / sum_s if sum_s else 1.0)
+    beside = Beside(lost=statistics.median(lost), slowed=statistics.median(slowed))
+    return beside if beside.lost > 1e-6 or beside.slowed > 1 + 1e-6 else None
