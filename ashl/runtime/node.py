@@ -126,9 +126,10 @@ class Node:
         key: int = 0,
         credit: int = 0,
         epoch: int = 0,
+        lives: tuple[int, ...] = (),
     ) -> AllReduce:
         assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, riders, key, credit, epoch)
+        return AllReduce(tensor, group, op, riders, key, credit, epoch, lives)
 
     def all_gather(
         self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0, epoch: int = 0
