@@ -19,8 +19,6 @@ Source: Johnson and Zhang, "Accelerating Stochastic Gradient Descent using Predi
 Tsuzuku et al., "Variance-based Gradient Compression for Efficient Distributed Deep Learning", ICLR workshop 2018.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What a parameter server answers a push with, beside the model."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple, TypeVar, get_type_hints
 
