@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-BUCKET_S = 0.0005  # of traffic that may pass at once: a larger one lets a small model through after every pause
+BUCKET_S = 0.0005  # of traffic that may pass at once, or two frames: more lets small models through after a pause
 CPU = Path("/sys/fs/cgroup/cpu")  # of version 1
 PERIOD_US = 5000  # in which a slower machine has its share of a core
 HOSTS = Path("/etc/netns")  # `ip netns exec` mounts what lies there in a folder of the namespace's name over /etc
@@ -115,7 +115,7 @@ def inside(name: str) -> tuple[str, ...]:
 
 
 def bucket(device: str, mbit_s: float) -> tuple[str, ...]:
-    burst = max(8000, round(mbit_s * 1e6 / 8 * BUCKET_S))
+    burst = max(3000, round(mbit_s * 1e6 / 8 * BUCKET_S))
     shape = f"tc qdisc replace dev {device} root tbf rate {mbit_s:g}mbit burst {burst} latency 100ms"
     return tuple(shape.split())
 

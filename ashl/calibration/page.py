@@ -1,5 +1,7 @@
 """`calibration.html`: predicted against measured, as one file that opens anywhere."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any

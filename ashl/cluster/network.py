@@ -157,7 +157,7 @@ class Ports:
         """How long these bytes hold this rank's port on their way out of it or into it."""
         return round(self.factors.at(rank, now_ns) * nbytes / self.cluster.bytes_s(rank, out, inner) * NS)
 
-    def latency_ns(self, src: int, dst: int, now_ns: int) -> int:
+    def latency_ns(self, src: int, dst: int, nbytes: float, now_ns: int) -> int:
         inner = self.inner(src, dst)
         return round(max(self.factors.at(r, now_ns) * self.cluster.latency_of(r, inner) for r in (src, dst)) * NS)
 
@@ -166,7 +166,10 @@ class Ports:
         inner = self.inner(src, dst)
         key = self.port(src, "out", inner)
         start = max(now_ns, self._free.get(key, 0))
-        service, latency = self.service_ns(src, nbytes, now_ns, inner, out=True), self.latency_ns(src, dst, now_ns)
+        service, latency = (
+            self.service_ns(src, nbytes, now_ns, inner, out=True),
+            self.latency_ns(src, dst, nbytes, now_ns),
+        )
         stands, takes = (self.factors.stretched((src,), cost, start) for cost in (0, service))
         self._free[key] = start + takes
         return start, start + stands + latency, start + takes + latency
@@ -208,7 +211,9 @@ class Ports:
         """One uncontended transfer."""
         inner = self.inner(src, dst)
         ends = (src, True), (dst, False)
-        return self.latency_ns(src, dst, 0) + max(self.service_ns(end, nbytes, 0, inner, out) for end, out in ends)
+        return self.latency_ns(src, dst, nbytes, 0) + max(
+            self.service_ns(end, nbytes, 0, inner, out) for end, out in ends
+        )
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         """By ports that are free: as the algorithm that was asked for; else of all workers as it was measured, where it
@@ -285,7 +290,7 @@ class Ports:
         edges = [
             (
                 self.service_ns(a, chunk, now_ns, inner, out=True),
-                self.latency_ns(a, b, now_ns),
+                self.latency_ns(a, b, nbytes, now_ns),
                 self.service_ns(b, chunk, now_ns, inner, out=False),
             )
             for a, b, inner in self.ring(group).edges
@@ -309,8 +314,10 @@ class FittedPorts(Ports):
         held = self._fitted.server_out if out else self._fitted.server_in
         return round((held.latency_s + held.s_per_byte * nbytes) * NS)
 
-    def latency_ns(self, src: int, dst: int, now_ns: int) -> int:
+    def latency_ns(self, src: int, dst: int, nbytes: float, now_ns: int) -> int:
         ends = [(src, self._fitted.latencies), (dst, self._fitted.pull_latencies)]
+        if not nbytes and self._fitted.empty_s:
+            ends = [(src, self._fitted.empty_s), (dst, self._fitted.empty_s)]
         own_s = (self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server)
         return round(max(own_s, default=0.0) * NS)
 
@@ -318,8 +325,7 @@ class FittedPorts(Ports):
         alone, shared = super().transfer_ns(src, dst, nbytes), self._fitted.shared
         if shared is None:
             return alone
-        ends = [shared.end(rank) for rank in (src, dst)]
-        return alone + round(shared.before * sum(end.latency_s + end.s_per_byte * nbytes for end in ends) * NS)
+        return alone + round(shared.before * sum(shared.end_s(rank, nbytes) for rank in (src, dst)) * NS)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         known = self._group_sums.get(len(group))

@@ -267,6 +267,14 @@ class GroupSum(Sums):
 
 
 @option
+class Quota:
+    """So many cores are given to a machine in the mean, in every period anew."""
+
+    cores: Positive
+    period_s: Positive
+
+
+@option
 class SharedCores:
     """Machines that have too few cores for the ranks on them, see `ashl.cluster.cores`. Work is in seconds of a core.
 
@@ -282,10 +290,15 @@ class SharedCores:
     ends: tuple[Sums, ...]
     before: Annotated[NonNegative, Field(le=1)]
     busy: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...]
+    quotas: tuple[Quota | None, ...] = ()  # of each machine; none = there is none anywhere
+    empty_s: tuple[Duration, ...] = ()  # what a message without a body costs each end; none = as one of no bytes
 
-    def end(self, rank: int) -> Sums:
+    def end_s(self, rank: int, nbytes: int) -> float:
         """What a message costs there."""
-        return self.ends[min(rank, len(self.ends) - 1)]
+        at = min(rank, len(self.ends) - 1)
+        if not nbytes and self.empty_s:
+            return self.empty_s[at]
+        return self.ends[at].latency_s + self.ends[at].s_per_byte * nbytes
 
     def busy_in(self, group: int) -> float:
         """Of the largest group that is no larger."""
@@ -309,6 +322,7 @@ class Fitted(Measured):
     server_out: Sums
     group_sums: tuple[GroupSum, ...]
     gathering: Sums | None = None  # of all, by the bytes of all together; null = half a sum
+    empty_s: tuple[Duration, ...] = ()  # of each worker's messages without a body, both ways; none = as of no bytes
     shared: SharedCores | None = None  # null = there are cores for all
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:

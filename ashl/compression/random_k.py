@@ -10,6 +10,8 @@ relative.
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 """
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from ashl.compression.base.seeded import Seeded, distinct

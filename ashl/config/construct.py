@@ -1,5 +1,7 @@
 """From a `_target_` to an object, and from what goes wrong on the way to one sentence."""
 
+from __future__ import annotations
+
 import difflib
 import importlib
 import json

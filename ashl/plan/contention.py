@@ -1,28 +1,31 @@
 """Machines with too few cores for the ranks on them, from what a full profile has measured.
 
 Rule: where steps take longer while all workers of a machine take some, it has Σ alone / together cores over these, else
-as many as its system says; and one where a step alone was given less than a core, as by a quota. Where that is less
-than there are ranks on it, all that is done there is put on shared cores: steps as they are alone, and what a message
-costs either end, which is taken off the time that it takes and that it holds the server's port. So it is, too, where a
-quota holds a machine of one rank to less: what messages take of it, computing lacks.
+as many as its system says. Where a step alone was given less than a core, a quota gives so much in each period, anew
+as often as steps were interrupted. On a machine with a quota, or with fewer cores than there are ranks on it, all that
+is done there is put on shared cores: steps as they are alone while nothing interrupts them, and what a message costs
+either end, which is taken off the time that it takes and that it holds the server's port. So messages take from
+computing what they need of a quota, and who waits saves some of it.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean
 
 from ashl.cluster.speed import LEVELS
-from ashl.plan.full import Cost, Full, WorkerCosts
+from ashl.plan.full import Cost, Full, ServerCosts, StepTimes, WorkerCosts
 from ashl.plan.line import Line
 from ashl.plan.plan import Spec
 
 SLOWED = 1.1  # what takes so many times as long as alone shows that there are too few cores
 GIVEN = 0.9  # of a core, at least, or there is a quota
 TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing shows it
+PERIOD_S = 0.1  # of a quota, where nothing shows it
 PLENTY = 64.0  # cores, where nobody has counted them
 
 
@@ -37,10 +40,12 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     at = [machines.index(host) for host in hosts]
     on = [[own for own, k in zip(full.workers, at, strict=False) if k == machine] for machine in range(len(machines))]
     cores = [cores_of(own) if own else PLENTY for own in on]
-    if all(at.count(k) <= count and given(on[k]) == 1 for k, count in enumerate(cores)):
+    quotas = [quota_of([*own, *([port] if k == at[-1] else ())]) for k, own in enumerate(on)]
+    if not any(quotas) and all(at.count(k) <= count for k, count in enumerate(cores)):
         return spec
-    handled = [handling.server if rank == len(alone) else handling.worker for rank in range(len(at))]
-    ends = [combined((1 / given(on[k]), cost)) for k, cost in zip(at, handled, strict=True)]
+    resumed = Line((handling.server_resumed_s or 0.0) / 2, 0.0)
+    ends = [*[combined((1, handling.worker))] * len(alone), combined((1, handling.server), (1, resumed))]
+    used = [own.used if quotas[k] and own.used else 1.0 for own, k in zip(full.workers, at, strict=False)]
     both = [combined((1, end), (1, ends[-1])) for end in ends[:-1]]
     whole_s = fmean(way.seconds(dense_bytes) for own in full.workers for way in (own.push, own.pull))
     before = min(1.0, whole_s / max(1e-9, fmean(line.seconds(dense_bytes) for line in both)))
@@ -48,12 +53,17 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
         [combined((1, cost), (-before, off)) for cost, off in zip(costs, both, strict=True)]
         for costs in ([own.push for own in full.workers], [own.pull for own in full.workers])
     )
+    empty_s = handling.empty_s
+    if empty_s is not None:
+        spec = {**spec, "empty_s": [max(0.0, own_s - before * math.fsum(empty_s)) for own_s in spec["empty_s"]]}
     beside = on[at[-1]]
     held = combined((1, ends[-1]), *((len(beside) / len(alone), end) for end in ends[:1] if beside))
     return {
         **spec,
         "compute": [own.median_s for own in alone],
-        "steps": [[time_s / own.median_s for time_s in own.times_s] for own in alone],
+        "steps": [
+            [t / own.median_s for t in uninterrupted(own, share)] for own, share in zip(alone, used, strict=True)
+        ],
         "latencies": [line.latency_s for line in push],
         "pull_latencies": [line.latency_s for line in pull],
         "up_bytes_s": [1 / line.s_per_byte if line.s_per_byte else None for line in push],
@@ -63,11 +73,13 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
         "shared": {
             "machine": at,
             "cores": cores,
-            "resumed_s": [handling.resumed_s / given(on[k]) for k in at[:-1]],
+            "resumed_s": [handling.resumed_s] * len(alone),
             "quantum_s": quantum_of(full.workers, min(cores)),
             "ends": [asdict(end) for end in ends],
             "before": before,
             "busy": [[own.group, own.busy] for own in full.sums if own.busy is not None],
+            "quotas": quotas,
+            "empty_s": [*[empty_s[0]] * len(alone), empty_s[1]] if empty_s else [],
         },
     }
 
@@ -100,15 +112,30 @@ def quantum_of(workers: Sequence[WorkerCosts], cores: float) -> float:
     return TICK_S
 
 
-def given(workers: Sequence[WorkerCosts]) -> float:
-    """The share of a core that a step alone has where a quota gives none more, else 1."""
-    share = max((own.used or 1.0 for own in workers), default=1.0)
-    return share if share < GIVEN else 1.0
+def quota_of(ranks: Sequence[WorkerCosts | ServerCosts]) -> dict[str, float] | None:
+    """What the machine is given that these are on, by what the one of them had that had most; None = all there is."""
+    held = [own for own in ranks if own.used is not None]
+    most = max(held, key=lambda own: own.used or 0.0, default=None)
+    if most is None or not most.used or most.used >= GIVEN:
+        return None
+    return {"cores": most.used, "period_s": most.halt_s or PERIOD_S}
+
+
+def uninterrupted(steps: StepTimes, share: float) -> list[float]:
+    """The quantiles of steps that had this share of a core, with the longest cut so that in the mean no more is left of
+    them than that."""
+    times, widths = list(steps.times_s), [to - since for since, to in pairwise((0.0, *LEVELS))]
+    excess = (1 - share) * math.fsum(map(operator.mul, times, widths))
+    for k in range(len(times) - 1, 0, -1):
+        over = times[k] - times[k - 1]
+        wide = math.fsum(widths[k:])
+        if excess <= over * wide:
+            return [*times[:k], *[times[k] - excess / wide] * (len(times) - k)]
+        excess -= over * wide
+    return times[:1] * len(times)
 
 
 def cores_of(workers: Sequence[WorkerCosts]) -> float:
     """Of the machine that these are on, each as a step alone has it."""
     had = math.fsum(min(1.0, (own.alone_s or 0.0) / own.steps[0].mean_s) for own in workers)
-    if len(workers) > 1 and had * SLOWED < len(workers):
-        return had
-    return 1.0 if given(workers) < 1 else float(max(own.cores or 1 for own in workers))
+    return had if len(workers) > 1 and had * SLOWED < len(workers) else float(max(own.cores or 1 for own in workers))

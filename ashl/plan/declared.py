@@ -1,5 +1,7 @@
 """The profile that a configuration declares."""
 
+from __future__ import annotations
+
 import math
 
 from ashl.cluster.spec import Cluster

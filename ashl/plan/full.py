@@ -73,6 +73,8 @@ class WorkerCosts:
     pull: Cost
     alone: StepTimes | None = None  # steps while nobody else computes
     used: Annotated[NonNegative, Field(le=1)] | None = None  # the share of a core that these were given
+    halt_s: Duration | None = None  # ... from one time to the next that it was taken away; 0 = it never was
+    empty_s: Duration | None = None  # a message without a body, one way
     cores: Count | None = None  # of the machine, as its system says
 
 
@@ -84,6 +86,8 @@ class ServerCosts:
     apply_noise_s: Duration
     into: Cost
     out: Cost
+    used: Annotated[NonNegative, Field(le=1)] | None = None  # the share of a core that it is given
+    halt_s: Duration | None = None  # as a worker's
 
 
 @option
@@ -106,12 +110,16 @@ class Coding:
 
 @option
 class Handling:
-    """What a message costs the machine at each of its two ends, in seconds of a core, while all workers exchange, and
-    how much more a worker's computing does after it has stood still."""
+    """What a message costs the machine at each of its two ends, in seconds of a core, while all workers exchange
+    without a pause, by the bytes of its body or without one. And how much more a worker's step and its messages, and
+    those at the server, do in each round where a step comes between: what was cached is gone, threads have gone to
+    sleep."""
 
     worker: Cost
     server: Cost
     resumed_s: Duration
+    server_resumed_s: Duration | None = None
+    empty_s: tuple[Duration, Duration] | None = None  # at a worker and at the server
 
 
 @option
@@ -182,6 +190,7 @@ def fitted(full: Full, measured: Spec, dense_bytes: int, codec: str | None) -> S
         "server_bytes_s": None,
         "server_in": held(into),
         "server_out": held(out),
+        "empty_s": [own.empty_s for own in full.workers if own.empty_s is not None],
         "gathering": None if full.gathering is None else held(full.gathering.cost),
         "group_sums": [{"group": own.group, **held(own.cost)} for own in full.sums],
         "server_step_s": None if apply_s is None else apply_s + (coding.decode.seconds(dense_bytes) if coding else 0.0),

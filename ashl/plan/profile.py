@@ -35,7 +35,8 @@ NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_no
 LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
-LATER = ("alone", "used", "cores", "busy", "gathering", "handling", "beside")  # what profiles did not have once
+# what profiles did not have once:
+LATER = ("alone", "used", "halt_s", "empty_s", "cores", "busy", "gathering", "handling", "server_resumed_s", "beside")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Checkpoints, refused where none could be made."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from ashl.cluster.spec import Fitted

@@ -1,5 +1,7 @@
 """How well real processes kept the declared pace, worker by worker, as the summary tells it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """One ssh for each host of a job: what is to be started where, and who is there."""
 
+from __future__ import annotations
+
 import queue
 import subprocess
 import threading

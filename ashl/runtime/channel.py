@@ -15,6 +15,8 @@ Source of the credit: Peng et al., "A Generic Communication Scheduler for Distri
 2019 (ByteScheduler).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol, TypeVar
 

@@ -2,7 +2,8 @@
 collectives cost the machine at each end, are tasks on its cores (`ashl.cluster.cores`).
 
 A rank has two lanes, in each of which one thing is done after the other: what it computes, and its messages, which
-threads of their own handle. A message first costs its sender, then it is on its way for what is left of the time that
+threads of their own handle. Messages, and what the server does, go before what workers compute, as a system wakes
+threads that mostly sleep. A message first costs its sender, then it is on its way for what is left of the time that
 it takes alone, then it costs its receiver. What it costs an end beyond that time comes afterwards, in the same lane. A
 collective costs each of its members alike, and then the rest of its time.
 """
@@ -13,11 +14,12 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ashl.cluster.cores import Cores, Pair
 from ashl.cluster.network import Exchange, Ports
-from ashl.cluster.spec import Beside, Fitted, SharedCores, Sums, beside_of
+from ashl.cluster.spec import Beside, Fitted, Quota, SharedCores, Sums, beside_of
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel
@@ -55,9 +57,10 @@ class SharedNode(Node):
 class Lane:
     """What is done one after the other."""
 
-    __slots__ = ("began_ns", "busy", "cores", "waiting")
+    __slots__ = ("began_ns", "busy", "cores", "first", "waiting")
 
-    def __init__(self, cores: Cores[Lane] | Pair[Lane]) -> None:
+    def __init__(self, cores: Cores[Lane] | Pair[Lane], *, first: bool) -> None:
+        self.first = first  # whether the system prefers it, as it mostly waits
         self.cores, self.busy, self.began_ns = cores, False, 0  # when what it does now began
         self.waiting: deque[list[Span]] = deque()
 
@@ -69,10 +72,15 @@ class SharedSim(Sim):
         super().__init__(num_ranks, speed, network, observer)
         self.nodes = [SharedNode(self, rank) for rank in range(num_ranks)]
         self._shared = shared
-        machines = [Cores[Lane](count, math.ceil(count), shared.quantum_s * NS) for count in shared.cores]
-        self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
+        machines = [
+            Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, *limits(quota))
+            for count, quota in zip_longest(shared.cores, shared.quotas)
+        ]
         self._computed_ns = [0] * num_ranks  # when each has last computed
-        self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
+        self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
+        workers = len(speed.cluster.compute)
+        self._units = [Lane(machines[home], first=rank >= workers) for rank, home in enumerate(self._home)]
+        self._movers = [Lane(machines[home], first=True) for home in self._home]
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
         if isinstance(effect, Busy):
@@ -192,8 +200,7 @@ class SharedSim(Sim):
 
     def _handle(self, rank: int, nbytes: int, then: Callable[[int], None]) -> None:
         """What a message costs this end of it, before it goes on and after."""
-        cost = self._shared.end(rank)
-        work_ns = (cost.latency_s + cost.s_per_byte * nbytes) * NS
+        work_ns = self._shared.end_s(rank, nbytes) * NS
         self._ask(
             self._movers[rank],
             [(work_ns * self._shared.before, then), (work_ns * (1 - self._shared.before), lambda began_ns: None)],
@@ -284,6 +291,11 @@ def machine_each(num_ranks: int) -> SharedCores:
         before=1.0,
         busy=(),
     )
+
+
+def limits(quota: Quota | None) -> tuple[float, float]:
+    """(what may be used of a machine's cores in a period, that period) in ns."""
+    return (math.inf, math.inf) if quota is None else (quota.cores * quota.period_s * NS, quota.period_s * NS)
 
 
 def simulator(

@@ -12,6 +12,8 @@
 Everything that comes is checked against bounds before memory is taken for it.
 """
 
+from __future__ import annotations
+
 import struct
 from typing import Any, NamedTuple
 

@@ -48,7 +48,6 @@ from ashl.sync.timing.beside import BESIDE, measured_beside, time_beside
 from ashl.sync.timing.exchanges import (
     DOWN,
     EMPTY,
-    IN_A_ROW,
     LINK,
     RESULT,
     SUM,
@@ -96,12 +95,12 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         while True:
             await node.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
             order = await node.recv(stage.tag("order"))
-            word, end_ns, group = (int(value) for value in order.meta)
+            word, end_ns, *more = (int(value) for value in order.meta)
             passes, found = None, ()
-            if word in IN_A_ROW:
-                found = await time_sum(node, stage, word, end_ns, group or None)
+            if word == SUM:
+                found = (await time_sum(node, stage, end_ns),)
             elif word == BESIDE:
-                found = await time_beside(node, stage, state, end_ns, group)
+                found = await time_beside(node, stage, state, end_ns, more[0])
             elif word == LINK:
                 found = await time_exchange(node, stage, UP, end_ns), await time_exchange(node, stage, DOWN, end_ns)
             elif word == GO:
@@ -110,10 +109,10 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
             elif word in (NEXT, STOP):
                 break
             else:
-                passes = await timed(node, stage, state, word, end_ns)
+                passes = await timed(node, stage, state, word, end_ns, *more)
     except OverError as over:
         (order,) = over.order
-        word, end_ns, _ = (int(value) for value in order.meta)
+        word, end_ns, *_ = (int(value) for value in order.meta)
     state.assigned = None if order.body is None else (stage.index + 1, order.body)
     leave(node, stage, word, end_ns)
     node.round(stage.index, state.round, 0, 0, dropped=False, loss=None)
@@ -184,7 +183,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     state.tally.end_ns = within(stage, node.now_ns)
     record_end(node, stage, state.tally, reason)
     for rank in stage.workers:
-        await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0))
+        await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0, 0))
     if word == STOP:
         node.ledger.close(state.tally.end_ns)
     return word

@@ -16,6 +16,8 @@ Source: Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Me
 "Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ashl.cluster.cores import Cores
 from ashl.cluster.network import network
-from ashl.cluster.spec import Fitted, GroupSum, SharedCores, Sums
+from ashl.cluster.spec import Fitted, GroupSum, Quota, SharedCores, Sums
 from ashl.cluster.speed import LEVELS, speed_of
 from ashl.runtime.node import Node
 from ashl.runtime.shared_cores import SharedSim, simulator
@@ -53,6 +53,37 @@ def test_of_more_tasks_than_slots_some_wait() -> None:
     assert ends(1.5, [(0, 9), (0, 9), (0, 9)], slots=2) == [12, 12, 21]
     assert ends(1, [(0, 10), (0, 2)], slots=1, quantum_ns=4) == [12, 6]  # after 4 the other one has its turn
     assert ends(1, [(0, 10), (20, 2)], slots=1, quantum_ns=4) == [10, 22]
+
+
+def test_a_quota_is_used_up_and_comes_anew() -> None:
+    quota = {"quota_ns": 3, "period_ns": 10}
+    assert ends(1, [(0, 10)], **quota) == [31]
+    assert ends(1, [(0, 3), (10, 3), (24, 3)], **quota) == [3, 13, 27]  # a period begins with the first task
+    assert ends(1, [(5, 2), (8, 2), (30, 4)], **quota) == [7, 16, 41]  # one is left of the first period at 8
+    assert ends(2, [(0, 4), (0, 4)], quota_ns=4, period_ns=10) == [12, 12]  # both use it up by 2
+    assert ends(2, [(0, 2), (0, 9)], quota_ns=15, period_ns=10) == [2, 9]  # never used up
+    assert ends(1, [(0, 95), (100, 3)], quota_ns=9, period_ns=10) == [108, 106]
+
+
+@given(st.integers(1, 5_000), st.integers(1, 50), st.integers(0, 50))
+def test_a_quota_is_as_slow_as_its_share(work_ns: int, quota_ns: int, more_ns: int) -> None:
+    whole, rest = divmod(work_ns, quota_ns)
+    due = (whole - (not rest)) * (quota_ns + more_ns) + (rest or quota_ns)
+    assert ends(1, [(0, work_ns)], quota_ns=quota_ns, period_ns=quota_ns + more_ns) == [due]
+
+
+@pytest.mark.parametrize(
+    ("work_ns", "expected"), [(2, [("b", 6), ("a", 12), ("c", 13)]), (7, [("a", 10), ("b", 17), ("c", 18)])]
+)
+def test_who_comes_first_waits_for_no_longer_turn(work_ns: int, expected: list[tuple[str, int]]) -> None:
+    cores, found = Cores[str](1, slots=1), list[tuple[str, int]]()
+    cores.begin("a", 10, 0)
+    cores.begin("c", 1, 3)
+    cores.begin("b", work_ns, 4, first=True)
+    while (due := cores.next_ns()) is not None:
+        if (ended := cores.end(due)) is not None:
+            found.append((ended, due))
+    assert found == expected
 
 
 @given(TASKS, st.sampled_from([{}, {"slots": 1}, {"slots": 1, "quantum_ns": 700}]))
@@ -116,6 +147,17 @@ def test_steps_on_one_machine_slow_each_other_down(cores: float, expected_ms: fl
         return node.now_ns
 
     assert played(on_one_machine(cores), main) == pytest.approx([expected_ms * MS, expected_ms * MS, 0], abs=2000)
+
+
+def test_a_step_stands_still_where_the_quota_is_used_up() -> None:
+    machine = on_one_machine(2, quotas=(Quota(cores=1, period_s=0.008),))
+
+    async def main(node: Node) -> int:
+        if node.rank < 2:
+            await node.compute(lambda: None, work=1)
+        return node.now_ns
+
+    assert played(machine, main) == [18 * MS, 18 * MS, 0]  # 4 ms of work each in the first 4 of every 8 ms
 
 
 def test_a_step_that_begins_later() -> None:

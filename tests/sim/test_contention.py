@@ -4,12 +4,15 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ashl.cluster.spec import Fitted
+from ashl.cluster.network import network
+from ashl.cluster.spec import Fitted, Quota
+from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
 from ashl.errors import UsageError
-from ashl.plan.full import Handling, WorkerCosts
+from ashl.plan.full import Handling, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
 from tests.sim.test_full_profile import cost, of_one, steps
 from tests.support import planned, run
@@ -43,22 +46,57 @@ def test_too_few_cores_are_shared() -> None:
     assert (found.shared.machine, found.shared.cores) == ((0, 0, 0), (1.0,))
     assert (found.compute, found.shared.before) == ((1.0, 1.0), 1.0)
     assert found.latencies == (0.25, 0.25)
-    assert found.shared.end(5).latency_s == 0.5
+    assert found.shared.end_s(5, 1) == 0.5
 
 
 def test_cores_are_counted_by_what_steps_get() -> None:
     for known, cores in [
         (crowded(cores=8, together_s=1.25), (1.6,)),  # whatever the system says
         (crowded(cores=2, together_s=1.0), (2.0,)),  # for two workers and a server
-        (crowded(cores=8, together_s=1.0, used=0.4), (1.0,)),  # a quota
         (crowded(hosts=("a", "b", "b"), together_s=1.0), (1.0, 1.0)),
     ]:
         shared = cluster(known).shared
         assert shared is not None
         assert shared.cores == pytest.approx(cores)
-    quota = cluster(crowded(together_s=1.0, used=0.4)).shared
-    assert quota is not None
-    assert quota.end(0).latency_s == pytest.approx(0.5 / 0.4)  # of a core as a step has it
+
+
+def test_a_quota_comes_anew_in_every_period() -> None:
+    """Nine steps in ten that take a second and one of sixteen had 0.6 of a core: uninterrupted most take one."""
+    known = crowded(cores=8, alone=steps([1.0] * 9 + [16.0]), together_s=1.0, used=0.6, halt_s=12.5)
+    found = cluster(known)
+    assert found.shared is not None
+    assert (found.shared.cores, found.shared.quotas) == ((8.0,), (Quota(cores=0.6, period_s=12.5),))
+    assert found.shared.end_s(0, 1) == 0.5
+    assert found.steps is not None
+    widths = np.diff([0.0, *LEVELS])
+    assert widths @ found.steps[0] == pytest.approx(0.6 * (widths @ quantiles([1.0] * 9 + [16.0])))
+    assert found.steps[0][: len(LEVELS) // 2] == (1.0,) * (len(LEVELS) // 2)
+
+
+def test_the_server_may_have_a_quota_of_its_own() -> None:
+    known = crowded(cores=8, together_s=1.0, hosts=("a", "a", "b"))
+    assert known.full is not None
+    assert known.full.server is not None
+    assert cluster(known).shared is None
+    server = replace(known.full.server, used=0.25, halt_s=0.1)
+    shared = cluster(replace(known, full=replace(known.full, server=server))).shared
+    assert shared is not None
+    assert shared.quotas == (None, Quota(cores=0.25, period_s=0.1))
+
+
+def test_what_messages_cost_after_a_pause_and_without_a_body() -> None:
+    known = crowded()
+    assert known.full is not None
+    assert known.full.handling is not None
+    handling = replace(known.full.handling, resumed_s=0.25, server_resumed_s=0.5, empty_s=(0.125, 0.375))
+    workers = tuple(replace(own, empty_s=0.75) for own in known.full.workers)
+    found = cluster(replace(known, full=replace(known.full, handling=handling, workers=workers)))
+    assert found.shared is not None
+    assert found.shared.resumed_s == (0.25, 0.25)
+    assert [found.shared.end_s(rank, 8) for rank in (0, 1, 2)] == [0.5, 0.5, 0.75]
+    assert [found.shared.end_s(rank, 0) for rank in (0, 1, 2)] == [0.125, 0.125, 0.375]
+    ways = network(found, 40)
+    assert ways.transfer_ns(0, 2, 0) == 0.75e9 > ways.transfer_ns(0, 2, 8) - 0.6e9
 
 
 def test_where_there_are_enough_nothing_changes() -> None:
@@ -79,8 +117,10 @@ def test_a_profile_of_before_loads_and_is_the_same() -> None:
     known = of_one(steps([1.0]))
     data = json.loads(known.to_json())
     for entry in (*data["full"]["workers"], data["full"]):
-        for name in ("alone", "used", "cores", "gathering", "handling"):
+        for name in ("alone", "used", "halt_s", "cores", "gathering", "handling"):
             entry.pop(name, None)
+        for name in ("used", "halt_s"):
+            entry.get("server", {}).pop(name, None)
     assert Profile.from_json(json.dumps(data)).digest == known.digest
     assert Profile.from_json(crowded().to_json()) == crowded()
 

@@ -13,7 +13,7 @@ from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
 from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
-from ashl.sync.timing.full import cost_of, line_through
+from ashl.sync.timing.fits import cost_of, line_through
 from tests.support import run, simulated
 from tests.test_profile import profile
 
@@ -117,9 +117,9 @@ def test_an_encoding_is_that_of_the_codec(workplace) -> None:
 def test_lines_and_their_intervals() -> None:
     assert line_through([(0, 2.0), (100, 3.0), (200, 4.0)]) == pytest.approx((2.0, 0.01))
     assert line_through([(100, 0.5), (200, 2.0)])[0] == 0.0  # never less than nothing
-    noisy = cost_of({0: [1.0, 1.1, 0.9], 100: [2.0, 2.2, 2.1]})
+    noisy = cost_of({0: [0.1] * 3, 100: [2.0, 2.15, 1.95], 200: [3.0, 3.25, 2.95]})
     assert noisy.latency_s == pytest.approx(1.0)
-    assert 0.05 < noisy.latency_noise_s <= 0.1
+    assert 0.02 < noisy.latency_noise_s <= 0.1
     assert cost_of({}) == cost(0.0, 0.0)
 
 

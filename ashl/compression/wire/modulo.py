@@ -8,6 +8,8 @@ Source: Davies et al., "New Bounds for Distributed Mean Estimation and Variance 
 lattice.
 """
 
+from __future__ import annotations
+
 import zlib
 
 import numpy as np

@@ -16,8 +16,7 @@ from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import ServerState
 
 EMPTY, UP, DOWN, RESULT, BOTH = range(5)  # what a worker asks of the server, or that it has done
-LINK, SUM, SUMS, GATHER = -1, -2, -8, -9  # orders beside GO: time a message of this size both ways, or in a sum of all
-IN_A_ROW = {SUM: 1, SUMS: 8, GATHER: 8}  # so that all come to the others at once, as where they take steps between them
+LINK, SUM = -1, -2  # orders beside GO: time a message of this size both ways, or in a sum of all
 
 
 class OverError(Exception):
@@ -38,16 +37,15 @@ async def repeated(once: Callable[[], Coroutine[None, None, float | None]], leas
     return times
 
 
-async def time_sum(node: Node, stage: Stage, what: int, nbytes: int, group: int | None = None) -> tuple[float, float]:
-    """Seconds of a sum over all workers, or the first so many, from when this one has come to it, and those of a core
-    that it took here; of several in a row, or of gathering so many bytes of each, the mean."""
-    body, members, count, start, used = blank(stage, nbytes), stage.workers[:group], IN_A_ROW[what], node.now, node.used
-    for _ in range(count):
-        if what == GATHER:
-            await node.all_gather(body if isinstance(body, SizeOnly) else body.view(torch.uint8), members)
-        else:
-            await node.all_reduce(body, members)
-    return (node.now - start) / count, (node.used - used) / count
+async def time_sum(node: Node, stage: Stage, nbytes: int, group: int | None = None, *, gather: bool = False) -> float:
+    """Seconds of a sum over all workers, or the first so many, from when this one has come to it; or of gathering so
+    many bytes of each."""
+    body, members, start = blank(stage, nbytes), stage.workers[:group], node.now
+    if gather:
+        await node.all_gather(body if isinstance(body, SizeOnly) else body.view(torch.uint8), members)
+    else:
+        await node.all_reduce(body, members)
+    return node.now - start
 
 
 def blank(stage: Stage, nbytes: int) -> Any:
@@ -66,10 +64,12 @@ async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None 
     return node.now - start
 
 
-async def tell(node: Node, stage: Stage, members: Sequence[int], word: int, value: int = 0, group: int = 0) -> None:
-    """What is to be measured: of so many bytes or samples, by a group of so many."""
+async def tell(
+    node: Node, stage: Stage, members: Sequence[int], word: int, value: int = 0, group: int = 0, steps: bool = False
+) -> None:
+    """What is to be measured: of so many bytes or samples, by a group of so many, perhaps between steps."""
     for rank in members:
-        await node.send(rank, stage.tag("order"), None, (word, value, group))
+        await node.send(rank, stage.tag("order"), None, (word, value, group, int(steps)))
 
 
 async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
@@ -88,13 +88,14 @@ async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int,
     return found
 
 
-async def time_apply(node: Node, stage: Stage, state: ServerState) -> float:
-    """Seconds of applying one push; the model stays as it is."""
+async def time_apply(node: Node, stage: Stage, state: ServerState, count: int = 1) -> float:
+    """Seconds of applying one push, or the same one so many times; the model stays as it is."""
     push = Push(0, stage.trainer.blank(1.0), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
 
     def apply() -> None:
-        stage.outer.step(state.outer_state, state.params, stage.aggregate.fold((push,), [1.0]), 0.0)
+        for _ in range(count):
+            stage.outer.step(state.outer_state, state.params, stage.aggregate.fold((push,), [1.0]), 0.0)
 
     start = node.now
-    await node.compute(apply, work=1, kind="apply")
+    await node.compute(apply, work=count, kind="apply")
     return node.now - start

@@ -9,7 +9,9 @@ whole model, and its layers without the largest.
 
 What messages cost the cores is the processor time that ranks use while all workers exchange without a pause, by size,
 half of it for each end. What is used beyond that, and a step alone, where all take a step between two of them, is what
-computing costs more after a pause. Of sums and gatherings the processor time is measured beside the whole.
+a pause costs. Sums and gatherings come between steps, too, and what they take of a core is measured beside the whole.
+A quota shows where a rank that is alone, a worker with its steps or the server with pushes, has less than a core, and
+its period is how often it is interrupted.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import fmean
 
 import torch
 
@@ -26,43 +29,50 @@ from ashl.learn.device import numbers
 from ashl.plan.full import Coding, Cost, Full, Handling, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.noise import figure
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly, Vector
+from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends
 from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import (
     BOTH,
     DOWN,
     EMPTY,
-    GATHER,
-    SUMS,
     UP,
     answers,
     tell,
     time_apply,
     time_exchange,
+    time_sum,
 )
+from ashl.sync.timing.fits import cost_of, less, port_of, through
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
 STEPS, ALONE, PUSH, PULL, CODING = range(-3, -8, -1)  # orders, with a batch size, bytes, or which codec
-LOADED, ROUNDS_OF = -10, -11  # ... and with bytes, without steps and with them
+LOADED, SUMS, GATHER = range(-8, -11, -1)  # ... and with bytes, perhaps between steps
 STEPS_S = {STEPS: 8.0, ALONE: 0.75}  # with the batch size of the profile; a quarter of it with others
 LEAST, MOST = 12, 20_000  # steps
+CODED = 6  # encodings, at least
+APPLYING_S, AT_ONCE = (0.4, 0.001), 100  # pushes, one after the other; and about so long of them at once
 LINKS_S, SUMS_S, CODINGS_S = 16.0, 8.0, 1.5  # in all; of each codec
 LOADED_S = 1.0  # of each size
 ROUNDS = 3, 30  # of messages of every size, at least and at most
+IN_A_ROW = 8  # sums
+SHORT_S = 0.05  # of a step, at most, for it to come between sums: beside a longer one a pause costs nothing
 TEAMS = 7  # sizes of groups that sum, at most
-SLOWED = 1.1  # a byte of many at once that costs so many times as much as alone shows the server's port
 
 
-async def timed(node: Node, stage: Stage, state: WorkerState, word: int, value: int) -> torch.Tensor:
+async def timed(
+    node: Node, stage: Stage, state: WorkerState, word: int, value: int, group: int, steps: int
+) -> torch.Tensor:
     """What a worker finds that has this order. Raises OverError."""
     if word in STEPS_S:
         found = await time_batch(node, stage, state, value, STEPS_S[word])
     elif word == CODING:
-        found = await time_coding(node, stage, state.params, value)
-    elif word in (LOADED, ROUNDS_OF):
-        found = await time_loaded(node, stage, state, value, steps=word == ROUNDS_OF)
+        found = await time_coding(node, stage, state, value)
+    elif word == LOADED:
+        found = await time_loaded(node, stage, state, value, steps=bool(steps))
+    elif word in (SUMS, GATHER):
+        found = await time_sums(node, stage, state, value, group, gather=word == GATHER, steps=bool(steps))
     else:
         what = EMPTY if not value else UP if word == PUSH else DOWN
         found = [await time_exchange(node, stage, what, value or None)]
@@ -70,8 +80,8 @@ async def timed(node: Node, stage: Stage, state: WorkerState, word: int, value: 
 
 
 async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, budget_s: float) -> list[float]:
-    """(count, median, mean, half the median's interval, drift, share of a core in use, quantiles ...) of steps with so
-    many samples."""
+    """(count, median, mean, half the median's interval, drift, share of a core in use, seconds from one interruption to
+    the next, quantiles ...) of steps with so many samples."""
     end_s = node.now + (budget_s if batch == stage.worker(node.rank).batch else budget_s / 4)
     times, begun, used = list[float](), node.now, node.used
     while len(times) <= LEAST or (node.now < end_s and len(times) < MOST):
@@ -82,14 +92,23 @@ async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, b
         times.append(max(1e-9, node.now - start))
     share = (node.used - used) / max(1e-9, node.now - begun)
     times = times[1:] or times or [1e-9]  # the first allocates
+    halt_s = halts(times)
     found, half = figure(times), len(times) // 2
     drift = statistics.median(times[half:]) / statistics.median(times[:half]) - 1 if half else 0.0
-    return [len(times), found.median, statistics.fmean(times), found.noise, drift, share, *quantiles(times)]
+    return [len(times), found.median, fmean(times), found.noise, drift, share, halt_s, *quantiles(times)]
 
 
-async def time_coding(node: Node, stage: Stage, params: Vector, k: int) -> list[float]:
-    """(elements, encoding, half its interval, decoding, half of that) of each link of a codec."""
-    found: list[float] = []
+def halts(times: Sequence[float]) -> float:
+    """Seconds from one to the next of those that were interrupted; 0 = none was."""
+    usual = statistics.median(times)
+    count = sum(time_s > 2 * usual for time_s in times)
+    return math.fsum(times) / count if count else 0.0
+
+
+async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> list[float]:
+    """(elements, encoding, half its interval, decoding, half of that) of each link of a codec, between steps, which
+    leave nothing of it in the caches."""
+    found, params, batch = list[float](), state.params, stage.worker(node.rank).batch
     for link in stage.timed[k][1]:
         found.append(link.d)
         vector = params if isinstance(params, SizeOnly) else params[: link.d]
@@ -97,7 +116,9 @@ async def time_coding(node: Node, stage: Stage, params: Vector, k: int) -> list[
         encode = partial(link.encode, ends[0], vector, turn)
         work, end_s = link.d / stage.trainer.num_params, node.now + CODINGS_S / 2 / stage.num_workers
         rows: list[tuple[float, float]] = []
-        while len(rows) < LEAST or (len(rows) < MOST and node.now < end_s):
+        begun, used = node.now, node.used
+        while len(rows) < CODED or (len(rows) < MOST and node.now < end_s):
+            await node.compute(partial(a_step, node, stage, state, len(rows), batch), work=batch)
             start = node.now
             body = await node.compute(encode, work=work, kind="compress")
             encoded = node.now
@@ -105,8 +126,9 @@ async def time_coding(node: Node, stage: Stage, params: Vector, k: int) -> list[
             rows.append((encoded - start, node.now - encoded))
             if node.stopping or node.now_ns >= stage.judge.deadline_ns:
                 break
+        share = min(1.0, (node.used - used) / max(1e-9, node.now - begun))  # of a core, by a quota
         for times in zip(*(rows[1:] or rows), strict=True):  # the first allocates
-            found += [statistics.fmean(times), figure(times).noise]
+            found += [share * fmean(times), share * figure(times).noise]
     return found
 
 
@@ -121,6 +143,19 @@ async def time_loaded(node: Node, stage: Stage, state: WorkerState, nbytes: int,
     return [k, node.used - used]
 
 
+async def time_sums(
+    node: Node, stage: Stage, state: WorkerState, nbytes: int, group: int, *, gather: bool, steps: bool
+) -> list[float]:
+    """(seconds of a core for a sum and a step before it, seconds of each sum): in a row, so that all come to the others
+    at once."""
+    batch, used, found = stage.worker(node.rank).batch, node.used, list[float]()
+    for k in range(IN_A_ROW):
+        if steps:
+            await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
+        found.append(await time_sum(node, stage, nbytes, group, gather=gather))
+    return [(node.used - used) / IN_A_ROW, *found]
+
+
 def a_step(node: Node, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
     """The k-th of so many samples; the model stays as it is."""
     span = range(k * batch, (k + 1) * batch)
@@ -130,9 +165,9 @@ def a_step(node: Node, stage: Stage, state: WorkerState, k: int, batch: int) -> 
 async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
     """The server's side of all of it. Raises OverError."""
     steps = await all_steps(node, stage)
-    alone = [await ask(node, stage, (rank,), ALONE, stage.worker(rank).batch) for rank in stage.workers]
-    single = [(found[rank][5], step_times(stage.worker(rank).batch, found[rank])) for rank, found in enumerate(alone)]
-    links, port = await all_links(node, stage)
+    alone = [(await ask(node, stage, (rank,), ALONE, stage.worker(rank).batch))[rank] for rank in stage.workers]
+    single = [(row[5], step_times(stage.worker(rank).batch, row)) for rank, row in enumerate(alone)]
+    links, port, empty_s = await all_links(node, stage)
     workers = tuple(
         WorkerCosts(
             steps=steps[rank],
@@ -141,12 +176,16 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
             pull=links[PULL][rank],
             alone=own,
             used=min(1.0, used),
+            halt_s=alone[rank][6],
+            empty_s=empty_s[rank],
         )
         for rank, (used, own) in enumerate(single)
     )
-    applying = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
-    server = ServerCosts(apply_s=applying.median, apply_noise_s=applying.noise, into=port[PUSH], out=port[PULL])
-    sums = await all_sums(node, stage)
+    server = await applying(node, stage, state, port)
+    steps_s = [own.mean_s * min(1.0, used) for used, own in single]
+    handling = await all_handling(node, stage, fmean(steps_s))
+    rounds_s = [own_s + handling.resumed_s for own_s in steps_s]
+    sums = await all_sums(node, stage, rounds_s)
     return Full(
         made="",
         versions={},
@@ -154,14 +193,14 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
         server=server,
         sums=sums,
         codings=tuple([await coding(node, stage, k) for k in range(len(stage.timed))]),
-        gathering=await gathering(node, stage) if sums else None,
-        handling=await all_handling(node, stage, workers),
+        gathering=await summed(node, stage, GATHER, stage.num_workers, SUMS_S / 4, rounds_s) if sums else None,
+        handling=handling,
     )
 
 
 def step_times(batch: int, row: Sequence[float]) -> StepTimes:
     """As a worker has found them."""
-    count, median_s, mean_s, noise_s, drift, _, *times = row
+    count, median_s, mean_s, noise_s, drift, _, _, *times = row
     return StepTimes(
         batch=batch,
         count=int(count),
@@ -192,8 +231,9 @@ async def all_steps(node: Node, stage: Stage) -> list[tuple[StepTimes, ...]]:
     return [tuple(own) for own in found]
 
 
-async def all_links(node: Node, stage: Stage) -> tuple[dict[int, list[Cost]], dict[int, Cost]]:
-    """(what messages cost each worker, by way; how long each holds the server's port)."""
+async def all_links(node: Node, stage: Stage) -> tuple[dict[int, list[Cost]], dict[int, Cost], list[float]]:
+    """(what messages cost each worker, by way; how long each holds the server's port; what one without a body costs
+    each worker)."""
     sizes, members, end_s = sizes_of(stage), stage.workers, node.now + LINKS_S
     alone: dict[tuple[int, int], dict[int, list[float]]] = {}
     loaded: dict[int, dict[int, list[float]]] = {PUSH: {}, PULL: {}}
@@ -212,7 +252,7 @@ async def all_links(node: Node, stage: Stage) -> tuple[dict[int, list[Cost]], di
     links = {way: [less(cost_of(alone[way, rank]), back_s[rank]) for rank in members] for way in (PUSH, PULL)}
     last, n = {way: cost_of(loaded[way]) for way in (PUSH, PULL)}, len(members)
     port = {way: port_of(links[way], last[way], max(back_s), n, out=way == PULL) for way in (PUSH, PULL)}
-    return links, port
+    return links, port, back_s
 
 
 def sizes_of(stage: Stage) -> list[int]:
@@ -221,100 +261,69 @@ def sizes_of(stage: Stage) -> list[int]:
     return [0, *sorted({max(256, dense // share // 4 * 4) for share in (64, 8, 2, 1)}), 2 * dense]
 
 
-def cost_of(times: Mapping[int, Sequence[float]]) -> Cost:
-    """The line through the sizes, round by round: medians over the rounds, and half of their intervals."""
-    rounds = min(map(len, times.values()), default=0)
-    if not rounds:
-        return Cost(latency_s=0.0, s_per_byte=0.0, latency_noise_s=0.0, s_per_byte_noise=0.0)
-    lines = [line_through([(nbytes, found[k]) for nbytes, found in times.items()]) for k in range(rounds)]
-    latency, slope = (figure(column) for column in zip(*lines, strict=True))
-    spread = statistics.pstdev([line[1] for line in lines]) / math.sqrt(rounds)  # below what a clock resolves
-    return Cost(
-        latency_s=latency.median,
-        s_per_byte=slope.median,
-        latency_noise_s=latency.noise,
-        s_per_byte_noise=max(slope.noise, 1.96 * spread),
+async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[int, Cost]) -> ServerCosts:
+    """What a push costs the server that is there, and what share of a core it has for that."""
+    found = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
+    budget_s, at_once_s = APPLYING_S
+    count = max(1, min(AT_ONCE, round(at_once_s / max(1e-9, found.median))))
+    times, begun, used = list[float](), node.now, node.used
+    while not times or (node.now < begun + budget_s and len(times) < budget_s / at_once_s):
+        times.append(await time_apply(node, stage, state, count))
+    return ServerCosts(
+        apply_s=found.median,
+        apply_noise_s=found.noise,
+        into=port[PUSH],
+        out=port[PULL],
+        used=min(1.0, (node.used - used) / max(1e-9, node.now - begun)),
+        halt_s=halts(times),
     )
 
 
-def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Latency and seconds per byte of least squares of the relative errors, neither below zero."""
-    weights = [1 / max(time_s, 1e-9) ** 2 for _, time_s in points]
-    total = math.fsum(weights)
-    x = math.fsum(w * nbytes for w, (nbytes, _) in zip(weights, points, strict=True)) / total
-    y = math.fsum(w * time_s for w, (_, time_s) in zip(weights, points, strict=True)) / total
-    over = math.fsum(w * (nbytes - x) ** 2 for w, (nbytes, _) in zip(weights, points, strict=True))
-    both = math.fsum(w * (b - x) * (t - y) for w, (b, t) in zip(weights, points, strict=True))
-    slope = max(0.0, both / over) if over else 0.0
-    if y - slope * x >= 0:
-        return y - slope * x, slope
-    squares = math.fsum(w * nbytes**2 for w, (nbytes, _) in zip(weights, points, strict=True))
-    return 0.0, math.fsum(w * b * t for w, (b, t) in zip(weights, points, strict=True)) / squares
-
-
-def less(cost: Cost, back_s: float) -> Cost:
-    """Without the way back of a receipt."""
-    own = {"s_per_byte": cost.s_per_byte, "s_per_byte_noise": cost.s_per_byte_noise}
-    return Cost(latency_s=max(0.0, cost.latency_s - back_s), latency_noise_s=cost.latency_noise_s, **own)
-
-
-def port_of(alone: Sequence[Cost], last: Cost, back_s: float, n: int, *, out: bool) -> Cost:
-    """How long a message holds the server's port, from those of each worker alone and from the last of all at once: n
-    times what each holds it on its way in; on its way out, what the others hold it and then its own way. A message has
-    a receipt, which holds it as long in the other direction."""
-    if n < 2:
-        return Cost(latency_s=0.0, s_per_byte=0.0, latency_noise_s=0.0, s_per_byte_noise=0.0)
-    latency_s = max(0.0, last.latency_s - back_s - max(cost.latency_s for cost in alone)) / (n - 1) / 2
-    own = max(cost.s_per_byte for cost in alone)
-    held = (last.s_per_byte - own) / (n - 1) if out else last.s_per_byte / n
-    return Cost(
-        latency_s=latency_s if latency_s > 1e-9 else 0.0,
-        s_per_byte=held if last.s_per_byte > SLOWED * own else 0.0,
-        latency_noise_s=last.latency_noise_s / n,
-        s_per_byte_noise=last.s_per_byte_noise / n,
-    )
-
-
-async def all_sums(node: Node, stage: Stage) -> tuple[Sum, ...]:
+async def all_sums(node: Node, stage: Stage, steps_s: Sequence[float]) -> tuple[Sum, ...]:
     """Of groups of the first workers, by size."""
     n = stage.num_workers
     groups = range(2, n + 1) if n <= TEAMS + 1 else sorted({*(2**k for k in range(1, TEAMS) if 2**k < n), n})
-    return tuple([await summed(node, stage, SUMS, group, SUMS_S / len(groups)) for group in groups])
+    return tuple([await summed(node, stage, SUMS, group, SUMS_S / len(groups), steps_s) for group in groups])
 
 
-async def gathering(node: Node, stage: Stage) -> Sum:
-    """Of all workers, by the bytes of all together."""
-    return await summed(node, stage, GATHER, stage.num_workers, SUMS_S / 4)
-
-
-async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: float) -> Sum:
-    """What it costs a group, counted from who came last; and which share of that it keeps a core busy at each."""
+async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: float, steps_s: Sequence[float]) -> Sum:
+    """What it costs a group, counted from who came last, or to gather the bytes of all together; and which share of
+    that it keeps a core busy at each, beyond what a step before it costs."""
     times, took_s, used_s, end_s = dict[int, list[float]](), 0.0, 0.0, node.now + budget_s
+    members, short = stage.workers[:group], max(steps_s) < SHORT_S
     for k in range(ROUNDS[1]):
         if k >= ROUNDS[0] and node.now >= end_s:
             break
         for nbytes in sizes_of(stage)[1:]:
-            await tell(node, stage, stage.workers[:group], what, nbytes, group)
-            found = (await answers(node, stage, stage.workers[:group])).values()
-            taken_s = min(time_s for time_s, _ in found)
+            await tell(node, stage, members, what, nbytes, group, short)
+            found = await answers(node, stage, members)
+            taken_s = fmean(map(min, zip(*(row[1:] for row in found.values()), strict=True)))
             times.setdefault(nbytes * (group if what == GATHER else 1), []).append(taken_s)
-            took_s, used_s = took_s + taken_s, used_s + math.fsum(used for _, used in found) / group
+            took_s += taken_s
+            used_s += fmean(max(0.0, row[0] - short * steps_s[rank]) for rank, row in found.items())
     return Sum(group=group, cost=cost_of(times), busy=min(1.0, used_s / took_s) if took_s else 0.0)
 
 
-async def all_handling(node: Node, stage: Stage, alone: Sequence[WorkerCosts]) -> Handling:
-    """What an end of a message costs a worker and the server, by its bytes, while all exchange; and what a step costs a
-    worker beyond what it does alone where it comes between them."""
+async def all_handling(node: Node, stage: Stage, step_s: float) -> Handling:
+    """What an end of a message costs a worker and the server, by its bytes, while all exchange; and what a round costs
+    both beyond that and a step alone where a step comes before it."""
     dense, rows = stage.trainer.dense_bytes, list[tuple[int, float, float]]()
-    for word, nbytes in ((LOADED, 0), (LOADED, max(256, dense // 8 // 4 * 4)), (LOADED, dense), (ROUNDS_OF, dense)):
+    for steps, nbytes in ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense)):
         used = node.used
-        found = (await ask(node, stage, stage.workers, word, nbytes)).values()
+        await tell(node, stage, stage.workers, LOADED, nbytes, steps=steps)
+        found = (await answers(node, stage, stage.workers)).values()
         count = sum(rounds for rounds, _ in found)
         rows.append((nbytes, math.fsum(own for _, own in found) / count, (node.used - used) / count))
-    *exchanges, (_, round_s, _) = rows
+    empty, *exchanges, (_, round_s, served_s) = rows
+    *_, (_, exchange_s, serving_s) = exchanges
     worker, server = (through([(row[0], row[at] / 2, 0.0) for row in exchanges]) for at in (1, 2))
-    step_s = statistics.fmean((own.alone_s or 0.0) * (own.used or 0.0) for own in alone)
-    return Handling(worker=worker, server=server, resumed_s=max(0.0, round_s - exchanges[-1][1] - step_s))
+    return Handling(
+        worker=worker,
+        server=server,
+        resumed_s=max(0.0, round_s - exchange_s - step_s),
+        server_resumed_s=max(0.0, served_s - serving_s),
+        empty_s=(empty[1] / 2, empty[2] / 2),
+    )
 
 
 async def coding(node: Node, stage: Stage, k: int) -> Coding:
@@ -327,12 +336,3 @@ async def coding(node: Node, stage: Stage, k: int) -> Coding:
         decode.append(through([(4 * int(d), time_s, noise_s) for d, _, _, time_s, noise_s in rows]))
     middle = sorted(decode, key=lambda cost: cost.seconds(stage.trainer.dense_bytes))[len(decode) // 2]
     return Coding(codec=stage.timed[k][0], encode=tuple(encode), decode=middle)
-
-
-def through(rows: Sequence[tuple[int, float, float]]) -> Cost:
-    """The line through one or two sizes, with what is not sure of them."""
-    latency_s, s_per_byte = line_through([(nbytes, time_s) for nbytes, time_s, _ in rows])
-    if len(rows) == 1:
-        latency_s, s_per_byte = 0.0, rows[0][1] / rows[0][0]
-    noise_s, largest = max(noise for _, _, noise in rows), max(nbytes for nbytes, _, _ in rows)
-    return Cost(latency_s=latency_s, s_per_byte=s_per_byte, latency_noise_s=noise_s, s_per_byte_noise=noise_s / largest)

@@ -1,0 +1,75 @@
+"""Lines through what was timed: latency and seconds per byte, with half of their 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ashl.plan.full import Cost
+from ashl.plan.noise import figure
+
+SLOWED = 1.1  # a byte of many at once that costs so many times as much as alone shows the server's port
+
+
+def cost_of(times: Mapping[int, Sequence[float]]) -> Cost:
+    """The line through the sizes of bodies, round by round: medians over the rounds, and half of their intervals."""
+    rounds = min(map(len, times.values()), default=0)
+    if not rounds:
+        return Cost(latency_s=0.0, s_per_byte=0.0, latency_noise_s=0.0, s_per_byte_noise=0.0)
+    lines = [line_through([(nbytes, found[k]) for nbytes, found in times.items() if nbytes]) for k in range(rounds)]
+    latency, slope = (figure(column) for column in zip(*lines, strict=True))
+    spread = statistics.pstdev([line[1] for line in lines]) / math.sqrt(rounds)  # below what a clock resolves
+    return Cost(
+        latency_s=latency.median,
+        s_per_byte=slope.median,
+        latency_noise_s=latency.noise,
+        s_per_byte_noise=max(slope.noise, 1.96 * spread),
+    )
+
+
+def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Latency and seconds per byte of least squares of the relative errors, neither below zero."""
+    weights = [1 / max(time_s, 1e-9) ** 2 for _, time_s in points]
+    total = math.fsum(weights)
+    x = math.fsum(w * nbytes for w, (nbytes, _) in zip(weights, points, strict=True)) / total
+    y = math.fsum(w * time_s for w, (_, time_s) in zip(weights, points, strict=True)) / total
+    over = math.fsum(w * (nbytes - x) ** 2 for w, (nbytes, _) in zip(weights, points, strict=True))
+    both = math.fsum(w * (b - x) * (t - y) for w, (b, t) in zip(weights, points, strict=True))
+    slope = max(0.0, both / over) if over else 0.0
+    if y - slope * x >= 0:
+        return y - slope * x, slope
+    squares = math.fsum(w * nbytes**2 for w, (nbytes, _) in zip(weights, points, strict=True))
+    return 0.0, math.fsum(w * b * t for w, (b, t) in zip(weights, points, strict=True)) / squares
+
+
+def less(cost: Cost, back_s: float) -> Cost:
+    """Without the way back of a receipt."""
+    own = {"s_per_byte": cost.s_per_byte, "s_per_byte_noise": cost.s_per_byte_noise}
+    return Cost(latency_s=max(0.0, cost.latency_s - back_s), latency_noise_s=cost.latency_noise_s, **own)
+
+
+def port_of(alone: Sequence[Cost], last: Cost, back_s: float, n: int, *, out: bool) -> Cost:
+    """How long a message holds the server's port, from those of each worker alone and from the last of all at once: n
+    times what each holds it on its way in; on its way out, what the others hold it and then its own way. A message has
+    a receipt, which holds it as long in the other direction."""
+    if n < 2:
+        return Cost(latency_s=0.0, s_per_byte=0.0, latency_noise_s=0.0, s_per_byte_noise=0.0)
+    latency_s = max(0.0, last.latency_s - back_s - max(cost.latency_s for cost in alone)) / (n - 1) / 2
+    own = max(cost.s_per_byte for cost in alone)
+    held = (last.s_per_byte - own) / (n - 1) if out else last.s_per_byte / n
+    return Cost(
+        latency_s=latency_s if latency_s > 1e-9 else 0.0,
+        s_per_byte=held if last.s_per_byte > SLOWED * own else 0.0,
+        latency_noise_s=last.latency_noise_s / n,
+        s_per_byte_noise=last.s_per_byte_noise / n,
+    )
+
+
+def through(rows: Sequence[tuple[int, float, float]]) -> Cost:
+    """The line through one or two sizes, with what is not sure of them."""
+    latency_s, s_per_byte = line_through([(nbytes, time_s) for nbytes, time_s, _ in rows])
+    if len(rows) == 1:
+        latency_s, s_per_byte = 0.0, rows[0][1] / rows[0][0]
+    noise_s, largest = max(noise for _, _, noise in rows), max(nbytes for nbytes, _, _ in rows)
+    return Cost(latency_s=latency_s, s_per_byte=s_per_byte, latency_noise_s=noise_s, s_per_byte_noise=noise_s / largest)
