@@ -1,9 +1,12 @@
 """What becomes of a run of which one worker is killed: `python -m tests.benchmarks.kills`.
 
-Every sync mode on every topology that takes it, three workers, two stages of the same kind. Worker and moment are drawn
+Every sync mode on every topology that takes it, four workers, two stages of the same kind. Worker and moment are drawn
 from what a run without failures does: while the worker computes, pushes, pulls (or is in a sum), within 20 ms of the
 border between the stages, and in the last tenth. In virtual time all five are tried for each mode. On processes the
 worker gets SIGKILL when the run's clock, as home hears of it, shows that moment; `--sample N --seed S` draws N of them.
+
+`--moments` tries all five for each mode on processes, and writes one row a mode as Markdown. With `--folder F` what has
+come of each is kept in F/outcomes.jsonl, and the same command goes on there.
 
 A run goes on (exit code 0, and the summary names the lost worker, or the run was over by then), or ends in one sentence
 (exit code 1), or is refused before it begins (exit code 2). All else is WRONG: another exit code, no summary, a loss
@@ -15,13 +18,15 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,14 +42,14 @@ from ashl.tracking import jsonl
 from tests.benchmarks.table import show
 from tests.disturbed import ranks_of
 
-WORKERS, BOUND_S = 3, 20.0
+WORKERS, BOUND_S = 4, 20.0
 SETTING = (
     "-q",
     "tracking=none",
     "tracking.events=all",
     "run.save_weights=false",
     "model.hidden=[8]",
-    "cluster.compute=[1,1.5,2]",
+    "cluster.compute=[1,1.5,2,1]",
     "cluster.link=null",
     "cluster.step_s=0.01",
     "cluster.exchange_s=0.01",
@@ -52,7 +57,7 @@ SETTING = (
     "eval.every_s=0.5",
 )
 TOPOLOGIES = ("parameter_server", "all_reduce", "partial_all_reduce", "gossip")
-MOMENTS = ("compute", "push", "pull", "border", "end")
+MOMENTS = ("compute", "push", "pull", "border", "end")  # where workers sum, push and pull are its two halves
 ON, OVER, ENDS, REFUSED, WRONG = "goes on", "was over", "ends", "refused", "WRONG"
 
 
@@ -71,6 +76,10 @@ class Outcome(NamedTuple):
     what: str
     took_s: float = 0.0  # from the kill on
     why: str = ""
+
+    @property
+    def told(self) -> str:
+        return f"{self.what} (within {self.took_s:.1f} s)" if self.what == ENDS else self.what
 
 
 def modes(topologies: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -193,6 +202,41 @@ def judged(kill: Kill, folder: Path, code: int, err: str, took_s: float) -> Outc
     return Outcome(WRONG, took_s, f"exit code {code}, lost {lost}: {err}")
 
 
+def kept(path: Path) -> dict[tuple[str, ...], Outcome]:
+    """What has come of each kill of before; a line that was cut short counts for nothing."""
+    found = dict[tuple[str, ...], Outcome]()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            key, outcome = json.loads(line)
+            found[tuple(key)] = Outcome(*outcome)
+    return found
+
+
+def each_moment(topologies: Sequence[str], sample: int | None, seed: int) -> str:
+    """One kill at each moment of each mode on processes, in the folder where this process is; returns the table. Of
+    each mode the draws are its own."""
+    path, of = Path("outcomes.jsonl"), {mode: random.Random(f"{seed} {mode}") for mode in modes(topologies)}
+    drawn = [kill for mode, rng in of.items() for kill in kills(mode, rng)]
+    found = kept(path)
+    for number, kill in enumerate(drawn if sample is None else random.Random(seed).sample(drawn, sample)):
+        key = (str(seed), *kill[:2], kill.moment)
+        if key not in found:
+            folder = Path(f"real-{kill.topology}-{kill.sync}-{kill.moment}")
+            shutil.rmtree(folder, ignore_errors=True)  # of one that was cut short
+            found[key] = on_processes(kill, str(folder))
+            with path.open("a") as file:
+                file.write(json.dumps([key, found[key]]) + "\n")
+        print(f"{number + 1} {' '.join(key[1:])}: {found[key].what} {found[key].why}".strip(), flush=True)
+    rows = [f"| topology | sync | {' | '.join(MOMENTS)} |", f"| --- | --- {'| --- ' * len(MOMENTS)}|"]
+    for topology, sync, _ in of:
+        outcomes = [found.get((str(seed), topology, sync, moment)) for moment in MOMENTS]
+        if any(outcomes):
+            cells = [outcome.told if outcome else "-" for outcome in outcomes]
+            rows.append(f"| `{topology}` | `{sync}` | {' | '.join(cells)} |")
+    counts = Counter(outcome.what for (of_seed, *_), outcome in found.items() if of_seed == str(seed))
+    return "\n".join([*rows, "", ", ".join(f"{what}: {count}" for what, count in counts.most_common())])
+
+
 def cell(outcomes: list[Outcome]) -> str:
     """How many of what, and how long the slowest took to end."""
     counts = Counter(of.what for of in outcomes)
@@ -209,7 +253,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=",".join(TOPOLOGIES), help="of these topologies, separated by commas")
     parser.add_argument("--processes", action="store_true", help="on processes alone")
+    parser.add_argument("--moments", action="store_true", help="each moment of each mode, on processes, as Markdown")
+    parser.add_argument("--folder", type=Path, help="with --moments: where outcomes are kept, and gone on from")
     asked = parser.parse_args()
+    if asked.moments:
+        with tempfile.TemporaryDirectory() as folder:
+            (asked.folder or Path(folder)).mkdir(parents=True, exist_ok=True)
+            os.chdir(asked.folder or folder)
+            Path("outcomes.md").write_text(table := each_moment(asked.only.split(","), asked.sample, asked.seed) + "\n")
+        print(table, end="")
+        sys.exit(WRONG in table)
     rng, wrong = random.Random(asked.seed), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
