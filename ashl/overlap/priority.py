@@ -9,6 +9,10 @@ S_k), with q_k the forward time from k on and S_k what the sums of the layers up
 it is less than that of `wfbp` by at most the forward time. With slice=auto and credit=auto the simulated time of a step
 decides: the slices with which it is shortest, and the largest credit that costs no more than 0.1 % of it.
 
+At a parameter server a slice is committed until the server has it; what has come from all is merged, and sent back at
+once (`ashl.topology.by_priority`). There `slice`, `credit` and `plan` are given in numbers, and a step that all have
+computed when `stop.seconds` is over still counts.
+
 Limits: a forward pass that takes no time gives `wfbp` with slices; one group, `none` with slices.
 Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019, released
 with slices of 40,000 parameters, one at a time; Peng et al., "A Generic Communication Scheduler for Distributed DNN
@@ -115,7 +119,8 @@ def done_ns(chain: Chain, messages: Sequence[int], slice_bytes: int, credit_byte
     ends = list(accumulate(messages))
     ready = [chain.ready_ns[end - 1] for end in ends]
     sizes = [sum(chain.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
-    last, done, now, held, posted = len(ready), [0] * len(ready), 0, 0, 0
+    last, done, now, back, held, posted = len(ready), [0] * len(ready), 0, 0, 0, 0
+    down_ns = chain.half_ns if chain.answer_ns else lambda nbytes: 0  # of a server, which sends each back
     waiting: list[tuple[int, int, int]] = []  # heap: (place in forward, number, bytes)
     committed: deque[tuple[int, int]] = deque()  # (message, bytes)
 
@@ -144,7 +149,7 @@ def done_ns(chain: Chain, messages: Sequence[int], slice_bytes: int, credit_byte
         now += chain.cost_ns(nbytes)
         post_until(now)
         held -= nbytes
-        done[message] = now
+        done[message] = back = max(back, now) + down_ns(nbytes)
         post_until(now + 1)
         commit()
     return done

@@ -7,7 +7,7 @@ d_i, a step takes max_{i ≤ j} (R_i + u_i + … + u_j + d_j + … + d_m) and th
 With slice=auto the size is taken with which that is shortest.
 
 Limits: one slice is `none`. This is P3 without its priorities: a slice that the next forward pass needs first does not
-overtake those that left before it, so that no push goes on under that (under all-reduce `priority` has it).
+overtake those that left before it, so that no push goes on under that, as it does with `priority`.
 Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019, released
 with slices of 40,000 parameters.
 """

@@ -128,7 +128,7 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
     what = "a step, its push and its pull" if topology.has_server else "a step and its sum"
     sent = f"{count} message{'s' * (count > 1)}"
-    least = "at least " * (chosen.crosses and chain.slows)
+    least = "at least " * (chosen.crosses and (chain.slows or (topology.has_server and not chosen.pulls)))
     said = f"{what} take {least}{chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
         said += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
@@ -200,6 +200,11 @@ def streamed(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
     )
 
 
+def by_slice(own: StageParts) -> bool:
+    """Whether a server merges each slice by itself."""
+    return own.overlap.by_slice or (own.topology.has_server and isinstance(own.overlap, Priority))
+
+
 def merges_by_slice(own: StageParts, workers: int) -> bool:
     """Whether a merge is of all workers, by a sum and a step that go element by element."""
     whole = own.sync.in_rounds and own.sync.quorum(workers) == workers
@@ -215,12 +220,14 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "it has a loop of its own", "schedule=single"
     elif own.sync.exchange != "gradient":
         why, instead = "local steps make one update, and only after the last is there anything to send", "sync=bsp"
-    elif own.topology.has_server and (own.overlap.compresses or (own.overlap.crosses and not own.overlap.pulls)):
-        why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=slices"
+    elif own.topology.has_server and (own.overlap.compresses or own.overlap.halves):
+        why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=priority"
     elif own.overlap.pulls and not own.topology.has_server:
         why, instead = "there is no server to pull from", "topology=parameter_server, or overlap=priority"
-    elif own.overlap.by_slice and not merges_by_slice(own, len(stage.workers)):
+    elif by_slice(own) and not merges_by_slice(own, len(stage.workers)):
         why, instead = "a slice is merged once it has come from all, by a sum and one step", "sync=bsp"
+    elif own.topology.has_server and isinstance(own.overlap, Priority) and own.overlap.timed:
+        why, instead = "what it weighs are sums", f"overlap.{own.overlap.untimed}"
     elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own", "sync=bsp"
     elif OVERLAP not in carried_by(own.topology, own.sync):
@@ -233,7 +240,7 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
-    elif (own.overlap.by_slice or (own.overlap.crosses and not own.overlap.pulls)) and not own.optimizer.elementwise:
+    elif (by_slice(own) or (own.overlap.crosses and not own.overlap.pulls)) and not own.optimizer.elementwise:
         why, instead = "the optimizer steps on one layer group at a time, and does not say elementwise", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
         why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"

@@ -153,7 +153,7 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
         hidden_ns = stage.delayed.beside(steps) * step_ns[rank] if stage.delayed else 0
         cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden_ns))
-    if stage.sums_beside and beside_of(cluster) and span_ns:  # chains do not know all that sums cost
+    if (stage.by_priority or (stage.sums_beside and beside_of(cluster))) and span_ns:  # chains do not know all
         cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n
     return replace(
         plan,

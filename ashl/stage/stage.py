@@ -152,6 +152,11 @@ class Stage:
         """Of the work of a whole push, what merging one takes a server that has a piece of the model, or a slice."""
         return self.link.d / self.trainer.num_params if self.overlap.by_slice else 1 / self.topology.servers
 
+    @cached_property
+    def by_priority(self) -> bool:
+        """Whether a server merges slice by slice while the next forward pass goes on."""
+        return self.topology.has_server and self.overlap.crosses and not self.overlap.pulls
+
     @property
     def sums_beside(self) -> bool:
         """Whether its workers compute while something of theirs is summed."""

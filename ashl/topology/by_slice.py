@@ -66,8 +66,11 @@ async def pulled(node: Node, stage: Stage, body: Any) -> Any:
 
 
 async def taken(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Take in one slice, and send it back where it has come from all; the model is another one with the last alone."""
+    """Take in one slice, and send it back where it has come from all; returns whether the model is another one, which
+    it is with the last alone."""
     number, samples = map(int, message.meta)
+    if stage.by_priority:
+        await node.send(message.src, stage.tag("had"), None, (number,))
     start, stop = stage.once(slices)[number]
     push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
     share = (stop - start) / stage.trainer.num_params
@@ -76,7 +79,7 @@ async def taken(node: Node, stage: Stage, state: ServerState, message: Message) 
         body = state.made[number][1]
         for rank in stage.workers:
             await node.send(rank, stage.tag("back"), body, (number,))
-    return False
+    return stage.by_priority and whole(stage, state)
 
 
 async def after_slices(node: Node, stage: Stage, state: ServerState) -> Stage:
@@ -98,7 +101,8 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
     del state.slices[number]
     members.sort(key=attrgetter("worker"))
     weights = stage.doing(state.workers).weights_of(members, state.tally.gone)
-    lr = stage.trainer.rate(state.tally.samples) * cast("ServerRule", stage.sync).anneal(state.rule_state)
+    annealed = cast("ServerRule", stage.sync).anneal(state.rule_state)
+    lr = stage.trainer.rate(state.tally.samples - state.counted) * annealed
     step_on(stage, state, number, stage.aggregate.fold(members, weights), lr)
 
 
@@ -109,9 +113,22 @@ def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: floa
 
 def joined(stage: Stage, state: ServerState, update: Any, lr: float) -> tuple[Any, Any, Any]:
     """(moments, outer moments, model) once the last slice has come from all, too."""
-    places = stage.once(slices)
-    step_on(stage, state, len(places) - 1, update, lr)
-    in_order = [state.made[number] for number in sorted(state.made, key=places.__getitem__)]
-    state.made = {}
-    moments, params = stage.trainer.joined(in_order)
+    step_on(stage, state, len(stage.once(slices)) - 1, update, lr)
+    moments, params = in_order(stage, state)
     return moments, state.outer_state, params
+
+
+def in_order(stage: Stage, state: ServerState) -> tuple[Any, Any]:
+    """(moments, model) of all slices."""
+    made = [state.made[number] for number in sorted(state.made, key=stage.once(slices).__getitem__)]
+    state.made = {}
+    return stage.trainer.joined(made)
+
+
+def whole(stage: Stage, state: ServerState) -> bool:
+    """By priority: whether a step that counts is in all slices, and so in the model now."""
+    if not state.counted or len(state.made) < len(stage.once(slices)):
+        return False
+    state.moments, state.params = in_order(stage, state)
+    state.counted = 0
+    return True

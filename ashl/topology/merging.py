@@ -17,6 +17,7 @@ from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.stage import GO, Stage
+from ashl.topology.by_priority import counted
 from ashl.topology.by_slice import after_slices, joined
 from ashl.topology.local_work import reports_mean
 from ashl.topology.members import away
@@ -50,6 +51,8 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     if late or tally.diverged:
         tally.drop(worker, steps)
         return False
+    if stage.by_priority:
+        return counted(stage, state, message)
     return await rule.messages().absorb(node, stage, state, message)
 
 
@@ -142,7 +145,7 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
     tally.now_s = node.now
     what, applied = orders_of(stage, state, rank), (tally.version, tally.steps, tally.samples)
     body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
-    body = head(stage, body) if stage.overlap.pulls and changed else body
+    body = head(stage, body) if stage.messages and changed else body
     meta = Pull(GO, *applied, staleness, late, 0, *what)
     await node.send(rank, state.pulls[rank], body, (*meta, *away(stage, tally.gone)) if stage.reshards else meta)
     return changed

@@ -27,6 +27,7 @@ from ashl.stage.link import Ends
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.topology.by_priority import drained, given_up
 from ashl.topology.by_slice import taken
 from ashl.topology.delayed import AT_ONCE_S, at_border, worked
 from ashl.topology.dismissal import call_in, dismiss
@@ -198,6 +199,7 @@ class ServerState:
     profile: Profile | None = None  # as measured by a profiling stage
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
     entered: int | None = None  # the stage that it is in
+    counted: int = 0  # samples of a step of which not all slices are merged yet
     averages: Any = None  # what an online planner has seen
     rule_state: Any = None  # the sync rule's own
     word: int = GO  # NEXT while the work that is under way is waited for
@@ -221,7 +223,7 @@ class ServerState:
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
         self.entered, self.word, self.called, self.reason, self.ahead = stage.index, GO, (), None, None
-        self.slices, self.made = {}, {}
+        self.slices, self.made, self.counted = {}, {}, 0
         self.tally.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.tally)
         self.workers, self.ends = stage.plan.workers, stage.entered(self.ends, self.tally.samples)
@@ -266,6 +268,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
         state.batch, state.last = int(reply.batch) or state.batch, word == LAST
         if word in (NEXT, STOP):
+            if stage.by_priority:
+                await given_up(node, stage, state)
             await node.drop(stage.tag("back"))  # slices of a model that comes as a whole now, or no more
             leave(node, stage, word, int(reply.end_ns))
         node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=bool(reply.dropped), loss=loss)
@@ -280,7 +284,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     """
     tally, rule, push = state.tally, rule_of(stage), stage.tag("push")
     state.enter(stage, node.now)
-    slices = {stage.tag("slice"): taken} if stage.overlap.by_slice else {}
+    slices = {stage.tag("slice"): taken} if stage.overlap.by_slice or stage.by_priority else {}
     incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.judge.deadline_s
     endless = node.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
@@ -316,6 +320,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
             ]
             if stage.overlap.pulls:
                 await following(node, stage, ranks, state.params)
+    await drained(node, stage, state)
     if state.word == STOP:
         node.mark(stage.index, None)
     await node.drop(*slices)  # of pushes that are too late

@@ -19,6 +19,7 @@ from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
 from ashl.runtime.sums import piece, together
 from ashl.stage.stage import Stage
+from ashl.topology import by_priority
 from ashl.topology.by_slice import pulled, push_slices, slices
 from ashl.topology.estimate import draw
 from ashl.topology.local_work import Work, WorkerState
@@ -27,6 +28,8 @@ from ashl.topology.local_work import Work, WorkerState
 async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
     """One gradient, whose last slice is the body; the others are on their way. At its end a model that came in parts is
     there as a whole."""
+    if stage.by_priority:
+        return await by_priority.step(node, stage, state)
     start, tags = node.now, [tag for _, tag in stage.ready]
     step, span = draw(state)
     needs = () if state.coming is None else tuple((stage.messages[k].needed, tag) for k, tag in groups(stage))
@@ -65,7 +68,7 @@ async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
 
 async def put_together(node: Node, stage: Stage, push: Message) -> Message:
     """At the server: a push with the slices that left before it; it began when the first of them did."""
-    if stage.overlap.by_slice:  # they have been taken in one by one
+    if stage.overlap.by_slice or stage.by_priority:  # they have been taken in one by one
         return push
     before = [await node.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # the first layers first
@@ -86,7 +89,9 @@ def groups(stage: Stage) -> list[tuple[int, Tag]]:
 
 
 def head(stage: Stage, model: Any) -> Any:
-    """What goes with the reply: what forward needs first, or the last slice."""
+    """What goes with the reply: the model, or what forward needs first, or the last slice; by priority, nothing."""
+    if not stage.overlap.pulls:
+        return None if stage.by_priority else model
     if stage.overlap.by_slice:
         return piece(model, *stage.once(slices)[-1])
     return piece(model, stage.messages[-1].start, stage.messages[-1].stop)
@@ -106,9 +111,11 @@ async def settled(node: Node, stage: Stage, state: WorkerState) -> bool:
     """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are all there."""
     if stage.overlap.by_slice:
         state.params = await pulled(node, stage, state.coming)
-    elif node.wants_mark:
-        state.params = together([state.coming, *[(await node.recv(tag)).body for _, tag in groups(stage)]])
-    else:
+    elif not node.wants_mark:
         return False
+    elif stage.by_priority:
+        await by_priority.flushed(node, stage, state)
+    else:
+        state.params = together([state.coming, *[(await node.recv(tag)).body for _, tag in groups(stage)]])
     state.coming = None
     return True

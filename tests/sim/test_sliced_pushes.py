@@ -9,11 +9,14 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import layer_groups
 from ashl.planning.chains import chain_of
 from tests.benchmarks.simulator import simulation
-from tests.support import planned, simulated
+from tests.support import planned, run, simulated
 
 LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.002", "cluster.step_s=0.03")
 SERVER = ("topology=parameter_server", "dataset=synthetic", "model=lenet", "optimizer.momentum=0.9", *LINKS)
+FIRST = "priority overlap.slice=3000 overlap.credit=6000"
 UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
+
+SMALL = (*SERVER, *UNEQUAL, "sync=bsp", "dataset=digits", "model=mlp", "model.hidden=[64]")
 
 
 def four_layers(overlap: str, workers: int, **spec: object) -> Plan:
@@ -49,6 +52,9 @@ def four_layers(overlap: str, workers: int, **spec: object) -> Plan:
         ("slices.Slices", {"slice": 250}, 1, 9 * (22 + 1) + 22),
         ("slices.Slices", {"slice": 750}, 1, 9 * (22 - 5 + 3 + 2 + 3) + 22),  # of 3, 3, 1, 1, 3 and 2
         ("slices.Slices", {"slice": 1500}, 1, 9 * (9 + 6 + 13) + 22),
+        # What the next forward pass needs first goes first, and the other slices go on under it: 20 and a pull of 1.
+        ("priority.Priority", {"plan": "layers", "slice": 250, "credit": 250}, 1, 9 * (20 + 1) + 22),
+        ("priority.Priority", {"plan": "layers", "slice": 250, "credit": 500}, 1, 9 * (21 + 1) + 22),
         # Through one port the second pull comes after 26, a push of that worker begins with its first slice, and the
         # port serves it last. In the first round both begin at once.
         ("none.Serial", {}, 2, 15 + 26 + 9 * (26 + 15 + 13)),
@@ -65,15 +71,34 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, s
 @pytest.mark.parametrize("sync", ["bsp", pytest.param("backup", marks=pytest.mark.slow)])
 def test_same_model_in_less_time(sync) -> None:
     runs = [
-        simulated(*SERVER, *UNEQUAL, f"sync={sync}", "stop.steps=9", f"overlap={overlap}")
-        for overlap in ("none", "wfbp", "merged", "tictac", "slices" if sync == "bsp" else "tictac")
+        simulated(*SERVER, *UNEQUAL, f"sync={sync}", "stop.steps=9", *f"overlap={overlap}".split())
+        for overlap in ("none", "wfbp", "merged", "tictac", *(("slices", FIRST) if sync == "bsp" else ("tictac",) * 2))
     ]
     if sync == "bsp":  # who comes too late hangs on the clock
         assert len({run.sha256 for run in runs}) == 1
         assert len({run.of("ledger")[0]["bytes_up"] for run in runs}) == 1
-    serial, each, merged, ordered, sliced = (run.time_ns for run in runs)
-    assert sliced <= ordered < max(each, merged) < serial
+    serial, each, merged, ordered, sliced, first = (run.time_ns for run in runs)
+    assert first <= sliced <= ordered < max(each, merged) < serial
     assert all(sum(run.end["steps_by"]) == run.end["steps"] for run in runs)
+
+
+def test_a_model_by_priority_is_whole_when_time_is_over() -> None:
+    """What counts is in it, and what does not is not."""
+    ended = simulated(*SMALL, *f"overlap={FIRST} stop.seconds=0.4".split())
+    steps = simulated(*SMALL, f"stop.steps={ended.end['steps']}")
+    assert ended.sha256 == steps.sha256
+    assert ended.time_ns == 400_000_000
+    assert ended.end["steps"] > 6
+
+
+def test_a_model_by_priority_is_handed_to_the_next_stage() -> None:
+    serial, first = (planned(*SMALL, "stop.steps=15", *f"overlap={overlap}".split()) for overlap in ("none", FIRST))
+    runs = []
+    for own in (serial, first):
+        stage = own.stages[0]
+        runs.append(run(replace(own, stages=(replace(stage, until={"commits": 9}), replace(stage, name="then")))))
+    assert runs[0].sha256 == runs[1].sha256
+    assert [end["steps"] for end in runs[1].of("stage")] == [end["steps"] for end in runs[0].of("stage")]
 
 
 @pytest.mark.parametrize(("latency_s", "slice"), [(0.1, 250), (0.25, 400)])

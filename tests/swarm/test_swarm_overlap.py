@@ -44,7 +44,9 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     stage = bound(rng, BSP(exchange="gradient"), topology, cluster.num_workers, drawn_limits(rng))
     size = stage.trainer.num_params
     if topology.has_server:
-        overlap = rng.choice([WFBP(), TicTac(plan="layers"), Slices(slice=rng.randint(max(1, size // 20), size))])
+        slices = rng.randint(max(1, size // 20), size)
+        priority = Priority(plan="layers", slice=slices, credit=rng.randint(1, 5) * slices)
+        overlap = rng.choice([WFBP(), TicTac(plan="layers"), Slices(slice=slices), priority])
         return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
     slices, plan = rng.randint(max(1, size // 20), size), rng.choice(["layers", "bytes"])
     priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5) * slices)
