@@ -83,15 +83,21 @@ class Pair:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def say(self, header: torch.Tensor) -> None:
-        """Send a header, one at a time."""
+        """Send a header with what follows it, one at a time."""
+        words = wire.HEADER_WORDS
+        parts = [header] if header.numel() == words else [header[:words], header[words:]]
         with self._saying:
-            self.group.send([header], self.place, wire.HEADERS).wait()
+            for part in parts:
+                self.group.send([part], self.place, wire.HEADERS).wait()
 
     def header(self) -> wire.Header:
         """The next one that comes. Raises WireError."""
-        raw = torch.empty(wire.HEADER_WORDS, dtype=torch.int64)
+        return wire.decode(self._words(wire.HEADER_WORDS), self.links.max_bytes, self._words)
+
+    def _words(self, count: int) -> torch.Tensor:
+        raw = torch.empty(count, dtype=torch.int64)
         self.group.recv([raw], self.place, wire.HEADERS).wait()
-        return wire.decode(raw, self.links.max_bytes)
+        return raw
 
     def _put(self, item: Message | Delivered) -> None:
         with self._lock:
@@ -103,7 +109,7 @@ class Pair:
         try:
             while (parcel := self.out.get()) is not None:
                 self._wait_until(parcel.header_ns)
-                parcel.header[wire.RECEIPT :] = torch.tensor(self._came)
+                parcel.header[wire.RECEIPT : wire.HEADER_WORDS] = torch.tensor(self._came)
                 self.say(parcel.header)
                 if parcel.body is not None and parcel.body.numel():
                     self._left.append(clock())

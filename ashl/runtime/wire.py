@@ -1,12 +1,13 @@
 """What travels between processes: a header of 26 int64, then one flat body of uint8. Nothing is ever unpickled.
+Where a message has more numbers than a header holds, what is left of them follows the header, ahead of the body.
 
     0      magic and version
     1, 2   the tag's name, up to 16 ASCII bytes
     3, 4   the tag's stage and iteration
     5      what the header is: a message, a goodbye, or the word that a body may go
     6, 7   bytes of the body, code of its element type; an empty body is not the same as none
-    8      how many numbers of meta follow
-    9-23   meta, as the bits of float64
+    8      how many numbers of meta there are
+    9-23   the first of them, as the bits of float64
     24, 25 how many bodies have come from the rank that this goes to, nanoseconds from header to last byte of the last
 
 Everything that comes is checked against bounds before memory is taken for it.
@@ -15,6 +16,7 @@ Everything that comes is checked against bounds before memory is taken for it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor
 
 from ashl.runtime.effects import Tag
 
-META = 15
+META = 15  # numbers in a header
+MOST = 4096  # ... and in all: more than who is there, among 100,000 workers, takes
 RECEIPT = 9 + META  # where it stands: it is filled in as the header leaves
 HEADER_WORDS = RECEIPT + 2
 MAGIC = 0x4153484C0002
@@ -46,22 +49,24 @@ class Header(NamedTuple):
 
 
 def encode(kind: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) -> Tensor:
-    """The header of a message. Raises ValueError where a name is too long or there are too many numbers."""
+    """The header of a message, and the numbers that follow it. Raises ValueError where a name is too long or there are
+    too many numbers."""
     name, stage, iteration = tag
     text = name.encode("ascii")
-    if len(text) > 16 or len(meta) > META:
+    if len(text) > 16 or len(meta) > MOST:
         raise ValueError(f"tag {name!r} with {len(meta)} numbers does not fit a header")
     nbytes, dtype = (0, NO_BODY) if body is None else (body.nbytes, DTYPES.index(body.dtype))
     words = [MAGIC, *struct.unpack("<2q", text.ljust(16, b"\0")), stage, iteration, kind, nbytes, dtype, len(meta)]
     words += struct.unpack(f"<{len(meta)}q", struct.pack(f"<{len(meta)}d", *meta))
-    return torch.tensor(words + [0] * (HEADER_WORDS - len(words)), dtype=torch.int64)
+    words[RECEIPT:RECEIPT] = [0] * max(2, HEADER_WORDS - len(words))
+    return torch.tensor(words, dtype=torch.int64)
 
 
-def decode(header: Tensor, max_bytes: int) -> Header:
-    """Raises WireError on anything out of bounds."""
+def decode(header: Tensor, max_bytes: int, rest: Callable[[int], Tensor]) -> Header:
+    """`rest` waits for as many words that follow the header. Raises WireError on anything out of bounds."""
     words = header.tolist()
     magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, count = words[:9]
-    if magic != MAGIC or kind not in (MESSAGE, BYE, GRANT) or not 0 <= count <= META or not 0 <= dtype <= NO_BODY:
+    if magic != MAGIC or kind not in (MESSAGE, BYE, GRANT) or not 0 <= count <= MOST or not 0 <= dtype <= NO_BODY:
         raise WireError("a header of another version or program")
     element = None if dtype == NO_BODY else DTYPES[dtype]
     if not 0 <= nbytes <= max_bytes or (nbytes % element.itemsize if element else nbytes):
@@ -72,5 +77,6 @@ def decode(header: Tensor, max_bytes: int) -> Header:
     bodies, took_ns = words[RECEIPT:]
     if bodies < 0 or took_ns < 0:
         raise WireError("a receipt that is none")
-    meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *words[9 : 9 + count]))
+    numbers = words[9 : min(9 + count, RECEIPT)] + (rest(count - META).tolist() if count > META else [])
+    meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *numbers))
     return Header(kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta, (bodies, took_ns))

@@ -1,6 +1,8 @@
 """The header of a message: what goes in comes out, and whatever else comes is a WireError before memory is taken."""
 
+import queue
 import struct
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,19 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ashl.runtime import wire
+from ashl.runtime.effects import Message
+from ashl.runtime.plane import Links
 from ashl.size_only import SizeOnly
 
 MAX_BYTES = 10_000
 INT64 = st.integers(-(2**63), 2**63 - 1)
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=16)
 tags = st.tuples(names, st.integers(0, 2**31 - 1), st.integers(0, 2**62 - 1))
-metas = st.lists(st.floats(), max_size=wire.META).map(tuple)
+metas = st.lists(st.floats(), max_size=2 * wire.META).map(tuple)
 bodies = st.one_of(
     st.none(),
     st.builds(
         lambda dtype, n: torch.zeros(n, dtype=dtype), st.sampled_from(wire.DTYPES), st.integers(0, MAX_BYTES // 8)
     ),
 )
+
+
+def read(raw: torch.Tensor) -> wire.Header:
+    """What a header is taken for, with what follows it."""
+
+    def rest(count: int) -> torch.Tensor:
+        assert 0 < count <= wire.MOST - wire.META, "checked before memory is taken"
+        return torch.cat([raw[wire.HEADER_WORDS :], torch.zeros(wire.MOST, dtype=torch.int64)])[:count]
+
+    return wire.decode(raw[: wire.HEADER_WORDS], MAX_BYTES, rest)
 
 
 def bits(meta: tuple[float, ...]) -> bytes:
@@ -30,8 +44,11 @@ def bits(meta: tuple[float, ...]) -> bytes:
 @given(st.sampled_from([wire.MESSAGE, wire.BYE]), tags, bodies, metas)
 def test_round_trip(kind, tag, body, meta) -> None:
     raw = wire.encode(kind, tag, body, meta)
-    assert (raw.dtype, tuple(raw.shape)) == (torch.int64, (wire.HEADER_WORDS,))
-    header = wire.decode(raw, MAX_BYTES)
+    assert (raw.dtype, tuple(raw.shape)) == (
+        torch.int64,
+        (wire.HEADER_WORDS + max(0, len(meta) - wire.META),),
+    )
+    header = read(raw)
     assert header[:3] == (kind, tag, 0 if body is None else body.nbytes)
     assert header.dtype == (None if body is None else body.dtype), "an empty body is a body"
     assert bits(header.meta) == bits(meta)  # also of NaNs
@@ -42,7 +59,7 @@ def test_round_trip(kind, tag, body, meta) -> None:
 )
 def test_noise_is_refused(words) -> None:
     with pytest.raises(wire.WireError):
-        wire.decode(torch.tensor(words), MAX_BYTES)
+        read(torch.tensor(words))
 
 
 @given(tags, bodies, metas, st.dictionaries(st.integers(1, wire.HEADER_WORDS - 1), INT64, max_size=4))
@@ -51,7 +68,7 @@ def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, met
     for index, word in replaced.items():
         raw[index] = word
     try:
-        header = wire.decode(raw, MAX_BYTES)
+        header = read(raw)
     except wire.WireError:
         return
     name, stage, iteration = header.tag
@@ -61,7 +78,7 @@ def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, met
     assert len(name) <= 16
     assert name.isascii()
     assert min(stage, iteration) >= 0
-    assert len(header.meta) <= wire.META
+    assert len(header.meta) <= wire.MOST
 
 
 @pytest.mark.parametrize(
@@ -83,7 +100,7 @@ def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, met
         (7, -1),
         (7, len(wire.DTYPES)),
         (8, -1),
-        (8, wire.META + 1),
+        (8, wire.MOST + 1),
         (8, 2**40),
         (wire.RECEIPT, -1),
         (wire.RECEIPT + 1, -1),
@@ -93,14 +110,47 @@ def test_each_word_is_checked(index: int, word: int) -> None:
     raw = wire.encode(wire.MESSAGE, ("push", 0, 0), torch.zeros(8), (1.0,))
     raw[index] = word
     with pytest.raises(wire.WireError):
-        wire.decode(raw, MAX_BYTES)
+        read(raw)
 
 
 def test_what_does_not_fit_is_refused_by_the_sender() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         wire.encode(wire.MESSAGE, ("a-name-of-17-char", 0, 0))
     with pytest.raises(ValueError, match="does not fit"):
-        wire.encode(wire.MESSAGE, ("push", 0, 0), meta=(0.0,) * (wire.META + 1))
+        wire.encode(wire.MESSAGE, ("push", 0, 0), meta=(0.0,) * (wire.MOST + 1))
+
+
+class Pipe:
+    """A group of two in one process, as strict about lengths as gloo: of whoever sends, and of whoever receives."""
+
+    def __init__(self) -> None:
+        self.lines = {plane: queue.SimpleQueue[torch.Tensor]() for plane in (wire.HEADERS, wire.BODIES)}
+
+    def send(self, tensors: list[torch.Tensor], _place: int, plane: int) -> Any:
+        self.lines[plane].put(tensors[0].clone())
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], _place: int, plane: int) -> Any:
+        came = self.lines[plane].get(timeout=10)
+        assert came.shape == tensors[0].shape
+        tensors[0].copy_(came)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too() -> None:
+    """With data dealt anew an answer names who is gone: of 300 workers in more numbers than a header has."""
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    links = Links({1: (cast("Any", Pipe()), 1)}, inbox, lambda: 0, lambda *_: 0, MAX_BYTES)  # what it sends comes back
+    body, metas = torch.arange(5.0), [tuple(map(float, range(n))) for n in (wire.META, wire.META + 1, 400, 2)]
+    for round_, meta in enumerate(metas):
+        links.post(1, ("pull", 0, round_), body, meta, (0, 0), lambda _: None)
+    came = [next(item for item in iter(inbox.get, None) if isinstance(item, Message)) for _ in metas]
+    assert [(message.tag[2], message.meta) for message in came] == list(enumerate(metas))
+    assert all(torch.equal(message.body, body) for message in came)
+    links.goodbye(5.0)
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
