@@ -299,7 +299,12 @@ class Stage:
 
     def doing(self, workers: tuple[WorkerPlan, ...]) -> Stage:
         """The stage with its workers doing something else from now on; their shards stay as they are."""
-        return self if workers is self.plan.workers else replace(self, plan=replace(self.plan, workers=workers))
+        if workers is self.plan.workers:
+            return self
+        last: Stage | None = self._once.get("doing")
+        if last is None or last.plan.workers is not workers:
+            self._once["doing"] = last = replace(self, plan=replace(self.plan, workers=workers))
+        return last
 
     def assigned(self, rows: Sequence[Assignment]) -> Stage:
         """The stage as planned during the run, with everybody's shard as planned."""

@@ -111,6 +111,19 @@ def test_weights_by_the_data_follow_them() -> None:
     assert stage.handed(()) is stage
 
 
+def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = assemble(planned(*RUN, "runtime.on_loss=reshard"), "cpu").stages[0]
+    dealt, deal = [], type(stage.trainer).handed
+    monkeypatch.setattr(type(stage.trainer), "handed", lambda self, gone: dealt.append(gone) or deal(self, gone))
+    resized = [tuple(replace(w, batch=size) for w in stage.plan.workers) for size in (8, 4)]
+    for workers in (stage.plan.workers, *resized):
+        dealt.clear()
+        merges = [stage.doing(workers).handed({LOST}) for _ in range(3)]
+        assert len(dealt) == 1
+        assert {merge.worker(0).batch for merge in merges} == {workers[0].batch}
+        assert merges[0].worker(0).data_share > stage.worker(0).data_share
+
+
 def test_what_takes_a_shard_as_a_whole_cannot_have_more_on_the_way() -> None:
     with pytest.raises(UsageError, match=r"a worker computes with its whole shard at once.*on_loss=forget"):
         planned(*RUN, "sync=bsp", "topology=all_reduce", "optimizer=bcd", "runtime.on_loss=reshard")
