@@ -242,15 +242,17 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     if place.rank < plan.num_workers:
         assert isinstance(stage.trainer, Trainer)
         warm_up(stage.trainer, place.rank)
+    lives = dict.fromkeys(all_others, 0)
     if place.life:
         reporter.emit(Ready(place.rank))
         entry = come_in(store, all_others, place.rank, place.life, lambda: reporter.news)
         if entry is None:
             return
         kernel.enter(entry)
+        lives |= entry.lives
         reporter.emit(Joined(place.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
-    roll = Roll(kernel, place.rank, all_others, store, agreement)
+    roll = Roll(kernel, place.rank, place.life, lives, store, agreement)
     reporter.heard, reporter.beat = roll.hear, kernel.beat
     for event in parts.cluster.events if parts.cluster.befalls else ():
         late = place.life and event.time_s * 1e9 < kernel.now_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from ashl.run.sealed import Sealed
 from ashl.runtime.agreement import Agreement
@@ -15,10 +16,17 @@ class Roll:
     """Hears the news in the reporter's thread, and acts on what they say of this rank's peers."""
 
     def __init__(
-        self, kernel: TorchKernel, rank: int, peers: tuple[int, ...], store: Sealed, agreement: Agreement | None
+        self,
+        kernel: TorchKernel,
+        rank: int,
+        life: int,
+        peers: Mapping[int, int],
+        store: Sealed,
+        agreement: Agreement | None,
     ) -> None:
-        self._kernel, self._rank, self._peers, self._store, self._agreement = kernel, rank, peers, store, agreement
-        self._lives = dict.fromkeys(peers, 0)  # the last one of each peer that was let in
+        """`life` is this rank's, `peers` say that of each."""
+        self._kernel, self._rank, self._life, self._store, self._agreement = kernel, rank, life, store, agreement
+        self._lives = dict(peers)  # the last one of each that was let in
         self._gone: dict[int, int] = {}  # the last one of each that is over
         self._lock = threading.Lock()
 
@@ -29,6 +37,8 @@ class Roll:
             return {rank for rank, life in self._gone.items() if life >= self._lives.get(rank, 0)}
 
     def hear(self, news: News) -> None:
+        if not self._kernel.started:
+            return  # there are no links yet, and all is said again
         before, lost = self._gone, dict(news.lost)
         with self._lock:
             self._gone = lost
@@ -38,14 +48,14 @@ class Roll:
                 if self._agreement is not None:
                     self._agreement.lose(rank, life)
         for rank, life in news.ready:
-            if rank in self._peers and life > self._lives[rank]:
+            if life > self._lives.get(rank, life):
                 with self._lock:
                     self._lives[rank] = life
                 threading.Thread(target=self._let_in, args=(rank, life), daemon=True, name=f"let_in-{rank}").start()
 
     def _let_in(self, rank: int, life: int) -> None:
         store = self._store.another()
-        group = let_in(store, self._rank, rank, life, self._kernel.clock_ns)
+        group = let_in(store, self._rank, self._life, rank, life, self._kernel.clock_ns)
         self._kernel.meet(rank, life, group)
         if self._agreement is not None:
             self._agreement.meet(rank, life)

@@ -36,9 +36,11 @@ class Shared(Protocol):
 
 
 class Entry(NamedTuple):
-    """What a worker that comes needs: a group with each peer, and when the run's clock was zero, by its own."""
+    """What a worker that comes needs: a group with each peer, in which life that is, and when the run's clock was zero,
+    by its own."""
 
     groups: dict[int, dist.ProcessGroup]
+    lives: dict[int, int]
     zero_ns: int
 
 
@@ -97,10 +99,12 @@ def watched(act: Callable[[], T], in_vain: Callable[[], bool]) -> T | None:
     return outcome.result()
 
 
-def let_in(store: dist.Store, peer: int, worker: int, life: int, clock_ns: Callable[[], int]) -> dist.ProcessGroup:
+def let_in(
+    store: dist.Store, peer: int, own_life: int, worker: int, life: int, clock_ns: Callable[[], int]
+) -> dist.ProcessGroup:
     """At a peer, whose run has this clock: the group with a worker that comes. Waits for it."""
     name, now_ns = name_of(peer, worker, life), clock_ns()
-    store.set(name, f"{time.monotonic_ns() - now_ns} {now_ns} {clock_of()}")
+    store.set(name, f"{time.monotonic_ns() - now_ns} {now_ns} {clock_of()} {own_life}")
     return of_some(name, store, MET)
 
 
@@ -116,7 +120,7 @@ def come_in(shared: Shared, peers: Iterable[int], worker: int, life: int, news: 
         if news().end is not None:
             return None
         time.sleep(POLL_S)
-    groups, zero_ns, store = dict[int, dist.ProcessGroup](), 0, shared.another()
+    groups, lives, zero_ns, store = dict[int, dist.ProcessGroup](), dict[int, int](), 0, shared.another()
 
     def in_vain(peer: int) -> bool:
         return peer in dict(news().lost) or news().end is not None
@@ -128,10 +132,10 @@ def come_in(shared: Shared, peers: Iterable[int], worker: int, life: int, news: 
 
     for peer in peers:
         if there(peer, name := name_of(peer, worker, life)):
-            zero, now, clock = map(int, store.get(name).split())
+            zero, now, clock, lives[peer] = map(int, store.get(name).split())
             zero_ns = zero if clock == clock_of() else time.monotonic_ns() - now
             group = watched(partial(of_some, name, shared.another(), NEWCOMER), partial(in_vain, peer))
             groups |= {} if group is None else {peer: group}
     for peer in groups:
         there(peer, known_to(name_of(peer, worker, life)))
-    return None if news().end is not None else Entry(groups, zero_ns)
+    return None if news().end is not None else Entry(groups, lives, zero_ns)

@@ -54,7 +54,7 @@ class Pair:
     """The link to one peer, over a group in which the peer has this place: a sender and a listener thread. Where what
     comes is to be taken for something, and when, `Links` says."""
 
-    def __init__(self, links: Links, peer: int, group: dist.ProcessGroup, place: int, life: int = 0) -> None:
+    def __init__(self, links: Links, peer: int, group: dist.ProcessGroup, place: int, life: int) -> None:
         self.links, self.peer, self.life, self.group, self.place = links, peer, life, group, place
         self.lost = False  # what is sent there may never come back
         self.out: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
@@ -164,7 +164,7 @@ class Links:
 
     def __init__(
         self,
-        pairs: Mapping[int, tuple[dist.ProcessGroup, int]],
+        pairs: Mapping[int, tuple[dist.ProcessGroup, int, int]],
         inbox: queue.SimpleQueue,
         clock_ns: Callable[[], int],
         due_ns: Callable[[int, int, int, int], int],
@@ -172,8 +172,9 @@ class Links:
         device: str = HOST,
         bodies: Bodies | None = None,
     ) -> None:
-        """`pairs`: by which group each peer is reached, and its place there. `due_ns(src, nbytes, header, now)` says
-        when a paced message counts as delivered. `bodies` are carried by gloo unless something else is given."""
+        """`pairs`: by which group each peer is reached, its place there, and its life. `due_ns(src, nbytes, header,
+        now)` says when a paced message counts as delivered. `bodies` are carried by gloo unless something else is
+        given."""
         self.bodies = bodies or Direct()
         self.inbox, self.clock, self.due, self.max_bytes, self.device = inbox, clock_ns, due_ns, max_bytes, device
         self._pairs = {peer: Pair(self, peer, *way) for peer, way in pairs.items()}

@@ -150,9 +150,9 @@ class TorchKernel:
         posted have ended. The clock starts now, on all ranks, but for who comes later."""
         if self._entry is None:
             self._zero = common_zero() - self._since_ns  # before anything is listened to, which is timed by it
-            pairs = {peer: (world(), peer) for peer in self._peers}
+            pairs = {peer: (world(), peer, 0) for peer in self._peers}
         else:
-            pairs = {peer: (group, MET) for peer, group in self._entry.groups.items()}
+            pairs = {peer: (group, MET, self._entry.lives[peer]) for peer, group in self._entry.groups.items()}
             for peer in set(self._peers) - pairs.keys():
                 self._inbox.put(fx.PeerLostError(peer, "it was lost before"))
         when = self.clock_ns, self.pace.arrival

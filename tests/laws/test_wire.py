@@ -143,7 +143,9 @@ class Pipe:
 def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too() -> None:
     """With data dealt anew an answer names who is gone: of 300 workers in more numbers than a header has."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    links = Links({1: (cast("Any", Pipe()), 1)}, inbox, lambda: 0, lambda *_: 0, MAX_BYTES)  # what it sends comes back
+    links = Links(
+        {1: (cast("Any", Pipe()), 1, 0)}, inbox, lambda: 0, lambda *_: 0, MAX_BYTES
+    )  # what it sends comes back
     body, metas = torch.arange(5.0), [tuple(map(float, range(n))) for n in (wire.META, wire.META + 1, 400, 2)]
     for round_, meta in enumerate(metas):
         links.post(1, ("pull", 0, round_), body, meta, (0, 0), lambda _: None)

@@ -1,0 +1,119 @@
+"""Who comes (back) is let in at each of its peers, whatever these are doing: with a store and groups that stand in."""
+
+import queue
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ashl.run import roll as room
+from ashl.run.roll import Roll
+from ashl.runtime import meeting
+from ashl.runtime.effects import LOST
+from ashl.runtime.meeting import Entry, come_in, known_to, let_in, name_of
+from ashl.runtime.news import News
+from ashl.runtime.process import TorchKernel
+from ashl.runtime.records import Missed
+from tests.kernels import Quiet
+
+ANEW = News(ready=((1, 1),))
+
+
+class Store:
+    """What the threads of a job share, in one process."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+
+    def another(self) -> Any:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.known[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.known[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.known for key in keys)
+
+
+class Silent:
+    """A group whose other member says nothing, or is gone."""
+
+    def __init__(self, gone: bool = False) -> None:
+        self.gone, self._over = gone, queue.SimpleQueue[None]()
+
+    def send(self, *_: object) -> Any:
+        return self
+
+    recv = send
+
+    def wait(self) -> None:
+        if self.gone:
+            raise RuntimeError("Connection closed by peer")
+        self._over.get()
+
+
+def kernel_of(seen: Quiet, peers: tuple[int, ...] = ()) -> TorchKernel:
+    pace: Any = SimpleNamespace(arrival=lambda *_: 0, speed=None)
+    return TorchKernel(0, seen, lambda _: pace, peers, 1000, exact=True, groups={})
+
+
+def all_let_in() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("let_in-"):
+            thread.join(5)
+
+
+def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, kernel = Store(), kernel_of(Quiet())
+    monkeypatch.setattr(room, "let_in", lambda *_: Silent())
+    kernel.enter(Entry({}, {}, time.monotonic_ns()))
+    roll = Roll(kernel, 0, 1, {1: 0}, cast("Any", store), None)
+    roll.hear(ANEW)  # between its coming in and its first message
+    all_let_in()
+    known = known_to(name_of(0, 1, 1))
+    assert known not in store.known
+
+    async def main(_: Any) -> bool:
+        roll.hear(ANEW)  # as home says again and again
+        all_let_in()
+        return known in store.known
+
+    assert kernel.run(main)
+
+
+def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
+    kernel = kernel_of(Quiet(), (1,))
+    kernel.enter(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
+    roll, over = Roll(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), News(lost=((1, 0),))
+    roll.hear(over)
+
+    async def main(node: Any) -> str:
+        roll.hear(over)
+        return (await node.recv(LOST, before_s=5.0)).tag[0]
+
+    assert kernel.run(main) == "lost"
+
+
+def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Home takes only the word on a present life that a link to it is broken."""
+    store, seen = cast("Any", Store()), Quiet()
+    said: list[Any] = []
+    monkeypatch.setattr(seen, "emit", said.append)
+    monkeypatch.setattr(meeting, "of_some", lambda *_: Silent(gone=True))
+    let_in(store, 1, 2, 0, 1, lambda: 5)  # rank 1 has come back twice
+    store.set(known_to(name_of(1, 0, 1)), "")
+    entry = come_in(store, [1], 0, 1, lambda: News(ready=((0, 1),)))
+    assert entry is not None
+    kernel = kernel_of(seen, (1,))
+    kernel.enter(entry)
+
+    async def main(node: Any) -> None:
+        await node.recv(LOST, before_s=5.0)
+
+    kernel.run(main)
+    assert [record for record in said if isinstance(record, Missed)] == [Missed(0, 1, 2)]
