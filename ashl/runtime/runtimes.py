@@ -31,10 +31,9 @@ class SimRuntime:
 
 
 @option
-class LocalRuntime:
-    """Real processes on this machine, one per rank, paced to the declared costs."""
+class Processes:
+    """What both have whose ranks are processes."""
 
-    name: ClassVar[str] = "local"
     gradients: ClassVar[bool] = True
     backend: Literal["auto", "gloo", "nccl"]
     sums: Literal["exact", "native"]
@@ -51,20 +50,14 @@ class LocalRuntime:
 
 
 @option
-class TorchrunRuntime:
+class LocalRuntime(Processes):
+    """Real processes on this machine, one per rank, paced to the declared costs."""
+
+    name: ClassVar[str] = "local"
+
+
+@option
+class TorchrunRuntime(Processes):
     """The processes of a job that torchrun, mpirun or srun has started, or whoever sets RANK and WORLD_SIZE."""
 
     name: ClassVar[str] = "torchrun"
-    gradients: ClassVar[bool] = True
-    backend: Literal["auto", "gloo", "nccl"]
-    sums: Literal["exact", "native"]
-    threads: Threads
-    device: Device
-    precision: Precision
-    graphs: Graphs = "auto"
-    share_gpu: bool | None
-    interface: str | None
-    timeout_s: Positive
-    min_workers: Count
-    on_loss: OnLoss = "forget"
-    respawn: Natural

@@ -359,13 +359,17 @@ class Stage:
             present = [rank for rank in self.workers if rank not in gone]
             weights = dict(zip(present, self._weighed([self._sized[rank] for rank in present]), strict=True))
             return [weights[push.worker] for push in pushes]
-        workers = self.plan.workers
-        return self._weighed(
-            [replace(workers[p.worker], local_steps=p.steps, batch=p.samples // p.steps) for p in pushes]
-        )
+        return self._weighed([did(self.plan.workers[push.worker], push) for push in pushes])
 
     def tag(self, name: str, iteration: int = 0) -> Tag:
         return (name, self.index, iteration)
+
+
+def did(worker: WorkerPlan, push: Push) -> WorkerPlan:
+    """A worker as it was in this push, mostly as planned."""
+    steps, batch = push.steps, push.samples // push.steps
+    as_planned = worker.local_steps == steps and worker.batch == batch
+    return worker if as_planned else replace(worker, local_steps=steps, batch=batch)
 
 
 def remember(once: dict[Any, Any], key: Any, stage: Stage) -> None:
