@@ -2,13 +2,18 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ashl.errors import AshlError
+from ashl.runtime import subset_sum
 from ashl.runtime.agreement import Agreement, knock
-from ashl.runtime.effects import Formed, Regroup
+from ashl.runtime.effects import Broken, Formed, Regroup
+from ashl.runtime.meeting import of_some
 from tests.disturbed import wait_for
 
 
@@ -39,6 +44,36 @@ def test_what_ends_as_a_look_is_over_has_ended() -> None:
     agreement.wait((0, 1), Work(None))
     with pytest.raises(RuntimeError, match="closed by peer"):
         agreement.wait((0, 1), Work("closed by peer"))
+
+
+def test_who_is_lost_of_a_team_that_others_have_formed() -> None:
+    agreement = Agreement(Store(), 0, (0, 1, 2), [].append)
+    agreement.lose(1)
+    agreement.meet(1, 1)
+    assert agreement.lost_of((0, 1)) == {1}, "it is one of its first life"
+    assert agreement.lost_of((0, 1), (0, 1)) == frozenset()
+    assert agreement.broken((0, 1), RuntimeError()) == Broken(1)
+    agreement.lose(1, 1)
+    assert agreement.lost_of((0, 1, 2), (0, 1, 0)) == {1}
+
+
+def test_a_sum_by_groups_of_two() -> None:
+    """Where two know that the third is lost, they do not wait for it, nor for what the other would say."""
+    pairs, store = [(0, 1), (0, 2), (1, 2)], dist.HashStore()
+
+    def member(rank: int) -> tuple[Tensor, str]:
+        mine = [(pair, pair.index(rank)) for pair in pairs if rank in pair]
+        ways = {pair[1 - at]: (of_some(f"{pair}", store, at), 1 - at) for pair, at in mine}
+        whole = subset_sum.all_reduce(torch.full((5,), 10.0**rank), (0, 1, 2), rank, 7, ways)
+        with pytest.raises(RuntimeError) if rank < 2 else nullcontext() as caught:
+            if rank < 2:
+                subset_sum.all_reduce(torch.ones(5), (0, 1, 2), rank, 7, ways, {2})
+        return whole, str(caught and caught.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(member, range(3))]
+    assert all(torch.equal(total, torch.full((5,), 111.0)) for total, _ in found)
+    assert [why for _, why in found] == ["rank 2 is lost", "rank 2 is lost", "None"]
 
 
 class Stores:

@@ -215,9 +215,8 @@ def test_contracts_are_types_and_nothing_is_looked_up_by_name() -> None:
 def test_an_effect_is_four_files() -> None:
     """Its name, the node that offers it, and the two kernels that do it."""
     for effect in ("Sleep", "Cancel", "Drop"):
-        users = {
-            name(file) for file in files("ashl") if re.search(rf"\b(fx\.)?{effect}\(|fx\.{effect}\b", file.read_text())
-        }
+        used = re.compile(rf"\b{effect}\(|fx\.{effect}\b|^ +[\w, ]+ = .*\b{effect}\b", re.MULTILINE)
+        users = {name(file) for file in files("ashl") if used.search(file.read_text())}
         assert users == {f"ashl/runtime/{part}.py" for part in ("effects", "node", "sim", "process")}, effect
 
 

@@ -1,7 +1,5 @@
 """`ashl advise`: from a cluster and a task to the combination to take, how sure that is, and what would change it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the race says: as a record for machines, and in words and tables."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Callable, Sequence

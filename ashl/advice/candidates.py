@@ -1,7 +1,5 @@
 """From the rules and what was typed to the candidates: composed, planned, and thinned out by what is safe to say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The race: every candidate at a few learning rates with one seed, then those in front with seeds of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ second that planning predicts there; scaled so that this cluster comes out as me
 learning needs stay what they are, which other paces and other numbers of workers change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

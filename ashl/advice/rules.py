@@ -1,7 +1,5 @@
 """What a rule is, and those of `rules.yaml`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

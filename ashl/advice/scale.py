@@ -1,7 +1,5 @@
 """How large a race the budget allows: how long its runs are, how many learning rates each candidate tries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What decides which methods make sense on a cluster, in a few numbers, and the conditions that the rules name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -10,8 +10,6 @@ Source: Shen et al., "ASHL", IEEE TC 2024, Algorithm 3; McMahan et al., "Communi
 Networks", AISTATS 2017 (n_k/n).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ashl.aggregate.weighted import Weighted

@@ -10,8 +10,6 @@ Limit: equal H gives `data_share`; shards that follow a planned H, D_i = H_i / Î
 al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", NeurIPS 2020.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

@@ -8,8 +8,6 @@ Source: McMahan et al., "Communication-Efficient Learning of Deep Networks", AIS
 its own samples equally often, so that the two are one, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

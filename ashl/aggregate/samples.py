@@ -6,8 +6,6 @@ Rule: w ← w + scale·b_i·H_i / Σ_j b_j·H_j · Δ_i. `mean` does so, too, un
 Source: Chen et al., "Semi-Dynamic Load Balancing", SoCC 2020 (of batches; H steps count as so many).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ashl.aggregate.weighted import Weighted

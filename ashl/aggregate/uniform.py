@@ -5,8 +5,6 @@ Rule: w ← w + scale·Δ_i / n. A worker's mean gradient counts by H_i.
 Source: Hu, Wang and Wu, "ADSP", AAAI 2020 (the commit is applied with η = 1/M).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ashl.aggregate.weighted import Weighted

@@ -9,8 +9,6 @@ Source: discount, Xie et al., "Asynchronous Federated Optimization", arXiv 1903.
 al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 

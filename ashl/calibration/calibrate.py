@@ -1,8 +1,6 @@
 """`ashl calibrate`: short real runs and the same in virtual time from the cluster's profile, compared; the error is
 stored with the profile, and every later prediction from it carries it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,8 +1,6 @@
 """What is calibrated: tasks of two sizes, and combinations of sync mode, topology, compression and H that between them
 load every part of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ or the server's port, where it is waiting; and the host, where computing or wait
 steps are known to take longer while others compute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

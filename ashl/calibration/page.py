@@ -1,7 +1,5 @@
 """`calibration.html`: predicted against measured, as one file that opens anywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any

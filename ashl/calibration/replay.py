@@ -4,8 +4,6 @@ Both replays take the same steps in the same order, so that what differs is the 
 the run itself is what the replay leaves out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Mapping, Sequence

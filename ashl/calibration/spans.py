@@ -6,8 +6,6 @@ transfers a run knows one size. A profile of the same cluster says how they go b
 what the run saw. Without one they last as long as they did, whatever is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A calibration in words and tables, on the terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How long computing takes: declared seconds per step, slowdown factors, jitter, and events that change a factor."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable

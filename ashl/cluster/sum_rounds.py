@@ -20,8 +20,6 @@ Training in a Flash", 2018 (2D-torus: hierarchical); Wen et al., "TernGrad", Neu
 localization).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 

@@ -6,8 +6,6 @@ link) those that were recorded. An empty cell changes nothing. What the last lin
 becomes `cluster.events`, so that a plan holds all of it.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Iterator, Mapping

@@ -18,8 +18,6 @@ Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsif
 states it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf, isfinite, isqrt, prod, sqrt

@@ -14,8 +14,6 @@ Source: Nesterov, "Efficiency of Coordinate Descent Methods on Huge-Scale Optimi
 Takáč, "Iteration Complexity of Randomized Block-Coordinate Descent Methods", 2014.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import numpy as np

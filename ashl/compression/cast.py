@@ -12,8 +12,6 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; Kalamkar et 
 Learning Training", 2019.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import torch

@@ -14,8 +14,6 @@ Compressed Gradient Differences", 2019, with the ternary code in the ℓ2 or the
 "Stochastic Distributed Learning with Gradient Quantization and Variance Reduction", 2019.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 

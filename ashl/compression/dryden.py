@@ -18,8 +18,6 @@ levels: Lloyd, "Least Squares Quantization in PCM", 1982; learned ones for gradi
 Quantization for Data-Parallel SGD", NeurIPS 2020.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import numpy as np

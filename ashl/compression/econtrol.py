@@ -9,8 +9,6 @@ Limits: η → 0 is EF21; C = identity (`ratio=1`) is no compression, bit for bi
 "EControl: Fast Distributed Optimization with Compression and Error Control", ICLR 2024, arXiv 2311.05645, Algorithm 1.
 """
 
-from __future__ import annotations
-
 from ashl.compression.ef21 import EF21
 from ashl.option import Ratio, option
 

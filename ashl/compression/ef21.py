@@ -14,8 +14,6 @@ decodes keeps a vector per worker, in a gathered all-reduce n² in all. Source: 
 Fatkhullin, Tyurin and Richtárik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM).
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 

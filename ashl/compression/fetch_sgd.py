@@ -17,8 +17,6 @@ Limits: ρ = 0 with `size=1` and `error=subtract` is top-k with the residual whe
 Source: Rothchild et al., "FetchSGD: Communication-Efficient Federated Learning with Sketching", ICML 2020.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 

@@ -11,8 +11,6 @@ Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distr
 Limited Communication", ICML 2017.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 import numpy as np

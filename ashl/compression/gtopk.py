@@ -21,8 +21,6 @@ Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k S
 Networks", ICDCS 2019; there an element that is in the final set counts as sent on all branches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple

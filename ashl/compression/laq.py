@@ -22,8 +22,6 @@ Source: Chen et al., "LAG: Lazily Aggregated Gradient for Communication-Efficien
 Sun et al., "Communication-Efficient Distributed Learning via Lazily Aggregated Quantized Gradients", NeurIPS 2019.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, NamedTuple
 

@@ -11,8 +11,6 @@ round up to, so that all becomes 2¹²⁷. NaN becomes infinity.
 Source: Horváth et al., "Natural Compression for Distributed Deep Learning", 2019.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.compression.around.wrappers import Wrappers

@@ -1,7 +1,5 @@
 """No compression: the dense float32 vector, 32 bits per element. Source: the baseline of every compression paper."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -11,8 +11,6 @@ Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to 
 Speech DNNs", Interspeech 2014.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod

@@ -13,8 +13,6 @@ elements. It enlarges what it is given, so error feedback is refused.
 Source: Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS 2018.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

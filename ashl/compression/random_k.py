@@ -10,8 +10,6 @@ relative.
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from ashl.compression.base.seeded import Seeded, distinct

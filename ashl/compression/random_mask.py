@@ -10,8 +10,6 @@ relative. Masks go by the version of the model: asynchronous workers share one a
 Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency", 2016.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.compression.base.seeded import Seeded

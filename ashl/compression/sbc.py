@@ -11,8 +11,6 @@ Source: Sattler, Wiedemann, Müller and Samek, "Sparse Binary Compression: Towar
 Communication", IJCNN 2019.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

@@ -12,8 +12,6 @@ Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent
 "Deep Gradient Compression", ICLR 2018.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.compression.base.select import estimated, largest, reaching

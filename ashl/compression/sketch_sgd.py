@@ -17,8 +17,6 @@ shrinks in every round all the same.
 Source: Ivkin et al., "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar

@@ -11,8 +11,6 @@ feedback. Where that is no less than 32·d the whole vector is sent.
 Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 import numpy as np

@@ -12,8 +12,6 @@ Source: Sattler, Wiedemann, Müller and Samek, "Robust and Communication-Efficie
 2019.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.compression.topk import TopK

@@ -13,8 +13,6 @@ Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Comp
 MXNet's 2-bit gradient compression, 2017.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import numpy as np

@@ -10,8 +10,6 @@ learning rate has to be small enough for a variance of d/k: `random_mask` with f
 Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accuracy vs. Communication", 2018.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

@@ -13,8 +13,6 @@ values Dutta et al., "On the Discrepancy between the Theoretical Analysis and Pr
 Communication", AAAI 2020, and Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization", 2021.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.compression.base.select import reaching

@@ -12,8 +12,6 @@ Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent
 et al., "Sparsified SGD with Memory", NeurIPS 2018.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.compression.base.select import largest

@@ -10,8 +10,6 @@ for feedback. Where lo = hi nothing is lost. What is not finite makes all of the
 Source: Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 from pydantic import Field

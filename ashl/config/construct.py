@@ -1,7 +1,5 @@
 """From a `_target_` to an object, and from what goes wrong on the way to one sentence."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import json

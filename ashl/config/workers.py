@@ -1,7 +1,5 @@
 """How many workers an emulated cluster has, and its lists for so many."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

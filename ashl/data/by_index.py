@@ -8,8 +8,6 @@ at 64 bits of a hash of their name; of a million streams of ten million words tw
 Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple, overload
 

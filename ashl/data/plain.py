@@ -1,7 +1,5 @@
 """A data set as plain torch has it: a map-style `torch.utils.data.Dataset`, or a function that returns two of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from inspect import signature

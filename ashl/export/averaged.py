@@ -10,8 +10,6 @@ Source: torch.distributed.algorithms.model_averaging, torch 2.13; Lin et al., "D
 SGD", ICLR 2020.
 """
 
-from __future__ import annotations
-
 from textwrap import indent
 
 from ashl.compression.none import Dense

@@ -8,8 +8,6 @@ not, only registration order gives the same buckets, which DDP keeps to with `fi
 Source: Li et al., "PyTorch Distributed", VLDB 2020, and torch 2.13, which has `bucket_cap_mb_list`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod

@@ -8,8 +8,6 @@ a tensor's bits have one length, ‖x‖₂/√d, and what is summed is compress
 0.19, https://github.com/deepspeedai/DeepSpeed, runtime/fp16/onebit/adam.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ashl.compression.contract import Codec

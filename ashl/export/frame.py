@@ -4,8 +4,6 @@ what none of them can say.
 Samples are drawn anew by each worker, so that losses agree with the run's within the spread of seeds, not bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ model, with Top-K on the way and momentum outside. Modes that wait for nobody ne
 short script of that.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import indent
 

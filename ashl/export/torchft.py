@@ -8,8 +8,6 @@ Limits: torchft sends a fragment `delay` steps before the end of H, and ashl at 
 all exchanges come that much earlier. Source: torchft 2026.10, https://github.com/meta-pytorch/torchft.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from math import prod
 from pathlib import Path

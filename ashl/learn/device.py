@@ -5,8 +5,6 @@ host sees what it must: losses, once for each exchange; what is sent by gloo, ev
 works there alone. Each way back waits until the device has come so far, so none lies inside a local step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast

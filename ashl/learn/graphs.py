@@ -11,8 +11,6 @@ stays outside, since moments and models are each worker's own and would have to 
 Not for models that draw random numbers: these are drawn anew from a seed for each step, which a graph does not see.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple

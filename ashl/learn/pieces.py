@@ -5,8 +5,6 @@ not matter which module owns a parameter, or how many use it. Code that torch's 
 (a compiled module) is run again with everything in place, and from then on those parameters are there before it starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """A module as a learner uses it: its parameters are pointed at views of the vector at hand, or, where that is so short
 that making views takes longer, it is copied in."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ waits is the thread that sends, receives or reports, never the device.
 In the host's memory, and on anything that is not CUDA, a tensor comes and goes by the doors of `ashl.learn.device`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

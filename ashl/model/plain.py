@@ -1,7 +1,5 @@
 """A model as plain torch has it: a `torch.nn.Module` class, or a function that returns a module."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -21,8 +21,6 @@ Source: Zeng et al., "Global Convergence of Block Coordinate Descent in Deep Lea
 Proximal Block Coordinate Descent Algorithm for Deep Neural Network Training", ICLR workshop 2018.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ Limits: a coordinate that always moves by Δ has m = (1 − β1^t)·Δ and v = �
 Source: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (β1 = 0.9, β2 = 0.99).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from 
 (FedAvg); with H local steps it is local SGD: Stich, ICLR 2019.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

@@ -11,8 +11,6 @@ Source: Sun et al., "CO2: Efficient Distributed Training with Full Communication
 released code, weigao266/fairscale-CO2 of April 2024, whose defaults these are.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ Limit: β = 0 is `average`. Source: Liu et al., "Asynchronous Local-SGD Training
 2401.09135 (delayed Nesterov).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 from pydantic import Field

@@ -9,8 +9,6 @@ Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016; at a s
 Effects of Non-Identical Data Distribution for Federated Visual Classification", arXiv 1909.06335.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

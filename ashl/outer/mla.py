@@ -9,8 +9,6 @@ Low-Communication Training", MCDC workshop at ICLR 2025. The paper was not at ha
 it agree.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -9,8 +9,6 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 as BMUF-NBM, Chen and Huo, ICASSP 2016.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -10,8 +10,6 @@ Source: Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving Communication-Effici
 ICLR 2020 (α = 1, β from 0.4 to 0.8).
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -7,8 +7,6 @@ is drawn as these were, whatever the distribution. Of fewer than nine, q is the 
 Source: split conformal prediction; Vovk, Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

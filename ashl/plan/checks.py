@@ -1,7 +1,5 @@
 """Whether what a file says can be: the checks of profiles and plans, each with one sentence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The profile that a configuration declares."""
 
-from __future__ import annotations
-
 import math
 
 from ashl.cluster.spec import Cluster

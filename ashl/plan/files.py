@@ -1,7 +1,5 @@
 """Plans and profiles that a user hands back: `plan=FILE`, `profile=FILE`. Nothing of them is believed unchecked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from json import JSONDecodeError

@@ -8,8 +8,6 @@ Source: Theil, "A rank-invariant method of linear and polynomial regression anal
 "MG-WFBP", INFOCOM 2019.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -1,7 +1,5 @@
 """How sure a measured figure is: medians with the interval in which they lie, and workers that are equal within it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a planner says of one worker, and the time model behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol

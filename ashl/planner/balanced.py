@@ -17,8 +17,6 @@ judged by the spread that they leave: everybody's cycle is T, but for those who 
 Source: departs from Shen et al., "ASHL", IEEE TC 73(1), 2024, Algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple

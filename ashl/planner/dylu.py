@@ -7,8 +7,6 @@ Limit: equal workers all take H_preset. Source: Liu et al., "Asynchronous Local-
 arXiv 2401.09135 (dynamic local updates).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ashl.option import option

@@ -4,8 +4,6 @@ Rule: the planner is asked about workers whose transfers take no time, and all s
 would gain no time, and what is longer than the steps would be longer still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

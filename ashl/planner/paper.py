@@ -11,8 +11,6 @@ paper does; the predicted cycles are in the bytes really sent, so they may be lo
 Source: Shen et al., "ASHL", IEEE TC 73(1), 2024, Algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """From a plan's specs to the objects that a process runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

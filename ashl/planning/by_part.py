@@ -1,7 +1,5 @@
 """Costs by layer group and by message: those of a declared cluster, and plans by those that were measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

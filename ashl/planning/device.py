@@ -1,7 +1,5 @@
 """Where gradients are computed, how precisely, and what carries them from there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

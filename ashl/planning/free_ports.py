@@ -1,7 +1,5 @@
 """Where `cluster.exchange_s` is declared no port is ever occupied: what that hides, in a sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

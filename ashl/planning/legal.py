@@ -1,7 +1,5 @@
 """Combinations that make no sense, refused in words that say why and what to take instead."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

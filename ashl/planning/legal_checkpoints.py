@@ -1,7 +1,5 @@
 """Checkpoints, refused where none could be made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ashl.cluster.spec import Fitted

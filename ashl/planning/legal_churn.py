@@ -71,7 +71,7 @@ def by_grants(parts: Parts) -> bool:
 
 def lets_in(parts: Parts) -> bool:
     """... and lets it, or another in its place, come back."""
-    return goes_on(parts) and not any(isinstance(own.topology, PartialAllReduce) or closed(own) for own in parts.stages)
+    return goes_on(parts) and not any(map(closed, parts.stages))
 
 
 def modes_of(parts: Parts) -> str:

@@ -3,8 +3,6 @@
 Source: what is refused are the traps that Xu et al., "GRACE", ICDCS 2021, and the papers of the methods name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several servers, refused where the pieces of a model cannot be merged one by one."""
 
-from __future__ import annotations
-
 from ashl.cluster.spec import Cluster
 from ashl.errors import UsageError
 from ashl.outer.contract import Outer

@@ -1,7 +1,5 @@
 """From a composed configuration to a checked plan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace

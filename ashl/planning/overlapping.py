@@ -1,7 +1,5 @@
 """The messages of a plan's gradients, planned from what its cluster declares or what was measured of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What a plan should reach: its stages timed in virtual time, without gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace

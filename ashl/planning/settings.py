@@ -1,7 +1,5 @@
 """The values of a configuration that belong to no group, checked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

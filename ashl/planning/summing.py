@@ -1,7 +1,5 @@
 """By which algorithm the sums of an all-reduce go: what makes no sense of it, and what it comes to, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

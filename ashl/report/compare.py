@@ -1,7 +1,5 @@
 """From folders to a leaderboard and a report: what `ashl compare` does, and `ashl sweep` at its end."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Pure: from a board to cells, from cells to a flip, from a flip to a sentence. Di
 ratios (doubling a bandwidth is as far as halving it); on an axis that holds a zero, shares of its range.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

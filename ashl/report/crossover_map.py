@@ -1,7 +1,5 @@
 """The map of who wins where, or over one axis the curves with the place where they cross."""
 
-from __future__ import annotations
-
 import math
 
 from ashl.report.crossover import Cell, Point, Terrain, flip, letters, ratio_of

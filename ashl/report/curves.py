@@ -1,7 +1,5 @@
 """Accuracy (or loss) against time and against bytes: the mean over seeds, and the range."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

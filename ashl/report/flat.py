@@ -1,7 +1,5 @@
 """Records as tables for other tools: a row for each run, or for each of its evaluations or events."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The first rounds of each worker, as they overlapped: a panel for each setting, all on one time axis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What settings are ranked by: time to the target; without one, how far they were at a time that all have reached."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`report.html`: the answer and the figures behind it, as one file that opens anywhere, offline, and prints in grey."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Sequence

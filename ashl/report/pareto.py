@@ -1,7 +1,5 @@
 """Time against bytes at the target: which setting is worth its traffic, and which ones no other beats in both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

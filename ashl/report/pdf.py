@@ -1,7 +1,5 @@
 """Figures as PDF, by CairoSVG: it draws hatchings and clips, which the libraries without Cairo leave out."""
 
-from __future__ import annotations
-
 import importlib
 
 

@@ -1,7 +1,5 @@
 """The answer in words: who is first, by how much, how sure; who comes second; what it would take to be sure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from statistics import median

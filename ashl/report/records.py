@@ -1,7 +1,5 @@
 """Run folders and sweep folders as records. What is not there, not finished or broken is left out by name."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

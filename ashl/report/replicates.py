@@ -1,7 +1,5 @@
 """What was varied, and the runs that differ in their seed only: one setting."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 

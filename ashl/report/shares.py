@@ -1,7 +1,5 @@
 """Where the workers' time goes: stacked bars, a panel for each setting; and how the parts of a round are drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any

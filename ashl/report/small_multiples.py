@@ -1,7 +1,5 @@
 """Each axis of a study against the outcome: small multiples, a dot for each setting, a bar at each median."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median

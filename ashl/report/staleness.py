@@ -1,7 +1,5 @@
 """How old the models were that the pushes had been computed on: a histogram for each setting."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean

@@ -3,8 +3,6 @@
 A run that never reached its target counts as later than all that did: infinity, which medians and ranges can carry.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Ours, because matplotlib takes half a second to import, makes outlines of text, and its files are ten times the size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The leaderboard on the terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from textwrap import fill

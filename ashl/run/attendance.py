@@ -79,6 +79,7 @@ class Attendance:
     missed: dict[int, tuple[bool, float]] = field(
         default_factory=dict
     )  # to whom a link is broken: whether to nobody else, and when it was last said
+    ended: set[int] = field(default_factory=set)  # whose process was ended here, as it stood still
     starts: Counter[int] = field(default_factory=Counter)  # how often a worker that was killed has been started anew
     zero_ns: int | None = None  # of the run's clock, by home's, as beats have it that came without delay
     errors: list[RankError] = field(default_factory=list)
@@ -149,8 +150,9 @@ class Attendance:
             for rank in late:
                 how = f"was not heard of for {timeout_s:g} s"
                 self.desk.drop(rank, End(DROPPED, f"worker {rank} {how} (runtime.timeout_s), and the run went on"))
-                if not self.lets_in and rank in self.processes:  # others may wait for it in the middle of a sum
-                    self.processes[rank].kill()
+                if rank in self.processes and (not self.lets_in or can_wait_for_good(monitor.job.parts)):
+                    self.processes[rank].kill()  # others may wait for it in the middle of a sum
+                    self.ended.add(rank)
                 self.without(monitor, rank, how)
 
     def vanished(self, rank: int, quiet_s: float) -> bool:
@@ -196,8 +198,9 @@ class Attendance:
                 continue
             if rank in self.coming:
                 self.give_up(rank)
-            if code == DROPPED or (code < 0 and self.starts[rank] < respawn):
-                self.starts[rank] += code < 0
+            if code == DROPPED or rank in self.ended or (code < 0 and self.starts[rank] < respawn):
+                self.starts[rank] += code != DROPPED and rank not in self.ended
+                self.ended.discard(rank)
                 self.expect(monitor, rank)
                 self.start(rank, self.desk.lives[rank])
 

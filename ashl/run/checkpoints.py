@@ -19,8 +19,6 @@ Source: coordinated checkpoints, Elnozahy et al., "A survey of rollback-recovery
 ACM Computing Surveys 2002.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

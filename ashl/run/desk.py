@@ -1,8 +1,6 @@
 """Home's end of the lines to the ranks. One thread speaks with the job's store, so that whoever decides is never held
 up by a store that does not answer, nor the ranks by an evaluation that takes its time."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, deque

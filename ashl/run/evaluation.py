@@ -1,7 +1,5 @@
 """What the evaluations of a run found, and when its target was reached."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

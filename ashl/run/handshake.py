@@ -4,8 +4,6 @@ What does not fit together (versions, configurations, a process that has nothing
 with the same sentence and exit code. What comes is checked before anything is made of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """What the workers said of their compression, as metrics; and the warning where a codec enlarges what it is given."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any

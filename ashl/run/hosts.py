@@ -1,7 +1,5 @@
 """Where a job runs: the hosts of a hostfile, the ranks on their slots, what each finds in its environment."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

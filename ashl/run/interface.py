@@ -4,8 +4,6 @@ gloo advertises the address of the interface that it is told, and of itself what
 with the `127.0.1.1 name` of a Debian that is loopback, and no other machine reaches it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

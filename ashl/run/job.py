@@ -1,8 +1,6 @@
 """A job that others have started, torchrun say: its processes meet, one joins and records it, the others take part, and
 all leave in order."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

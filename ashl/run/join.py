@@ -1,7 +1,5 @@
 """`ashl join`: this process takes the place of a worker that a run on this machine has lost."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """Home's side of a real run: start the ranks that run here, attend to all of them, tell all how it ended."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import platform

@@ -1,7 +1,5 @@
 """What a worker that was lost and is back has done in all its lives: each process counts from nothing."""
 
-from __future__ import annotations
-
 from ashl.runtime.ledger import KINDS
 from ashl.runtime.records import Beat, Border, LedgerTotals, Measured, Measures
 

@@ -7,8 +7,6 @@ consensus distance (1/n)·Σ_i ‖x_i − x̄‖².
 Source: Kong et al., "Consensus Control for Decentralized Deep Learning", ICML 2021 (the distance).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """When and with what something was measured, and on how busy a machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 from datetime import UTC, datetime

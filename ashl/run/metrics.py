@@ -1,7 +1,5 @@
 """A line of metrics.jsonl, under the names that MLflow shows, and what the ranks measured by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple

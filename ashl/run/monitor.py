@@ -1,7 +1,5 @@
 """Beside every run, off its clock: takes in what the ranks say, has snapshots evaluated, keeps the records."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ the input ends, or is silent for long, the launcher is gone, or cannot be reache
 Imports nothing heavy, so that it answers at once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """A job on several hosts, one ssh for each: who is there, what their ranks say, and that all of it ends together."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import subprocess

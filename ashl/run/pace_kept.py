@@ -1,7 +1,5 @@
 """How well real processes kept the declared pace, worker by worker, as the summary tells it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

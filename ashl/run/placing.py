@@ -1,7 +1,5 @@
 """Which process of a job plays which rank of the plan: the order in which nodes were numbered decides nothing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`ashl profile`: a cluster measured, or as it is declared, and the plan that follows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank of a real run, from the start of its process to its end."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import platform

@@ -5,8 +5,6 @@ not disturbed and no message of the algorithm ever waits behind a record. Nothin
 folder, no machine.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import traceback

@@ -1,7 +1,5 @@
 """One ssh for each host of a job: what is to be started where, and who is there."""
 
-from __future__ import annotations
-
 import queue
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """What torchrun, mpirun or srun say, in the environment, of the job that they have started this process for."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

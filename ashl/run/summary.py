@@ -1,7 +1,5 @@
 """The outcome of a run as one flat record: `summary.json`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

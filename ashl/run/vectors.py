@@ -4,8 +4,6 @@ A vector is float32, cut into pieces that the store accepts, in a queue of its r
 bytes it has and is sent after the last piece, so that whoever has the record finds all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What a person sees of a run while it goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """A plan in exact virtual time, in this process: from its beginning, or from a checkpoint on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ how long the store has not answered and nothing was heard of home, and ends the 
 the others silent.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The weights of a run as plain tensors, name by name as the model has them: for torch alone, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

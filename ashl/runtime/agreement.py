@@ -94,12 +94,19 @@ class Agreement:
     def _note_the_lost(self) -> None:
         self.lost = frozenset(rank for rank, life in self._gone.items() if life >= self._lives[rank])
 
-    def broken(self, team: Iterable[int], error: Exception) -> Broken:
+    def lost_of(self, team: Sequence[int], lives: Sequence[int] = ()) -> frozenset[int]:
+        """Who is lost of a team; where others have formed it, of these lives of its members."""
+        if not lives:
+            return self.lost.intersection(team)
+        return frozenset(rank for rank, life in zip(team, lives, strict=True) if self._gone.get(rank, -1) >= life)
+
+    def broken(self, team: Sequence[int], error: Exception, lives: Sequence[int] = ()) -> Broken:
         """What comes of a collective of this team that has ended with an error; raises it where nobody is lost."""
         until = time.monotonic() + KNOWN_S
-        for rank in {*team} - {self._rank} if not self.lost.intersection(team) else ():
-            self._emit(Missed(self._rank, rank, self._lives[rank], alone=False))
-        while not (gone := self.lost.intersection(team)):
+        known = dict(zip(team, lives, strict=True)) if lives else self._lives
+        for rank in {*team} - {self._rank} if not self.lost_of(team, lives) else ():
+            self._emit(Missed(self._rank, rank, known[rank], alone=False))
+        while not (gone := self.lost_of(team, lives)):
             if time.monotonic() > until:
                 raise error
             time.sleep(POLL_S)

@@ -15,8 +15,6 @@ Source of the credit: Peng et al., "A Generic Communication Scheduler for Distri
 2019 (ByteScheduler).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol, TypeVar
 

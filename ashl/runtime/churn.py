@@ -167,7 +167,7 @@ class Churn:
             aside.held.append(item)  # between what came before and what comes after
             return None
         self._untold.remove(item)
-        loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s")
+        loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.teams.losses[rank] - 1)
         for task, value in sim._mail[peer].lose(loss, since_ns):
             if task.main:
                 task.node.ledger.idle(sim.now_ns)

@@ -1,7 +1,5 @@
 """What comes of a collective in virtual time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ashl.cluster.network import Exchange, Ports

@@ -7,8 +7,6 @@ With `wait` somebody else waits for the backend, which is asked in the way that 
 use the backend's own; while hops take longer than bytes, they gather both vectors in one hop instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,7 +13,7 @@ import ctypes
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from ashl.runtime.sums import HALVES_OF_A_SUM
 BATCHED = 64  # unpaced collectives whose waiting is found out together
 LINGER_S = 30.0  # how long a rank that has ended waits for collectives that it has posted
 Team = tuple[int, ...]
+Lives = tuple[int, ...]  # of its members, where one has come anew to what is no team of all
 
 
 class Outcome(NamedTuple):
@@ -71,8 +72,8 @@ class Start(NamedTuple):
 class End:
     """This rank's end of one team's channel."""
 
-    def __init__(self, team: Team, carry_out: Callable[[End], tuple[Pending, Outcome]]) -> None:
-        self.team, self._carry_out = team, carry_out
+    def __init__(self, team: Team, lives: Lives, carry_out: Callable[[End], tuple[Pending, Outcome]]) -> None:
+        self.team, self.lives, self._carry_out = team, lives, carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
         self.committed: list[Pending] = []  # ... and those of them that are next, alike on all members
@@ -173,7 +174,8 @@ class Communicator:
         self._rank, self._exact, self._pace, self._clock = rank, exact, pace, clock_ns
         self._groups: Groups = {**groups}
         self._max_bytes, self._settle, self._own_sums, self._agreement = max_bytes, settle, own_sums, agreement
-        self._ends: dict[Team, End] = {}
+        self._ends: dict[tuple[Team, Lives], End] = {}
+        self._ways: subset_sum.Ways = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
         self._starts: list[Start] = []
 
@@ -182,14 +184,19 @@ class Communicator:
         """Who is there, for who is there from the start."""
         return tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
 
-    def end(self, team: Team) -> End:
+    def end(self, effect: Collective) -> End:
         """This rank's end of the channel of a team."""
-        end = self._ends.get(team)
+        key = team, lives = effect.group, effect.lives if isinstance(effect, AllReduce) else ()
+        end = self._ends.get(key)
         if end is None:
             if self._rank not in team:
                 raise AshlError(f"rank {self._rank} is no member of the team {list(team)}")
-            end = self._ends[team] = End(team, self._carry_out)
+            end = self._ends[key] = End(team, lives, self._carry_out)
         return end
+
+    def meet(self, ways: subset_sum.Ways) -> None:
+        """From now on sums that no group carries reach these ranks so. May be called from another thread."""
+        self._ways = {**self._ways, **ways}
 
     def close(self) -> list[int]:
         """The rank has ended; returns how long collectives waited, as far as it was not known. Raises AshlError where
@@ -224,11 +231,11 @@ class Communicator:
         if agreement is None:
             return self._carried_out(end)
         try:
-            if agreement.lost.intersection(end.team) and not self._loose(end.team):
+            if agreement.lost.intersection(end.team) and not self._loose(end.team, end.lives):
                 raise RuntimeError("a member of the team is lost")
             return self._carried_out(end)
         except RuntimeError as error:
-            pending, broken = (end.committed or end.pending)[0], agreement.broken(end.team, error)
+            pending, broken = (end.committed or end.pending)[0], agreement.broken(end.team, error, end.lives)
         end.drop(pending)
         now = self._clock()
         return pending, Outcome(broken, now, now, (0, 0), [])
@@ -238,7 +245,7 @@ class Communicator:
         pending, g, free_ns = end.pending[0], len(end.team), 0
         paced = g > 1 and self._pace.network is not None
         if g > 1 and (paced or (pending.effect.key and not end.committed)):
-            common, free_ns = self._agree(end.team, end.posted, self._pace.free_ns(end.team))
+            common, free_ns = self._agree(end, self._pace.free_ns(end.team))
             end.commit(common)
         if end.committed:
             pending = end.committed[0]
@@ -263,14 +270,14 @@ class Communicator:
         end.drop(pending)
         return pending, Outcome(value, begin, end_ns, moved, waited)
 
-    def _agree(self, team: Team, posted: int, free_ns: int) -> tuple[int, int]:
+    def _agree(self, end: End, free_ns: int) -> tuple[int, int]:
         """(how many collectives all have posted, when the ports of all are free); clocks were started together."""
-        told = torch.tensor([-posted, free_ns])
-        if not self._loose(team):
+        team, told = end.team, torch.tensor([-end.posted, free_ns])
+        if not self._loose(team, end.lives):
             told = self._greatest(told, team)
         else:
             try:
-                told = subset_sum.greatest(told, team, self._rank, self._tag(team))
+                told = subset_sum.greatest(told, *self._between(team, end.lives))
             except RuntimeError:
                 if self._agreement is None:
                     raise  # else the others wait for its part in a sum that comes to nothing
@@ -296,7 +303,8 @@ class Communicator:
     ) -> tuple[Any, tuple[int, int], int, int | None]:
         """(value where it was carried, bytes sent and received, when it began, declared cost if there is one)."""
         group, g = effect.group, len(effect.group)
-        pg, loose, wait = self._groups.get(group), self._loose(group), self._wait(group)
+        lives = effect.lives if isinstance(effect, AllReduce) else ()
+        pg, loose, wait = self._groups.get(group), self._loose(group, lives), self._wait(group)
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.riders * tensor.element_size()
             if effect.op in HALVES_OF_A_SUM:
@@ -315,7 +323,7 @@ class Communicator:
                 return *own, begin, cost
             if loose and g > 1:
                 assert effect.op == "sum"
-                value = subset_sum.all_reduce(tensor, group, self._rank, self._tag(group))
+                value = subset_sum.all_reduce(tensor, *self._between(group, lives))
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
             moved = 2 * (g - 1) * nbytes // g
@@ -326,9 +334,16 @@ class Communicator:
         moved = total * (g - 1) // g
         return parts, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
 
-    def _loose(self, team: Team) -> bool:
-        """Whether nobody has made a process group for it."""
-        return len(team) < len(self._all) and team not in self._groups
+    def _loose(self, team: Team, lives: Lives) -> bool:
+        """Whether nobody has made a process group for it, as it is."""
+        return bool(lives) or (len(team) != len(self._all) and team not in self._groups)
+
+    def _between(self, team: Team, lives: Lives) -> tuple[Team, int, int, subset_sum.Ways, Collection[int]]:
+        """What a sum without a process group has to know."""
+        lost = self._agreement.lost_of(team, lives) if self._agreement is not None else frozenset[int]()
+        if not self._all:  # it came later itself
+            lost |= {*team} - {self._rank, *self._ways}
+        return team, self._rank, self._tag(team), self._ways, lost
 
     def _tag(self, team: Team) -> int:
         """What marks the messages of a team without a process group. Raises AshlError where two are marked alike."""

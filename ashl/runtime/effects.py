@@ -76,7 +76,8 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """The next message with one of `tags`; None when `before_s` on the clock comes first.
 
-    That a peer is gone is a message, too, with the tag LOST, after all that had come from it. Raises PeerLostError
+    That a peer is gone is a message, too, with the tag LOST, after all that had come from it, which says how often it
+    had been gone before. Raises PeerLostError
     where LOST is not among the tags, and what is waited for would come from that peer, or from whoever is first.
     """
 
@@ -108,7 +109,8 @@ class AllReduce(NamedTuple):
     cancelled.
 
     `epoch`: how many losses had been noticed when the group was formed. Where a member is lost after that,
-    the others have `Broken` instead of the result, also where their sum is under way.
+    the others have `Broken` instead of the result, also where their sum is under way. `lives`: how often each member
+    had been lost by then, where one had, and all of them do not agree on who is there by themselves.
     """
 
     tensor: Any
@@ -118,6 +120,7 @@ class AllReduce(NamedTuple):
     key: int = 0
     credit: int = 0
     epoch: int = 0
+    lives: tuple[int, ...] = ()
 
     def __await__(self) -> Generator[AllReduce, Any, Any]:
         return (yield self)

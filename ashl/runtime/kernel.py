@@ -135,7 +135,7 @@ class Mailbox:
         peer = (ANY, loss.rank)
         stuck = [task for task in self.waiters if task.waiting.src in peer and LOST not in task.waiting.tags]
         self.waiters = [task for task in self.waiters if task not in stuck]
-        told = self.put(message := Message(loss.rank, LOST, None, (), since_ns))
+        told = self.put(message := Message(loss.rank, LOST, None, (loss.life,), since_ns))
         return [*((task, loss) for task in stuck), *([(told, message)] if told else [])]
 
     def drop(self, tags: tuple[Tag, ...]) -> None:

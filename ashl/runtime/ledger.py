@@ -5,8 +5,6 @@ two rounds late, because a worker learns that the experiment has ended only from
 off what lies past the end.
 """
 
-from __future__ import annotations
-
 import math
 
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")

@@ -1,7 +1,5 @@
 """Which machine this process is on: its name serves people, and is not always its own."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -6,8 +6,6 @@ come through them. A moment before, the peer says in the job's store that it is 
 can be left, while gloo would wait for good.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import zlib

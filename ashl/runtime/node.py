@@ -14,7 +14,6 @@ from ashl.runtime.effects import (
     Cancel,
     Compute,
     Drop,
-    Encoding,
     Join,
     Recv,
     Regroup,
@@ -99,6 +98,7 @@ class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
 
     __slots__ = ("counter", "kernel", "knocks", "ledger", "loss", "measures", "rank", "staleness", "steps")
+    compute, send, regroup, sleep, join, cancel = Compute, Send, Regroup, Sleep, Join, Cancel  # to be awaited
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
@@ -110,20 +110,6 @@ class Node:
         self.loss: float | None = None
         self.measures: dict[str, Measured] = {}
         self.knocks = False  # whether a worker has come and asks to be let in
-
-    def compute(
-        self,
-        fn: Callable[..., Any],
-        work: float,
-        kind: str = "compute",
-        parts: tuple[tuple[float, Tag], ...] = (),
-        encoding: Encoding | None = None,
-        needs: tuple[tuple[float, Tag], ...] = (),
-    ) -> Compute:
-        return Compute(fn, work, kind, parts, encoding, needs)
-
-    def send(self, dst: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) -> Send:
-        return Send(dst, tag, body, meta)
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)
@@ -140,27 +126,16 @@ class Node:
         key: int = 0,
         credit: int = 0,
         epoch: int = 0,
+        lives: tuple[int, ...] = (),
     ) -> AllReduce:
         assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, riders, key, credit, epoch)
+        return AllReduce(tensor, group, op, riders, key, credit, epoch, lives)
 
     def all_gather(
         self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0, epoch: int = 0
     ) -> AllGather:
         assert key >= 0, "keys of collectives count from 0"
         return AllGather(tensor, group, riders, key, 0, epoch)
-
-    def regroup(self, version: int, word: int = 0, open: bool = False) -> Regroup:
-        return Regroup(version, word, open)
-
-    def sleep(self, seconds: float) -> Sleep:
-        return Sleep(seconds)
-
-    def join(self, task: Any) -> Join:
-        return Join(task)
-
-    def cancel(self, task: Any) -> Cancel:
-        return Cancel(task)
 
     def spawn(self, coro: Coroutine, stands: bool = False) -> Any:
         """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for.

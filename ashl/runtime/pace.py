@@ -5,8 +5,6 @@ times the slowdown factor. Starts are counted from where the last one should hav
 overshoots by a tenth of a millisecond does not add up over a run.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

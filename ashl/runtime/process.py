@@ -133,11 +133,13 @@ class TorchKernel:
     def enter(self, entry: Entry) -> None:
         """To be called before `run`: the others run already."""
         self._entry, self._zero = entry, entry.zero_ns
+        self._communicator.meet({peer: (group, MET) for peer, group in entry.groups.items()})
         self.node.ledger.begin(self.now_ns)
 
     def meet(self, peer: int, life: int, group: dist.ProcessGroup) -> None:
         """A worker has come (back) in this life, by this group of two. May be called from another thread."""
         assert self._links is not None
+        self._communicator.meet({peer: (group, NEWCOMER)})
         self._links.meet(peer, life, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None))
 
     def lose(self, peer: int, why: str) -> None:
@@ -254,7 +256,7 @@ class TorchKernel:
                 if value is None:
                     return
             elif isinstance(effect, fx.AllReduce | fx.AllGather):
-                end = self._communicator.end(effect.group)
+                end = self._communicator.end(effect)
                 if self._live > 1 or end.pending:
                     return self._collect_aside(end, task, effect)
                 value = self._collected(end.inline(effect, task.main), task.main)

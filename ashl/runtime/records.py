@@ -5,8 +5,6 @@ type. A field that has its default is left out. Nothing is ever unpickled: what 
 text that will be shown loses what a terminal would obey. The other way goes `ashl.runtime.news`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Where a run happens, as a user chooses it."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

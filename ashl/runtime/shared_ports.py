@@ -4,8 +4,6 @@ One document in the job's store has it all. It is changed as a whole: who finds 
 meanwhile decides anew, on what holds now.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar

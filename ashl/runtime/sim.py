@@ -6,8 +6,6 @@ function at once and gives its result back when its cost has passed, counted fro
 the same parameters and the same trace, bit for bit, in any process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Coroutine, Generator, Hashable
 from heapq import heappop, heappush

@@ -6,8 +6,6 @@ unsummed, beside the sum of the first ones. So the hops are the same, and longer
 whoever adds up a piece. 16-bit floats are added up as float32 and rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Sums that come out the same, bit for bit, wherever and in whatever order their terms arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ Where a message has more numbers than a header holds, what is left of them follo
 Everything that comes is checked against bounds before memory is taken for it.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple

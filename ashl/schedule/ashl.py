@@ -10,8 +10,6 @@ workers. Profiling is a stage of its own on the experiment's clock, unless a pro
 Source: Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; the released constants.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 

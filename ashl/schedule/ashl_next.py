@@ -15,8 +15,6 @@ Source: departs from Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; an H 
 AdaComm (Wang and Joshi, MLSys 2019).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 from pydantic import Field

@@ -13,8 +13,6 @@ Source: departs from Shen et al., "ASHL", IEEE TC 2024; error feedback, Stich et
 Gruntkowska, Tyurin and Richtárik, ICML 2023.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ashl.option import Positive, Ratio, option

@@ -7,8 +7,6 @@ Source: stages of Shen et al., "ASHL", IEEE TC 2024, in the order of Sync-Switch
 are more accurate the stricter stage first.
 """
 
-from __future__ import annotations
-
 from ashl.option import option
 from ashl.plan.plan import StagePlan
 from ashl.schedule.ashl import ASHL, ahl, profiling, shl

@@ -1,7 +1,5 @@
 """What a schedule is given to make stages of: the other groups' choices, and what is known of the workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -12,8 +12,6 @@ as in gossip, there is no step of a server to fall, and it is refused.
 Source: ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar

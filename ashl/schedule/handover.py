@@ -1,7 +1,5 @@
 """What goes with a worker over the border between two stages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

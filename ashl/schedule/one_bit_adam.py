@@ -5,8 +5,6 @@ chosen compression. The paper warms up for 15 to 25 % of the run. Limit: a warm-
 al., "1-bit Adam", ICML 2021.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.option import Positive, option

@@ -8,8 +8,6 @@ Limit: `local_steps` = 1 is BSP throughout. Source: Lin et al., "Don't Use Large
 2020 (there: the switch is at the first decay of the learning rate).
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.option import Count, Positive, option

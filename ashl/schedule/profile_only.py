@@ -3,8 +3,6 @@
 Source: Shen et al., "ASHL", IEEE TC 2024.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from ashl.option import Count, option

@@ -7,8 +7,6 @@ rate H stays.
 Source: Shen et al., "ASHL", IEEE TC 2024; Gu et al., "A Quadratic Synchronization Rule", ICLR 2024.
 """
 
-from __future__ import annotations
-
 from ashl.option import Count, Positive, option
 from ashl.plan.plan import Spec, StagePlan
 from ashl.schedule.ashl import ASHL, ahl, profiling, shl

@@ -3,8 +3,6 @@
 With `sync.local_steps=plan` every worker's H follows from `h_preset`, so that AHL or SHL can be run alone.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ashl.option import Count, Ratio, option

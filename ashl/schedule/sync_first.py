@@ -7,8 +7,6 @@ Source: Li et al., "Sync-Switch", ICDCS 2021 (synchronous for the first part, as
 "ASHL", IEEE TC 2024.
 """
 
-from __future__ import annotations
-
 from ashl.option import Positive, option
 from ashl.plan.plan import Spec, StagePlan
 from ashl.schedule.ashl import ASHL, ahl, profiling, shl

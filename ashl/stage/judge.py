@@ -1,7 +1,5 @@
 """When a stage or the run is over, and when a snapshot is evaluated: pure questions on what was counted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -82,6 +82,11 @@ class Link:
         """What compresses a pull."""
         return self.innermost.pulled()
 
+    @cached_property
+    def unread(self) -> SizeOnly:
+        """What is decoded where a run is only timed."""
+        return SizeOnly(4 * self.d)
+
     @property
     def most_bytes(self) -> int:
         """Bytes that no message exceeds: two models, or a body of all elements, and a little that goes beside them."""
@@ -154,7 +159,7 @@ class Link:
     def decode(self, ends: Ends, worker: int, body: Body) -> Vector:
         """What a worker sent. Raises BodyError."""
         if isinstance(body, SizeOnly):
-            return SizeOnly(4 * self.d)
+            return self.unread
         ends.receivers[worker], x = self.innermost.decode(
             ends.receivers.get(worker), self.given(self.innermost, body), self.d
         )
@@ -168,7 +173,7 @@ class Link:
         """What the bodies of a merge are together, with `flags.reduces`. Raises BodyError."""
         real = [self.given(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
         if len(real) < len(bodies):
-            return SizeOnly(4 * self.d)
+            return self.unread
         assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
         ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
         return self.made(x)
@@ -192,7 +197,7 @@ class Link:
     def summed(self, ends: Ends, body: Body, total: Body) -> Vector:
         """What a sum of summands decodes to, where this worker's body was this one. Raises BodyError."""
         if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
-            return SizeOnly(4 * self.d)
+            return self.unread
         assert isinstance(self.innermost, Linear)
         whole = self.innermost.summed(body, self.given(self.innermost, total))
         if self.flags.reduces:

@@ -1,7 +1,5 @@
 """One rank's way through a plan: the stages in order, its state carried across. The same on both kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

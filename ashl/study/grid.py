@@ -1,7 +1,5 @@
 """A grid of settings, composed and checked as a whole before anything runs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

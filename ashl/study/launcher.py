@@ -5,8 +5,6 @@ it has ended, and if the sweep takes it away, the job ends, wherever it is, or d
 no queue has to be asked about anything, and a sweep that is taken up never meets the jobs of the one before.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing as mp
 import os

@@ -15,8 +15,6 @@ Source: Maron and Moore, "Hoeffding races", NIPS 1994 (dropping by intervals); J
 best arm identification and hyperparameter optimization", AISTATS 2016.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """A race as it goes on: what the runs have written so far, who is dropped by it, and what need not be run any more."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

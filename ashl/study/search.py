@@ -5,8 +5,6 @@ the target, or where there is none, the loss at the end. What has ended is not r
 chooses the same settings again, so it is through in no time with those that it has tried, and goes on from there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

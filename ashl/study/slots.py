@@ -1,7 +1,5 @@
 """Slots: runs in processes of their own, so many at a time. A run that dies takes nothing with it but itself."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing as mp
 import os

@@ -1,7 +1,5 @@
 """A sweep: a grid's runs in one folder. The same grid finds that folder again and runs only what is missing there."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import math

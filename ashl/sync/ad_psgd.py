@@ -13,8 +13,6 @@ published and are not what prevents a deadlock.
 Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv 1710.06952.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

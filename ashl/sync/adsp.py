@@ -24,8 +24,6 @@ Source: Hu, Wang and Wu, "Distributed Machine Learning through Heterogeneous Edg
 1911.06949; the released code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and G
 Communication", ICML 2019, arXiv 1902.00340.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple

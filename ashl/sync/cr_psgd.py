@@ -9,8 +9,6 @@ Jin, "On the Computation and Communication Complexity of Parallel SGD with Dynam
 Optimization", ICML 2019, Algorithm 1.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, ClassVar, NamedTuple
 

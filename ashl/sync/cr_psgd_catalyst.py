@@ -9,8 +9,6 @@ CR-PSGD. Source: Yu and Jin, ICML 2019, Algorithm 2; after Lin, Mairal and Harch
 First-Order Optimization", NIPS 2015.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ashl.aggregate.weighted import Push

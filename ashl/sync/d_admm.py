@@ -21,8 +21,6 @@ Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm f
 2013; Zhang and Kwok, "Asynchronous Distributed ADMM for Consensus Optimization", ICML 2014 (barrier and delay).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ Limits: the complete graph with uniform weights and `atc` is BSP (SGD, momentum)
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

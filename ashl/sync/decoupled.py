@@ -14,8 +14,6 @@ not be read; here the model is one piece and the window constant. Its weights, t
 by tokens where batches are equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import ClassVar, Literal, NamedTuple

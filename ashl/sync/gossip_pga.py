@@ -9,8 +9,6 @@ rounding. Momentum stays at home. Source: Chen, Yuan, Zhang, Pan, Xu and Yin, "A
 Global Averaging", ICML 2021.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

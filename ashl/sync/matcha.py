@@ -13,8 +13,6 @@ Source: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decompo
 1905.09435.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple

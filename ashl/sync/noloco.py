@@ -16,8 +16,6 @@ Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Me
 2506.10911.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, Literal

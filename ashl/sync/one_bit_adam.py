@@ -10,8 +10,6 @@ from the paper in that bodies are gathered and not compressed a second time on t
 "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", ICML 2021, Algorithm 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar

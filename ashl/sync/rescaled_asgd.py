@@ -10,8 +10,6 @@ Distributed Optimization under Data and System Heterogeneity", arXiv 2605.13434,
 so that its constants could not be verified; there τ_i is known and fixed, and here it is measured.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal

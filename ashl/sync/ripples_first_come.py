@@ -11,8 +11,6 @@ Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training 
 a window that stays as it is; as a schedule for Luo et al., "Prague", ASPLOS 2020.
 """
 
-from __future__ import annotations
-
 from ashl.option import Positive, option
 from ashl.topology.group_generator import Groups, Members
 from ashl.topology.group_rule import GroupRule, GroupSize

@@ -10,8 +10,6 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 (arXiv 1909.08029, as "Ripples"), random Group Generator.
 """
 
-from __future__ import annotations
-
 from ashl.data.rng import Purpose, chosen
 from ashl.option import option
 from ashl.topology.group_generator import Groups, Members

@@ -13,8 +13,6 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 (arXiv 1909.08029, as "Ripples"), Group Buffer, Global Division, Inter-Intra Synchronization, Slowdown Filter.
 """
 
-from __future__ import annotations
-
 from ashl.option import Count, option
 from ashl.topology.group_generator import Groups, Members, even, shuffled
 from ashl.topology.group_rule import GroupRule, GroupSize, machines

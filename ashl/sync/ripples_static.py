@@ -18,8 +18,6 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 (arXiv 1909.08029, as "Ripples"); the table as in the authors' public code (laekov/preduce).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

@@ -13,8 +13,6 @@ paper's code in that a message counts after exactly Ï„ rounds instead of up to Ï
 Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 

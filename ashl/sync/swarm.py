@@ -18,8 +18,6 @@ Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Loc
 1910.12308.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import torch

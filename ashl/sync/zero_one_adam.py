@@ -16,8 +16,6 @@ Large-scale Training via 0/1 Adam", ICLR 2023 (arXiv 2202.06009), Algorithm 1; i
 as DeepSpeed has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ Rule: loss = −log softmax(outputs)[class], accuracy = share of samples whose l
 Source: Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

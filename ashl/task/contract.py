@@ -1,7 +1,5 @@
 """What a task is: the loss that is learned, and the metric that is told of the test set."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

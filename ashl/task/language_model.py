@@ -5,8 +5,6 @@ tokens of target −100 do not count. Source: Jelinek et al., "Perplexity: a mea
 recognition tasks", JASA 62, 1977.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

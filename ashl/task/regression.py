@@ -4,8 +4,6 @@ Rule: loss = ½·mean (output − target)², R² = 1 − Σ (output − target)�
 Source: Wright, "Correlation and causation", Journal of Agricultural Research 20, 1921.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

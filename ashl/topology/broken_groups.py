@@ -7,7 +7,8 @@ processes it may have ended at some of them alone, and the rest average without 
 
 Rule of a join: the coordinator names a worker of the next group that begins, which sends its model once it has
 averaged; where nobody has one any more, the newcomer begins with the first model. It counts as having asked as often as
-whoever has asked least, its optimizer begins anew, and its data go on behind what was counted of it. Who comes at a
+whoever has asked least, its optimizer begins anew, and its data go on behind what was counted of it. Groups that it is
+in are told how often each of their members had been lost: so nobody takes one for its earlier life. Who comes at a
 border takes part from the next stage on, and who comes when the run is over is told so. A life is known by the moment
 at which it asked to take part, and what answers it has that as its tag.
 
@@ -21,12 +22,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
+from torch import Tensor
+
 from ashl.runtime.effects import JOIN, LOST, Message, Tag
 from ashl.runtime.node import Node
 from ashl.stage.rule import Members
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology import group_generator as generator
 from ashl.topology.group_generator import Group
+from ashl.topology.members import as_members, as_numbers
 from ashl.topology.membership import check_left, welcomed
 
 if TYPE_CHECKING:
@@ -49,8 +54,27 @@ class Told(NamedTuple):
     tick: float = 0.0  # of the last evaluation
 
 
+class Team(NamedTuple):
+    """Those who average, and what sets them apart from who else were or will be these ranks."""
+
+    members: Members
+    epoch: int
+    lives: tuple[int, ...]
+
+
 def model_for(life: int) -> Tag:
     return "model", 0, life
+
+
+def lives_of(state: MakerState, members: Members) -> Tensor | None:
+    """How often each of these had been lost, as a body, where one has come back."""
+    if not state.again or state.again.keys().isdisjoint(members):
+        return None
+    return torch.tensor([state.again.get(member, 0) for member in members])
+
+
+def lives_in(message: Message) -> tuple[int, ...]:
+    return () if message.body is None else tuple(message.body.tolist())
 
 
 # --- at the coordinator
@@ -62,6 +86,7 @@ async def changed(node: Node, stage: Stage, state: MakerState, message: Message)
     rank, started = message.src, list[Group]()
     if message.tag == LOST:
         state.losses += 1
+        state.again[rank] = int(message.meta[0]) + 1
         started = lost(node, stage, state, rank)
     else:
         state.heirs[rank], state.lives[rank] = NOBODY, int(message.meta[0])
@@ -142,7 +167,8 @@ async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> l
     state.running[number] = Group(number, left), work
     state.yet[number], state.broken[number] = set(left), set()
     for member in left:
-        await node.send(member, stage.tag("anew", number), meta=(state.losses, *map(float, left)))
+        meta = (state.losses, *as_numbers(left))
+        await node.send(member, stage.tag("anew", number), lives_of(state, left), meta)
     ended = Group(number, tuple(member for member in group.members if member not in left))
     return generator.done(state.groups, cast("GroupRule", stage.sync), ended, node.now_ns)
 
@@ -204,11 +230,12 @@ async def close_doors(node: Node, state: MakerState) -> None:
 # --- at a worker
 
 
-async def anew(node: Node, stage: Stage, state: Replica, number: float) -> tuple[Members, int]:
-    """An average has come to nothing: who is left of this group, and its epoch."""
+async def anew(node: Node, stage: Stage, number: float) -> Team:
+    """An average has come to nothing: who is left of this group."""
     await node.send(stage.home, stage.tag("again"), meta=(number,))
-    epoch, *left = (await node.recv(stage.tag("anew", int(number)), src=stage.home)).meta
-    return tuple(int(member) for member in left), int(epoch)
+    message = await node.recv(stage.tag("anew", int(number)), src=stage.home)
+    epoch, *left = message.meta
+    return Team(as_members(left), int(epoch), lives_in(message))
 
 
 async def come(node: Node, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:

@@ -13,8 +13,6 @@ where the word rides, merges go on until it has reached everybody, and a rank th
 what it had before (`keep_in_time`), which is what the run ends with (`within_budget`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 

@@ -19,8 +19,6 @@ Source: Johnson and Zhang, "Accelerating Stochastic Gradient Descent using Predi
 Tsuzuku et al., "Variance-based Gradient Compression for Efficient Distributed Deep Learning", ICLR workshop 2018.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,7 +72,7 @@ async def estimated(node: Node, stage: Stage, state: Any) -> Estimate:
         work = partial(trainer.spread_gradient, params, rank, step, span, stage.codec.parts)
         loss, gradient, state.squares = await node.compute(work, work=state.batch)
         return Estimate(loss, gradient, state.batch)
-    loss, gradient = await node.compute(partial(trainer.gradient, params, rank, step, span), work=state.batch)
+    loss, gradient = await node.compute(partial(trainer.gradient, params, rank, step, span), state.batch)
     return Estimate(numbers([loss])[0], gradient, state.batch)
 
 

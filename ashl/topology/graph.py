@@ -16,8 +16,6 @@ Source: Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Me
 "Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise

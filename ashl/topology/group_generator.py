@@ -12,8 +12,6 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 (arXiv 1909.08029, as "Ripples").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

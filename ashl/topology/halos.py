@@ -20,8 +20,6 @@ Model Training", ICML 2025; rule and defaults as in the released code (utnslab/h
 0.5, N = 2 above; 0.2, 0.9 and 16 in a region; H by speed). The paper's own pseudocode could not be read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Body, Ends, Link
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw, estimated
+
+if TYPE_CHECKING:
+    from ashl.topology.membership import Welcome
+    from ashl.topology.replies import Pull
 
 
 @dataclass
@@ -77,6 +81,12 @@ class WorkerState:
             self.moments = stage.trainer.moments()
         self.ends = stage.entered(self.ends, self.samples)
 
+    def follow(self, said: Pull | Welcome) -> None:
+        """Go on as a server says."""
+        self.version, self.steps, self.samples = said.version, said.steps, said.samples
+        self.local_steps, self.ratio, self.interval_s = said.local_steps, said.ratio, said.interval_s
+        self.batch = said.batch or self.batch
+
     def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
         """Its H in the next round, or so many later, which may be the last one and cut short."""
         self.rest = stage.rest(self.steps, self.samples, ahead)
@@ -114,10 +124,10 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
         step, span = draw(state)
         if kind == "accumulated":
             work = partial(accumulate, stage, grads, params, node.rank, step, lr, span)
-            loss, grads = await node.compute(work, work=state.batch)
+            loss, grads = await node.compute(work, state.batch)
         else:
             work = partial(trainer.local_step, local, state.moments, node.rank, step, lr, span)
-            loss, state.moments, local = await node.compute(work, work=state.batch)
+            loss, state.moments, local = await node.compute(work, state.batch)
         steps += 1
         losses.append(loss)
     total, body = 0.0, local - params if grads is None else grads

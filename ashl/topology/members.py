@@ -1,7 +1,5 @@
 """Workers, as the numbers of a message's header."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from ashl.stage.rule import Members

@@ -37,6 +37,7 @@ from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.topology.local_work import WorkerState
 from ashl.topology.members import as_members, away
 from ashl.topology.merging import merge, orders_of, rule_of
+from ashl.topology.replies import said
 
 if TYPE_CHECKING:
     from ashl.topology.parameter_server import ServerState
@@ -52,18 +53,18 @@ def welcomed(life: int) -> Tag:
 class Welcome(NamedTuple):
     """What a newcomer is told beside the model."""
 
-    word: float  # GO; STOP where the run is over
-    end_ns: float  # of the run, with STOP
-    stage: float = 0.0
-    version: float = 0.0
-    steps: float = 0.0  # applied so far
-    samples: float = 0.0
-    done: float = 0.0  # of the steps, applied or dropped, its own
-    planned: float = 0.0  # the stage from which on another message says what workers do; 0 = the plan does
-    local_steps: float = 1.0
+    word: int  # GO; STOP where the run is over
+    end_ns: int  # of the run, with STOP
+    stage: int = 0
+    version: int = 0
+    steps: int = 0  # applied so far
+    samples: int = 0
+    done: int = 0  # of the steps, applied or dropped, its own
+    planned: int = 0  # the stage from which on another message says what workers do; 0 = the plan does
+    local_steps: int = 1
     ratio: float = 1.0
     interval_s: float = 0.0
-    batch: float = 0.0
+    batch: int = 0
 
 
 WELCOME = len(Welcome._fields)
@@ -174,22 +175,21 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
     life = int(float(node.now_ns))
     await node.send(stages[0].server, JOIN, None, (life,))
     message = await node.recv(welcomed(life))
-    told = Welcome(*message.meta[:WELCOME])
+    told = said(Welcome, message.meta)
     if told.word == STOP:
-        node.ledger.close(int(told.end_ns))
+        node.ledger.close(told.end_ns)
         return None
     params, moments = stages[0].trainer.init()
     state = WorkerState(params if message.body is None else message.body, moments if kept is None else kept.moments)
-    state.version, state.steps, state.samples = int(told.version), int(told.steps), int(told.samples)
+    state.steps, state.samples = told.steps, told.samples
     if told.planned:
-        state.assigned = int(told.planned), (await node.recv(PLANNED)).body
+        state.assigned = told.planned, (await node.recv(PLANNED)).body
         stages = reassigned(stages, *state.assigned)
-    stage, state.life, state.away = stages[int(told.stage)], life, as_members(message.meta[WELCOME:])
+    stage, state.life, state.away = stages[told.stage], life, as_members(message.meta[WELCOME:])
     state.enter(stage, node.rank)
     if kept is not None:
         state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
-    state.batch = int(told.batch) or state.batch
-    state.step = state.round = int(told.done)
+    state.follow(told)
+    state.step = state.round = told.done
     state.drawn = state.step * state.batch
-    state.local_steps, state.ratio, state.interval_s = int(told.local_steps), told.ratio, told.interval_s
     return stage.index, state

@@ -75,9 +75,9 @@ async def merged(node: Node, stage: Stage, state: ServerState, message: Message)
     tally, worker = state.tally, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
     body = stage.link.arrived(state.ends, worker, message.body)
-    times = (step_s, node.now - message.start_ns / 1e9, pull_s)
-    push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, *times)
-    update = await node.compute(partial(merge, stage, state, push), work=stage.push_share, kind="apply")
+    staleness, push_s = tally.version - int(version), node.now - message.start_ns / 1e9
+    push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
+    update = await node.compute(partial(merge, stage, state, push), stage.push_share, "apply")
     if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
         node.show_update(update, of=None, tick=tally.version - 1)
     tally.now_s = node.now
@@ -97,7 +97,8 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
         members.append(push)
         if len(members) < state.quorum:
             return None
-    members.sort(key=attrgetter("worker"))
+    if len(members) > 1:
+        members.sort(key=attrgetter("worker"))
     weights = stage.doing(state.workers).handed(tally.gone).weights_of(members, tally.gone)
     if stage.codec.flags.reduces:
         update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
@@ -143,10 +144,11 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
     changed = tally.pulled[rank] != tally.version  # since this worker's last pull
     staleness, late = tally.release(rank)
     tally.now_s = node.now
-    what, applied = orders_of(stage, state, rank), (tally.version, tally.steps, tally.samples)
+    local_steps, ratio, interval_s, batch = orders_of(stage, state, rank)
     body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
     body = head(stage, body) if stage.messages and changed else body
-    meta = Pull(GO, *applied, staleness, late, 0, *what)
+    counts = tally.version, tally.steps, tally.samples
+    meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     await node.send(rank, state.pulls[rank], body, (*meta, *away(stage, tally.gone)) if stage.reshards else meta)
     return changed
 

@@ -7,8 +7,6 @@ Where a codec works in each message by itself, see `topology.coding`.
 Source: Zhang et al., "Poseidon", USENIX ATC 2017; what each message holds is `ashl.overlap`'s to say.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

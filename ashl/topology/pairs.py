@@ -12,8 +12,6 @@ lost and that come back: `ashl.topology.partners`.
 Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv 1710.06952.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from ashl.data.rng import Purpose, bits

@@ -36,7 +36,7 @@ from ashl.topology.local_work import Work, WorkerState, encoded, local_work
 from ashl.topology.members import as_members
 from ashl.topology.membership import come, gather, membership, welcome
 from ashl.topology.merging import CLOSE, close, merge, merged, more, receive, reply, rule_of
-from ashl.topology.replies import PULL, Orders, said
+from ashl.topology.replies import PULL, Orders, Pull, said
 from ashl.topology.sliced import comes_in_parts, following, settled, sliced
 
 
@@ -56,7 +56,8 @@ class Updates:
             work = await worked(node, stage, state)
         else:
             work = await (sliced if stage.messages else local_work)(node, stage, state)
-        return work, *await encoded(node, stage, state, work)
+        body, loss = await encoded(node, stage, state, work)
+        return work, body, loss
 
     def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
         """What a push that is not late does to the server's state; whether the model changed."""
@@ -239,7 +240,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     exchanges are delayed, the next piece of work is computed between a push and its reply."""
     state.enter(stage, node.rank)
     messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
-    server, in_parts = stage.topology.server_of(stage, node.rank), comes_in_parts(stage)
+    server, in_parts, answer = stage.topology.server_of(stage, node.rank), comes_in_parts(stage), node.recv(pull)
     while word in (GO, LAST):
         if state.coming is None or await settled(node, stage, state):
             node.mark(stage.index, state)
@@ -249,9 +250,9 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         ahead, asked = None, 0.0
         if stage.delayed is not None and not state.last:
             ahead, asked = await local_work(node, stage, state), node.now
-        message = await node.recv(pull)
-        reply = said(message.meta)
-        word = int(reply.word)
+        message = await answer
+        reply = said(Pull, message.meta)
+        word = reply.word
         if stage.reshards:
             state.away = as_members(message.meta[PULL:])
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
@@ -264,15 +265,14 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
         state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
         state.pending = ahead and at_border(node, stage, state, ahead)
-        state.version, state.steps, state.samples = int(reply.version), int(reply.steps), int(reply.samples)
-        state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
-        state.batch, state.last = int(reply.batch) or state.batch, word == LAST
+        state.follow(reply)
+        state.last = word == LAST
         if word in (NEXT, STOP):
             if stage.by_priority:
                 await given_up(node, stage, state)
             await node.drop(stage.tag("back"))  # slices of a model that comes as a whole now, or no more
-            leave(node, stage, word, int(reply.end_ns))
-        node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=bool(reply.dropped), loss=loss)
+            leave(node, stage, word, reply.end_ns)
+        node.round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
     return word
 
@@ -315,9 +315,10 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
         if rule.takes_all:
             state.ahead = await more(node, stage, state, incoming)
         if state.ahead is None:
-            ranks = [
-                rank for rank in sorted(rule.admit(state.rule_state, tally)) if await reply(node, stage, state, rank)
-            ]
+            ranks = []
+            for rank in sorted(rule.admit(state.rule_state, tally)):
+                if await reply(node, stage, state, rank):
+                    ranks.append(rank)
             if stage.overlap.pulls:
                 await following(node, stage, ranks, state.params)
     await drained(node, stage, state)

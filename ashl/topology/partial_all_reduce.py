@@ -24,7 +24,7 @@ from ashl.stage.stage import GO, STOP, Stage
 from ashl.stage.tally import Tally
 from ashl.topology import broken_groups
 from ashl.topology import group_generator as generator
-from ashl.topology.broken_groups import OWN
+from ashl.topology.broken_groups import OWN, Team
 from ashl.topology.coordinator import CoordinatorState
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.group_generator import Group, Groups
@@ -114,6 +114,7 @@ class MakerState(CoordinatorState):
     word: int = GO  # NEXT or STOP once the stage is over
     lives: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
     losses: int = 0  # that are taken into account
+    again: dict[int, int] = field(default_factory=dict)  # how often each worker that was lost had been by then
     yet: dict[int, set[int]] = field(default_factory=dict)  # by group that runs: who is to say what came of it
     broken: dict[int, set[int]] = field(default_factory=dict)  # ... and whose average has come to nothing
     heirs: dict[int, int] = field(default_factory=dict)  # who has come and has no model yet, and who gives it its own
@@ -176,10 +177,11 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
         numbers, gone = message.meta[HEAD : HEAD + int(reply.size)], message.meta[HEAD + int(reply.size) :]
         members, state.away = as_members(numbers), as_members(gone)
         body, met = None if reply.word == STOP else body, met or members
-        result = await averaged(node, state.params, body, members, bool(reply.common), int(reply.epoch))
+        team = Team(members, int(reply.epoch), broken_groups.lives_in(message))
+        result = await averaged(node, state.params, body, team, bool(reply.common))
         while result.__class__ is Broken:
-            left, epoch = await broken_groups.anew(node, stage, state, reply.group)
-            result = await averaged(node, state.params, body, left, bool(reply.common), epoch)
+            team = await broken_groups.anew(node, stage, reply.group)
+            result = await averaged(node, state.params, body, team, bool(reply.common))
         state.params, state.samples = result, int(reply.samples)
         if reply.heir >= 0:
             await node.send(int(reply.heir), broken_groups.model_for(int(reply.life)), state.params)
@@ -193,15 +195,16 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
         body, meta = None, (0, 0, 0.0)
 
 
-async def averaged(node: Node, params: Any, body: Any, members: Members, common: bool, epoch: int) -> Any:
+async def averaged(node: Node, params: Any, body: Any, team: Team, common: bool) -> Any:
     """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who share x exchange Δ
     alone: that is the sum of all-reduce, to the last bit."""
     mine = params if body is None else params + body
+    members, epoch, lives = team
     if len(members) < 2:
         return mine
     if not common:
-        return await node.all_reduce(mine * (1 / len(members)), members, epoch=epoch)
-    total = await node.all_reduce(body * (1 / len(members)), members, epoch=epoch)
+        return await node.all_reduce(mine * (1 / len(members)), members, epoch=epoch, lives=lives)
+    total = await node.all_reduce(body * (1 / len(members)), members, epoch=epoch, lives=lives)
     return total if total.__class__ is Broken else params + total
 
 
@@ -290,7 +293,8 @@ async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work:
         reply = GroupReply(*of, size=len(numbers))
         if state.heirs and state.word == GO:
             reply = await broken_groups.inherited(node, stage, state, member, reply)
-        await node.send(member, stage.tag("group", state.lives.get(member, 0)), meta=(*reply, *numbers, *gone))
+        tag = stage.tag("group", state.lives.get(member, 0))
+        await node.send(member, tag, broken_groups.lives_of(state, group.members), (*reply, *numbers, *gone))
 
 
 def count(node: Node, stage: Stage, state: MakerState, number: int) -> None:

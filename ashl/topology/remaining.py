@@ -4,8 +4,6 @@ Rule: the edges of the lost are gone, and the others have Metropolis weights; a 
 directions then, as its columns would no longer add up to 1. For push-sum directions stay, and columns add up to 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 from ashl.topology.graph import Edge, Round, Sources, round_of, rows_of, sources_of

@@ -1,8 +1,7 @@
 """What a parameter server answers a push with, beside the model."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeVar, get_type_hints
 
 
 class Orders(NamedTuple):
@@ -20,22 +19,29 @@ AS_PLANNED = Orders()
 class Pull(NamedTuple):
     """What every reply says beside the model; who is gone may follow (`ashl.topology.members`)."""
 
-    word: float  # GO, LAST, NEXT or STOP
-    version: float
-    steps: float  # applied so far
-    samples: float  # ... the learning rate follows them
-    staleness: float  # of the push that this answers
-    dropped: float  # whether that push was dropped
-    end_ns: float  # of the stage, with NEXT and STOP
-    local_steps: float = 1.0
+    word: int  # GO, LAST, NEXT or STOP
+    version: int
+    steps: int  # applied so far
+    samples: int  # ... the learning rate follows them
+    staleness: int  # of the push that this answers
+    dropped: bool  # whether that push was
+    end_ns: int  # of the stage, with NEXT and STOP
+    local_steps: int = 1
     ratio: float = 1.0
     interval_s: float = 0.0
-    batch: float = 0.0  # 0 = as before
+    batch: int = 0  # 0 = as before
 
 
 PULL = len(Pull._fields)
+Head = TypeVar("Head", bound=NamedTuple)
 
 
-def said(meta: tuple[float, ...]) -> Pull:
-    """What a reply says, which in virtual time comes as it was."""
-    return meta if isinstance(meta, Pull) else Pull(*meta[:PULL])
+def said(of: type[Head], meta: tuple[float, ...]) -> Head:
+    """What the head of a message says: in virtual time it may come as it was, from a process it is all floats."""
+    return meta if isinstance(meta, of) else of(*(kind(x) for kind, x in zip(kinds(of), meta, strict=False)))
+
+
+@cache
+def kinds(of: type[NamedTuple]) -> tuple[type[float], ...]:
+    """The types of its fields."""
+    return tuple(get_type_hints(of).values())

@@ -43,7 +43,7 @@ from ashl.topology.members import as_members
 from ashl.topology.membership import membership
 from ashl.topology.merging import merge, receive, reply, rule_of
 from ashl.topology.parameter_server import ServerRule, ServerState
-from ashl.topology.replies import PULL, Pull
+from ashl.topology.replies import PULL, Pull, said
 
 
 @option
@@ -169,23 +169,21 @@ async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
             await node.send(servers[k], push, bodies[k], meta)
         asked, answers = node.now, [await node.recv(pull, src=server) for server in servers]
         state.pull_s = node.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
-        said = [Pull(*answer.meta[:PULL]) for answer in answers]
-        taken_back(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in said])
-        word, reply = int(max(reply.word for reply in said)), said[0]
-        for k in [k for k, one in enumerate(said) if one.word < word]:  # it has not heard that the stage is over
-            await node.send(servers[k], push, None, (0, 0, 0.0, said[k].version, 0.0, 0.0))
+        replies = [said(Pull, answer.meta) for answer in answers]
+        taken_back(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in replies])
+        word, reply = max(reply.word for reply in replies), replies[0]
+        for k in [k for k, one in enumerate(replies) if one.word < word]:  # it has not heard that the stage is over
+            await node.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
             answers[k] = await node.recv(pull, src=servers[k])
-            said[k] = Pull(*answers[k].meta[:PULL])
+            replies[k] = said(Pull, answers[k].meta)
         if any(answer.body is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
-        state.versions = [int(reply.version) for reply in said]
-        state.version, state.steps, state.samples = state.versions[0], int(reply.steps), int(reply.samples)
-        state.local_steps, state.ratio, state.interval_s = int(reply.local_steps), reply.ratio, reply.interval_s
-        state.batch, state.away = int(reply.batch) or state.batch, as_members(answers[0].meta[PULL:])
+        state.follow(reply)
+        state.versions, state.away = [one.version for one in replies], as_members(answers[0].meta[PULL:])
         if word != GO:
-            leave(node, stage, word, int(max(reply.end_ns for reply in said)))
-        node.round(stage.index, state.round, work.steps, int(reply.staleness), dropped=bool(reply.dropped), loss=loss)
+            leave(node, stage, word, max(reply.end_ns for reply in replies))
+        node.round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
     return word
 

@@ -1,7 +1,5 @@
 """Records as lines of events.jsonl: times in seconds, and of a round what each class of time came to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ashl.runtime.ledger import KINDS

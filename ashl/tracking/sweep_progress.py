@@ -1,7 +1,5 @@
 """What a person sees of a sweep while it runs: how far it is and what runs now; in a pipe, a line for each end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

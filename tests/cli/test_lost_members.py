@@ -1,5 +1,5 @@
 """Workers of real sums and of gossip in rounds that are lost: the others go on; who comes back under all-reduce takes
-part from the next merge on."""
+part from the next merge on, and with groups in the next group."""
 
 import hashlib
 import os
@@ -13,6 +13,7 @@ import torch
 from ashl.cli.app import main
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
+from ashl.runtime.sums import sum_in_rank_order
 from ashl.tracking import jsonl
 from tests.cli.test_lost_workers import check_return
 from tests.disturbed import LONG, check_records, ranks_of, wait_for
@@ -142,6 +143,58 @@ def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_group_with_who_has_come_back_averages_all_models(rank: int, train, workplace: Path) -> None:
+    """To the bit, in groups of all: averages of all, of those who were left, and of all again, from one's model. Steps
+    take so much longer than averages that it is killed between two of these."""
+    own = ("sync=ripples_first_come", "sync.group_size=3", "sync.section_length=8", "optimizer.momentum=0.9")
+    paced = ("cluster.step_s=0.02", "runtime.respawn=1", "stop.seconds=6")
+    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *GROUPS, *own, *paced)
+    assert (code, err) == (0, ""), err
+    run, others = workplace / "run", [other for other in range(3) if other != rank]
+    summary = check_return(run, rank, "was killed by SIGKILL")
+    alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
+    rounds = [e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and not e["dropped"]]
+    groups = [event["group"] for event in rounds if event["rank"] == others[0]]
+    back_s, before = summary["lost_workers"][0]["back_s"], groups.index(others)
+    done = next(event["round"] for event in rounds if event["rank"] == rank and event["start_s"] > back_s - 0.01)
+    for k, group in enumerate(groups):
+        if k > before and groups[k - 1] == others and len(group) == 3:
+            alone.workers[rank] = alone.worker(rank, done)
+            updates = [alone.update(member) for member in group]
+            alone.params = sum_in_rank_order([(alone.params + update) * (1 / 3) for update in updates])
+        else:
+            alone.round(group)
+    assert groups[0] == groups[-1] == [0, 1, 2]
+    assert others in groups
+    assert isinstance(alone.params, torch.Tensor)
+    assert summary["params_sha256"] == hashlib.sha256(alone.params.numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", AVERAGES, ids=lambda mode: mode[-1])
+def test_groups_take_in_whoever_is_killed_again_and_again(mode: tuple[str, ...], train, workplace: Path) -> None:
+    """Nobody takes a worker for its earlier life, and what counts is in the records."""
+
+    def kill(run: Path) -> None:
+        for times, rank in enumerate((0, 3, 0), 1):
+            os.kill(ranks_of(run)[rank], signal.SIGKILL)
+            wait_for(lambda times=times: (run / "events.jsonl").read_text().count('"joined"') == times)
+            time.sleep(0.2)
+
+    own = ("cluster.compute=[1,1.5,1,2]", "cluster.exchange_s=0.02", "runtime.respawn=2", "stop.seconds=8")
+    assert train(kill, *mode, *own) == (0, "")
+    summary = check_records(workplace / "run", "finished")
+    assert [of["worker"] for of in summary["lost_workers"]] == [0, 3, 0]
+    rounds = [e for e in jsonl.read(workplace / "run/events.jsonl") if e["kind"] == "round" and not e["dropped"]]
+    for rank, worker in enumerate(summary["workers"]):
+        done = sum(event["steps"] for event in rounds if event["rank"] == rank)
+        assert done == worker["steps"] or (rank in (0, 3) and done < worker["steps"]), "not all was told before a kill"
+        later = [e for e in rounds if e["rank"] == rank and e["start_s"] > summary["lost_workers"][-1]["back_s"]]
+        assert {len(event["group"]) > 1 for event in later} >= {True}, "it meets others"
+
+
+@pytest.mark.slow
 def test_two_who_are_killed_come_back_also_over_a_border(train, workplace: Path) -> None:
     def kill(run: Path) -> None:
         os.kill(ranks_of(run)[0], signal.SIGKILL)
@@ -169,9 +222,11 @@ def test_sums_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(train,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [ROUNDS[0], AVERAGES[0]])
-def test_who_stands_still_for_too_long_is_dropped_for_good(mode: tuple[str, ...], train, workplace: Path) -> None:
+@pytest.mark.parametrize("mode", [ROUNDS[0], AVERAGES[0]], ids=["rounds", "groups"])
+def test_the_process_of_who_stands_still_for_too_long_is_ended(mode: tuple[str, ...], train, workplace: Path) -> None:
+    """In groups another one takes its place at once."""
     own = ("runtime.timeout_s=4", "stop.seconds=8")
     code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *mode, *own)
     assert (code, err) == (0, ""), err
-    check_lost(workplace / "run", 0, "was not heard of for 4 s")
+    check = check_lost if mode == ROUNDS[0] else check_return
+    check(workplace / "run", 0, "was not heard of for 4 s")

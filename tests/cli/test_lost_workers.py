@@ -120,8 +120,11 @@ def joined(run: Path) -> Generator[subprocess.Popen[str]]:
     [
         ["sync=bsp"],
         pytest.param(["topology=all_reduce", "sync=bsp", "cluster.compute=[1,1.5,1]"], marks=pytest.mark.slow),
+        pytest.param(
+            ["topology=partial_all_reduce", "sync=ripples_smart", "cluster.compute=[1,1.5,1]"], marks=pytest.mark.slow
+        ),
     ],
-    ids=["server", "sums"],
+    ids=["server", "sums", "groups"],
 )
 def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(mode, train, workplace, capsys) -> None:
     """Each reason for which there is no place is one sentence. The file with the secret is there for as long as the run

@@ -12,6 +12,7 @@ from torch import Tensor
 from ashl.learn.trainer import Moments, SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.node import Node
+from ashl.topology.broken_groups import Team
 from ashl.topology.members import as_members, as_numbers
 from ashl.topology.partial_all_reduce import PartialAllReduce, averaged
 from tests.conf_option import conf_option
@@ -96,8 +97,8 @@ def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(members: tupl
             rows[node.rank] = own
             return
         zero = torch.zeros(n)
-        rows[node.rank] = await averaged(node, own, zero, members, common=False, epoch=0)
-        again = await averaged(node, rows[node.rank], zero, members, common=False, epoch=0)
+        rows[node.rank] = await averaged(node, own, zero, Team(members, 0, ()), common=False)
+        again = await averaged(node, rows[node.rank], zero, Team(members, 0, ()), common=False)
         torch.testing.assert_close(again, rows[node.rank])
 
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)

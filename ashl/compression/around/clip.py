@@ -6,8 +6,6 @@ been multiplied with the worker's weight already, as for a sum on its way, so is
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -11,8 +11,6 @@ Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et
 ICML 2018.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ algorithm than C on the whole, since a layer whose gradients are small is heard,
 other, before them the length of each as uint32. Source: Aji and Heafield, EMNLP 2017 (local and global thresholds).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass

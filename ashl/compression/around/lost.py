@@ -7,8 +7,6 @@ same by layer. What the workers' mean becomes under way is compared by the monit
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured along training).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

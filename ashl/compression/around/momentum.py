@@ -7,8 +7,6 @@ SGD. A dropped message returns its content to v, and u to what it was.
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ model at once, in the paper for each layer. Source: Agarwal et al., "Accordion: 
 Critical Learning Regime Identification", MLSys 2021, with its η = 0.5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

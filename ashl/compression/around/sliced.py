@@ -4,8 +4,6 @@ Rule: whatever wrappers keep of a vector, they keep element by element (residual
 beside that are alike for all parts. So the parts together are what one message of it all would have left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

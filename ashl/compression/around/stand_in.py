@@ -5,8 +5,6 @@ vector into the sum is known only at its end. So the wrappers run twice, with a 
 they give it, and once more to learn what of that was sent. They are pure, hence the first run leaves nothing behind.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the option to the codec of a link: its layers, its schedule, its memory, its clipping, from the inside out."""
 
-from __future__ import annotations
-
 from ashl.compression.around.clip import Clipped
 from ashl.compression.around.feedback import Feedback, Residual
 from ashl.compression.around.layers import Layerwise

@@ -1,7 +1,5 @@
 """A codec around a codec: on the wire they are the same, only what is encoded differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -8,8 +8,6 @@ Source: error feedback, Seide et al., Interspeech 2014; ECQ-SGD, Wu et al., ICML
 masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ashl.compression.contract import Codec

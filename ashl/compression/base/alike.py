@@ -7,8 +7,6 @@ into whole numbers whose products and sums stay below 2^53, which float64 holds 
 Source: the second is the fixed-point form of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

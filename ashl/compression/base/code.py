@@ -9,8 +9,6 @@ each length and index before it believes them, and raises BodyError. What is not
 decoded, as NaN or infinity somewhere, except where `flags.scale_free`.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

@@ -15,8 +15,6 @@ Source: Charikar, Chen and Farach-Colton, "Finding Frequent Items in Data Stream
 al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple

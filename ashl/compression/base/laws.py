@@ -8,8 +8,6 @@ again and again, and *lost* is what its last message leaves.
 Source: the laws are those of Beznosikov et al., "On Biased Compression for Distributed Learning", JMLR 2023.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

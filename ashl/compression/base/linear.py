@@ -4,8 +4,6 @@ Source: sums of masked updates as in Konečný et al., "Federated Learning: Stra
 Efficiency", 2016.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, float32, uint8
 
 from ashl.compression.contract import Linear

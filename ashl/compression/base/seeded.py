@@ -6,8 +6,6 @@ be drawn twice, and of 500 of 1000 elements only about 390 were sent.
 Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency", 2016.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

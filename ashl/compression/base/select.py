@@ -7,8 +7,6 @@ it, the choice is made among all: the result is exact, always.
 Source: sampled thresholds as in Lin et al., "Deep Gradient Compression", ICLR 2018, there without the exact choice.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ another. The value code makes of a selection a chain: select, quantize, code.
 Source: the split follows Sattler et al., "Sparse Binary Compression", IJCNN 2019: which elements, how fine, how coded.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from ashl.compression.around.wrappers import Wrappers

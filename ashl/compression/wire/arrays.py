@@ -4,8 +4,6 @@ A codec that works on both takes what both understand (slices, comparisons, + âˆ
 and the kernels of this folder, which for tensors are those of `there`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 

@@ -4,8 +4,6 @@
 three shifts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 

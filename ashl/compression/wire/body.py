@@ -12,8 +12,6 @@
 All numbers are little-endian. What is float32 is aligned as long as scales are.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any, NamedTuple
 

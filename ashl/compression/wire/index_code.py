@@ -9,8 +9,6 @@ low bits of all, then the unary numbers of all, so that both are read at once.
 Source: Golomb, "Run-Length Encodings", 1966, with the b of Sattler et al., "Sparse Binary Compression", IJCNN 2019.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

@@ -8,8 +8,6 @@ from the one in the middle.
 Source: stochastic rounding as in Alistarh et al., "QSGD", NeurIPS 2017.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

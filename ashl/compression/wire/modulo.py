@@ -8,8 +8,6 @@ Source: Davies et al., "New Bounds for Distributed Mean Estimation and Variance 
 lattice.
 """
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

@@ -3,8 +3,6 @@
 Rule and limits: see `ashl.compression.natural`. E‖C(x) − x‖² ≤ OMEGA·‖x‖².
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

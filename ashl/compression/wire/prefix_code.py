@@ -10,8 +10,6 @@ one, less one. Source: Elias, "Universal codeword sets and representations of th
 Information Theory, 1975.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

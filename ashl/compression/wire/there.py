@@ -7,8 +7,6 @@ and sums are trees of elementwise additions, in NumPy's order. Only `lengths` is
 two.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

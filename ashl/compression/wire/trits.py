@@ -6,8 +6,6 @@ with s = ⌈block/5⌉, so that reading and writing are sums of whole vectors.
 Source: the rounding of Wen et al., "TernGrad", NeurIPS 2017.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

@@ -11,8 +11,6 @@ Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of kept values a
 ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth et al., 2019.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
