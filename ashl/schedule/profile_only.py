@@ -5,6 +5,7 @@ Source: Shen et al., "ASHL", IEEE TC 2024.
 
 from typing import Any, ClassVar
 
+from ashl.errors import UsageError
 from ashl.option import Count, option
 from ashl.plan.plan import StagePlan
 from ashl.schedule.ashl import profiling
@@ -22,4 +23,6 @@ class ProfileOnly(Schedule):
     codecs: tuple[dict[str, Any], ...]
 
     def stages(self, choices: Choices) -> list[StagePlan]:
+        if choices.given:
+            raise UsageError("costs are given, so there is nothing to measure; drop profile=")
         return profiling(choices, self.profile_steps, self.by_part, self.full, self.codecs)

@@ -160,7 +160,7 @@ class Stage:
     @property
     def sums_beside(self) -> bool:
         """Whether its workers compute while something of theirs is summed."""
-        return not (self.topology.has_server or isinstance(self.overlap, Serial))
+        return self.sync.by_part or not (self.topology.has_server or isinstance(self.overlap, Serial))
 
     @cached_property
     def delayed(self) -> Delayed | None:

@@ -21,7 +21,7 @@ from ashl.planning.build import declared_profile, layer_groups
 from ashl.planning.by_part import with_parts
 from ashl.planning.make import prepared
 from tests.benchmarks.simulator import simulation
-from tests.support import planned, simulated
+from tests.support import planned, run, simulated
 
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=80 cluster.latency_s=0.002 cluster.step_s=0.03"
 CLUSTER = ("cluster.compute=[1,1,2]", "cluster.link=[1,3,1]", *LINKS.split())
@@ -127,6 +127,13 @@ def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, ove
         assert cycle_ms == pytest.approx(float(said.split()[0]), rel=1e-3)
     if overlap == "merged":
         assert plan.stages[0].overlap["plan"] == (3,), "hiding it costs more than it gains"
+
+
+def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
+    plan = planned("schedule=profile_only", "schedule.by_part=true", *CLUSTER, *MODEL)
+    ran = run(replace(plan, cluster=measured(beside=Beside(lost=0.4, slowed=1.5)).cluster()))
+    found = json.loads(ran.of("profile")[0]["profile"])
+    assert found["beside"] == pytest.approx({"lost": 0.4, "slowed": 1.5}, rel=0.05)
 
 
 def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:

@@ -24,20 +24,21 @@ from ashl.topology.local_work import WorkerState
 
 BESIDE = -12  # an order, with bytes and how many sums
 ROUNDS = 3
-LEAST_S, STEPS, SUMS = 0.1, 4, 4  # of which each takes at least so long, or so many
+LEAST_S, STEPS, SUMS = 0.05, 4, 4  # of which each takes at least so long, or so many
 
 
 async def time_beside(node: Node, stage: Stage, state: WorkerState, nbytes: int, count: int) -> tuple[float, ...]:
     """Seconds of a sum of so many bytes, of which so many go in a row, and of a step: each alone, and both at once."""
     batch, body = stage.worker(node.rank).batch, blank(stage, nbytes)
-    step = partial(a_step, node, stage, state, 0, batch)
+    step, begun = partial(a_step, node, stage, state, 0, batch), math.inf
 
     async def sums() -> float:
         await node.all_reduce(blank(stage, 4), stage.workers)  # till all are here
-        start = node.now
+        nonlocal begun
+        begun = node.now
         for _ in range(count):
             await node.all_reduce(body, stage.workers)
-        return (node.now - start) / count
+        return (node.now - begun) / count
 
     alone_s = await sums()
     steps, start = 0, node.now
@@ -45,12 +46,14 @@ async def time_beside(node: Node, stage: Stage, state: WorkerState, nbytes: int,
         await node.compute(step, work=batch)
         steps += 1
     step_s = (node.now - start) / steps
-    task, times = node.spawn(sums()), list[float]()
+    begun, times = math.inf, list[float]()
+    task = node.spawn(sums())
     while not task.done:
         start = node.now
         await node.compute(step, work=batch)
-        times.append(node.now - start)
-    return alone_s, step_s, await node.join(task), statistics.fmean(times[:-1] or times)
+        if start >= begun:  # others may come to it later
+            times.append(node.now - start)
+    return alone_s, step_s, await node.join(task), statistics.fmean(times[:-1] or times or [step_s])
 
 
 async def measured_beside(node: Node, stage: Stage, step_s: float, line: Line) -> Beside | None:
