@@ -14,7 +14,7 @@ import pytest
 
 from ashl.advice import advise, candidates, contest, flips
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
-from ashl.advice.contest import Tuned, front, ranked
+from ashl.advice.contest import Tuned, front, ranked, steadier
 from ashl.advice.flips import Racer, Way, axis_of, faster_links, said, terrain_of, with_slowest, with_workers
 from ashl.advice.rules import RULES, Rule
 from ashl.advice.scale import RATES, Scale, scale_of
@@ -143,6 +143,16 @@ def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_t
     low, high = Tuned(own, 0.3, course(0.5, ended=False)), Tuned(own, 0.4, course(0.6, 0.1, ended=False))
     unseen, broken = Tuned(own, 0.5, None), Tuned(own, 0.6, course(9, failed=True))
     assert ranked([unseen, broken, high, low, late, early]) == [early, late, low, high, broken, unseen]
+
+
+def test_of_two_rates_the_one_that_is_fast_with_another_seed_too_goes_on() -> None:
+    own = made("BSP", 1)
+    lucky, steady = (Tuned(own, rate, course(1, reached_s=s)) for rate, s in ((0.1, 1.0), (0.2, 1.2)))
+    for later, expected in [((3.0, 1.2), steady), ((1.3, 1.2), lucky), ((None, 2.0), steady), ((None, None), lucky)]:
+        pairs = [(two, course(1, reached_s=s)) for two, s in zip((lucky, steady), later, strict=True)]
+        assert steadier(lucky, pairs) is expected
+    assert steadier(lucky, [(lucky, None), (steady, course(1, reached_s=1.0))]) is lucky  # the budget was over
+    assert steadier(lucky, []) is lucky
 
 
 def test_who_goes_on() -> None:
@@ -320,7 +330,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     assert re.search(end, told["command"])
     assert json.loads(Path("study/plan.json").read_text())["stages"][0]["name"] == "asp"
     before = {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")}
-    assert len(before) == 2 * 3 + 2 * 3  # rates in the tuning, seeds after it
+    assert len(before) == 2 * 3 + 3 + 2 * 3  # rates in the tuning, again with another seed but for one, seeds after it
     assert main([*command, "--budget", "200"]) == 0
     assert {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")} == before
 

@@ -139,7 +139,8 @@ def judged(field: Field, scale: Scale, place: Place) -> Scale:
 
 def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tuned]:
     """Each candidate at its best learning rate, the best candidate first. All try the first rate; those in front with
-    that one, and the baseline, try the others. Where there is one rate, nothing is run for it."""
+    that one, and the baseline, try the others; and who will go on tries its two best with another seed. Where there is
+    one rate, nothing is run for it."""
     base, folder = field.candidates[0], place.folder / TUNING
     seed, scale = base.config["seed"], replace(scale, target=None)
     rates = {own: rates_of(own, scale) for own in field.candidates}
@@ -151,17 +152,43 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
     order = [teams[own][0] for own in field.candidates]
     run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
 
-    def best(count: int) -> list[Tuned]:
+    def course(run: Setting) -> Course | None:
+        return Seen(folder / run.hash, run.config).course()
+
+    def tried(own: Candidate, count: int | None = None) -> list[Tuned]:
+        """At its first rates, the best one first."""
+        runs = zip(rates[own][:count], teams[own], strict=False)
+        return ranked([Tuned(own, rate, course(run)) for rate, run in runs])
+
+    def best(count: int | None = None) -> list[Tuned]:
         """All at the best of their first rates."""
-        tries = [(own, *tried) for own in field.candidates for tried in zip(rates[own], teams[own], strict=True)]
-        found = [Tuned(own, rate, Seen(folder / run.hash, run.config).course()) for own, rate, run in tries]
-        size = len(scale.rates)
-        return ranked([ranked(found[k : k + count])[0] for k in range(0, len(found), size)])
+        return ranked([tried(own, count)[0] for own in field.candidates])
 
     near = [own.candidate for own in best(1)][: most_of(RATED, field)]
     order += [teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))]
     run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
-    return best(len(scale.rates))
+    found, further = best(), seed + 1 + ROUNDS[-1]  # a seed that the race does not have
+    again = {
+        own.candidate: [
+            (two, setting_of(two.candidate, place, scale, two.rate, further, (RATE,)))
+            for two in tried(own.candidate)[:2]
+        ]
+        for own in front(found, base, most_of(FRONT, field))
+    }
+    order += [run for pairs in again.values() for _, run in pairs]
+    run(grid_of(order, field.left_out), folder, place, until_s, seeds=3)
+    return [steadier(own, [(two, course(run)) for two, run in again.get(own.candidate, ())]) for own in found]
+
+
+def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
+    """Of two rates, each with another run of its own, the one that reached the target in less time in both together."""
+
+    def total_s(pair: tuple[Tuned, Course | None]) -> float:
+        return math.fsum(
+            math.inf if c is None or c.reached_s is None else c.reached_s for c in (pair[0].course, pair[1])
+        )
+
+    return own if any(course is None for _, course in pairs) else min(pairs, key=total_s, default=(own, None))[0]
 
 
 def most_of(bounds: tuple[int, float], field: Field) -> int:
