@@ -15,8 +15,8 @@ from ashl.run import checkpoints
 from ashl.run.checkpoints import LOCKSTEP, STATE, VIRTUAL, Saved
 from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint, keeping
+from ashl.runtime.ahead import on_cores
 from ashl.runtime.churn import Churn
-from ashl.runtime.cores import on_cores
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.node import Node
 from ashl.runtime.packed import unpacked

@@ -29,7 +29,7 @@ from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble
 from ashl.planning.make import make_plan, prepared
-from ashl.runtime.cores import cores_of, on_cores
+from ashl.runtime.ahead import cores_for, on_cores
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.benchmarks.table import alternate, ratio, show, thousands
@@ -150,7 +150,7 @@ def wall_s(run: Callable[[], object]) -> float:
 
 
 def on_all_cores() -> None:
-    cores = cores_of("auto", SPREAD)
+    cores = cores_for("auto", SPREAD)
     base = (f"cluster.num_workers={SPREAD}", "stop.steps=400", "eval.every_s=null", "eval.every_commits=1000000000")
     rows = []
     for case, (overrides, _) in CASES.items():

@@ -48,7 +48,7 @@ class Ahead:
         return value
 
 
-def cores_of(asked: int | Literal["auto"], num_workers: int) -> int:
+def cores_for(asked: int | Literal["auto"], num_workers: int) -> int:
     """How many to use: all of them, but one where this process is one of several, as a run of a sweep."""
     if asked != "auto":
         return asked
@@ -61,7 +61,7 @@ def cores_of(asked: int | Literal["auto"], num_workers: int) -> int:
 def on_cores(sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: Learner) -> Generator[None]:
     """Let a simulation compute on several cores, but where one does it all, or the model draws random numbers from the
     only generator that there is. What was begun and nobody waits for is thrown away."""
-    count = cores_of(asked, num_workers)
+    count = cores_for(asked, num_workers)
     if count < 2 or learner.device != HOST or not learner.threadsafe:
         yield
         return

@@ -10,7 +10,7 @@ import pytest
 from ashl.cli.app import main
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
-from ashl.runtime.cores import TRIED, WORTH_S, Ahead, on_cores
+from ashl.runtime.ahead import TRIED, WORTH_S, Ahead, on_cores
 from ashl.runtime.effects import Compute
 from tests.support import planned
 
