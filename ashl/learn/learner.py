@@ -74,7 +74,7 @@ class Learner:
         self._option, self._data, self._task, self._seed, self.device = model_option, data, task, seed, device
         made = model_option.make if isinstance(model_option, PlainModel) else type(model_option)
         self._name = made.__name__
-        self._here = Replica(self._build, device)
+        self._here = Replica(self._build, device, graphs)
         self._train, self._test = on_device(data.train, device), on_device(data.test, device)
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
         self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())

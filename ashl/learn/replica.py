@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ashl.learn.device import HOST, to_device
+from ashl.learn.device import to_device
 from ashl.learn.graphs import Graphs
 
 SHORT = 2**16  # elements: up to here a copy takes less time than views
@@ -18,7 +18,8 @@ SHORT = 2**16  # elements: up to here a copy takes less time than views
 class Replica(threading.local):
     """Each thread that computes has one of its own, made when it first asks; buffers of them never travel."""
 
-    def __init__(self, build: Callable[[], nn.Module], device: str) -> None:
+    def __init__(self, build: Callable[[], nn.Module], device: str, graphs: bool) -> None:
+        """`graphs`: whether its steps are to be captured, for which parameters stay in one place."""
         self.device, self.graphs = device, Graphs(device)
         self.module = to_device(build(), device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -27,7 +28,7 @@ class Replica(threading.local):
         self.hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
         self.resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
         fits = bool(self.parameters) and all(p.dtype == torch.float32 for p in self.parameters)  # else it is refused
-        if fits and (self.num_params <= SHORT or device != HOST):  # a graph of kernels needs one place for them
+        if fits and (self.num_params <= SHORT or graphs):
             resident = torch.empty(self.num_params, device=device)
             self.point_at(resident)
             self.resident = resident
@@ -36,9 +37,10 @@ class Replica(threading.local):
         """The module computes at these parameters, float32 [d]. Raises ValueError for a vector of another length."""
         if params.shape != (self.num_params,):
             raise ValueError(f"expected a vector of {self.num_params} parameters, got shape {tuple(params.shape)}")
+        params = to_device(params.detach(), self.device)
         if self.resident is not None:
-            self.resident.copy_(to_device(params.detach(), self.device))
+            self.resident.copy_(params)
             return
-        views = _unflatten_dense_tensors(params.detach(), self.parameters)
+        views = _unflatten_dense_tensors(params, self.parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view

@@ -190,3 +190,25 @@ def test_pixels(model: str) -> None:
         assert numbers([loss]) == numbers([expected[0]])
         assert torch.equal(to_host(gradient), expected[1])
         assert there.evaluate(there.init()) == at
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_large_model_is_copied_for_a_step_only_where_that_is_captured(graphs: bool, monkeypatch) -> None:
+    split = Split(torch.arange(512.0).view(8, 64).sin(), torch.arange(8) % 4)
+    data = Data(split, split, sample_shape=(64,), num_classes=4)
+    args = (conf_option("model", "mlp", hidden=[1024]), data, conf_option("task", "classification"))
+    here, batch, copied = Learner(*args, seed=0), np.arange(8), []
+    with guarded():
+        there = Learner(*args, seed=0, device=DEVICE, graphs=graphs)
+        params, ask = there.init(), There.__torch_dispatch__
+
+        def listening(cls: type, func: object, types: object, operands: tuple = (), named: object = None) -> object:
+            if func is torch.ops.aten.copy_.default:
+                copied.append(operands[0].numel())
+            return ask(func, types, operands, named)
+
+        monkeypatch.setattr(There, "__torch_dispatch__", classmethod(listening))
+        loss, gradient = there.gradient(params, batch, 0, 0)
+        assert copied.count(there.num_params) == int(graphs)
+        assert numbers([loss]) == numbers([here.gradient(here.init(), batch, 0, 0)[0]])
+        assert torch.equal(to_host(gradient), here.gradient(here.init(), batch, 0, 0)[1])
