@@ -4,8 +4,9 @@ DeepSpeed has had 1-bit Adam up to 0.19.6, on CUDA devices. Of its other methods
 are none of ashl's.
 
 Limits: DeepSpeed's 1-bit Adam is not ours to the bit: it takes no bias out of its means, its first step does nothing,
-a tensor's bits have one length, ‖x‖₂/√d, and what is summed is compressed once more on its way back. Source: DeepSpeed
-0.19, https://github.com/deepspeedai/DeepSpeed, runtime/fp16/onebit/adam.py.
+a tensor's bits have one length, ‖x‖₂/√d, and what is summed is compressed once more on its way back. Its weight decay
+is decoupled from the first step on, as that of AdamW. Source: DeepSpeed 0.19,
+https://github.com/deepspeedai/DeepSpeed, runtime/fp16/onebit/adam.py.
 """
 
 from pathlib import Path
@@ -16,7 +17,7 @@ from ashl.compression.one_bit import OneBit
 from ashl.compression.sign import Sign
 from ashl.errors import UsageError
 from ashl.export.frame import INNER, Own, Run, framed, opened, out_of_step, rate_set, unlike, why_not
-from ashl.optimizer.adam import Adam
+from ashl.optimizer.adam import Adam, AdamW
 from ashl.outer.average import Average
 from ashl.sync.one_bit_adam import OneBitAdam
 
@@ -75,6 +76,12 @@ def refused(run: Run) -> str | None:
     if isinstance(run.stage.sync, OneBitAdam):
         codecs = "one_bit, or sign with scale=mean, and feedback"
         why = why_not(run, a_bit, codecs, MERGES, schedule="one_bit_adam")
+        inner = run.own.optimizer
+        if why is None and inner.weight_decay and not isinstance(inner, AdamW):
+            return (
+                "its 1-bit Adam takes weight decay off the parameters from the start, where optimizer=adam adds it to "
+                "the gradient; name a run with optimizer=adamw, or optimizer.weight_decay=0"
+            )
     else:
         why = why_not(run, lambda codec: isinstance(codec, Dense), "none, or schedule=one_bit_adam", MERGES)
     if why is None and run.differences:

@@ -47,6 +47,7 @@ SAID = [  # target, run, what its script has to say
         ["FRAGMENTS = [[0, 2, 3], [1]]", "LOCAL_STEPS * len(parts)", "sync_delay=1", "alpha=0.5"],
     ),
     ("deepspeed", "sync=bsp optimizer.weight_decay=0", ["per_gpu': BATCH", "optimizer=inner", "weight_decay=0.0"]),
+    ("deepspeed", f"{BITS} optimizer=adamw optimizer.weight_decay=0.1", ["'weight_decay': 0.1"]),
     ("deepspeed", BITS, ["'OneBitAdam'", "'freeze_step': 11", "'betas': [0.9, 0.999]", "model_parameters=net.param"]),
     (
         "ddp",
@@ -103,6 +104,11 @@ def test_what_a_script_says(to: str, what: str, says: list[str], workplace: Path
             "deepspeed",
             "sync=local_sgd",
             "it sums gradients, and not what steps made of the model; name a run with sync=bsp",
+        ),
+        (
+            "deepspeed",
+            f"{BITS} optimizer.weight_decay=0.1",
+            "where optimizer=adam adds it to the gradient; name a run with optimizer=adamw",
         ),
         ("deepspeed", f"{BITS} compression=qsgd", "no compression=qsgd; name a run with one_bit, or sign with"),
         (
