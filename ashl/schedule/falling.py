@@ -41,7 +41,12 @@ class Ladder:
                     f"way at a lower loss than the one before; give {self.rungs - 1} falling losses, or null"
                 )
             borders = [{"evaluated_loss": loss} for loss in losses]
-        stages = []
+        stages, last = [], rung(self.rungs - 1).aggregate["scale"] * self.fall ** (self.rungs - 1)
+        if not last:
+            raise UsageError(
+                f"with schedule.fall={self.fall:g} no step is left on the last of schedule.rungs={self.rungs}; take "
+                "fewer rungs, or let the step fall by less"
+            )
         for k, until in enumerate([*borders, {}]):
             stage = rung(k)
             aggregate = {**stage.aggregate, "scale": self.fall**k * stage.aggregate["scale"]}

@@ -76,3 +76,8 @@ def test_only_costs_that_nobody_declares_are_profiled():
 def test_what_is_no_ladder_is_refused(overrides, said):
     with pytest.raises(UsageError, match=said.replace("[", r"\[")):
         planned(*NEXT, *overrides)
+
+
+def test_a_ladder_on_whose_last_rung_no_step_is_left() -> None:
+    with pytest.raises(UsageError, match=r"fall=0\.01 no step is left on the last of schedule\.rungs=500; take fewer"):
+        planned("schedule=falling", "schedule.fall=0.01", "schedule.rungs=500")
