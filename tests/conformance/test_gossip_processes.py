@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from ashl.compression.wire.modulo import body_bytes
 from tests.conformance.test_kernels import QUICK, adds_up, real
 from tests.support import simulated
 
@@ -48,6 +49,28 @@ def test_the_others_keep_their_books_and_drain(mode, tmp_path):
         assert commits[0] > commits[3]
     else:
         assert max(commits) - min(commits) <= 2 * (2 + 1)  # s + 1 over each of the two edges between ranks 0 and 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
+def test_models_in_few_bits_are_read_and_as_long_as_in_virtual_time(overlap, tmp_path):
+    """Each message is a model in 8 bits an element, or a whole one, as a worker's first is."""
+    three = ("cluster=homogeneous", "cluster.num_workers=3", "topology=gossip", "topology.graph=complete")
+    mode = (*QUICK, *three, "sync=swarm", "sync.local_steps=3", "sync.bits=8", f"sync.overlap={overlap}")
+    summary, sim = real(tmp_path / "run", *mode), simulated(*mode)
+    d, n = sim.plan.num_params, 3
+    small = body_bytes(d, 8)
+    for sent, commits in (
+        (summary["bytes_up"], summary["commits"]),
+        (sum(r["bytes_up"] for r in sim.of("ledger")), sum(sim.end["commits"])),
+    ):
+        wholes = [divmod(sent - (2 * commits + more) * small, 4 * d - small) for more in range(-2 * n, 2 * n + 1)]
+        (whole,) = [count for count, rest in wholes if rest == 0]
+        assert n <= whole < commits, "of an ask and an answer each"
+    assert adds_up(summary)
+    assert (summary["status"], summary["exit_reason"]) == ("finished", "steps")
+    assert summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) >= 96
+    assert summary["final"]["test_accuracy"] > 0.5
 
 
 @pytest.mark.slow  # it compares times, which a machine that others use may spoil

@@ -9,8 +9,11 @@ LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.lat
 
 
 def check(folder, workers, node, *chosen):
-    machines = (f"cluster.compute={[1] * workers}", f"cluster.node={node}", "cluster.inner_bandwidth_mbit_s=1000")
-    mode = (*QUICK, *LINKS, *machines, "topology=all_reduce", *chosen)
+    machines = (f"cluster.compute={[1] * workers}",)
+    if node is not None:
+        machines += (f"cluster.node={node}", "cluster.inner_bandwidth_mbit_s=1000")
+    quick = [key for key in QUICK if not ("optimizer=adam" in chosen and key.startswith("optimizer.momentum"))]
+    mode = (*quick, *LINKS, *machines, "topology=all_reduce", *chosen)
     summary, sim = real(folder, *mode), simulated(*mode)
     assert summary["params_sha256"] == sim.sha256
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in sim.of("ledger"))
@@ -23,9 +26,24 @@ def test_a_hierarchy_of_two_machines(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", "halving", "tree", "hierarchical", "auto"])
+@pytest.mark.parametrize("algorithm", ["ring", "halving", "tree", "star", "hierarchical", "auto"])
 def test_every_algorithm(algorithm, tmp_path) -> None:
     check(tmp_path / "run", 4, [0, 0, 1, 1], "sync=bsp", f"topology.algorithm={algorithm}", "overlap=wfbp")
+
+
+@pytest.mark.slow
+def test_a_codec_through_the_first_worker(tmp_path) -> None:
+    """TernGrad's ternaries, which three workers sum in few bits."""
+    chosen = ("compression=terngrad", "compression.shared_scale=true", "optimizer.momentum=0", "stop.steps=24")
+    check(tmp_path / "run", 3, None, "sync=bsp", "topology.algorithm=star", *chosen)
+
+
+@pytest.mark.slow
+def test_whole_gradients_then_momenta_in_bits_then_local_steps(tmp_path) -> None:
+    """0/1 Adam through all that its counts say: every second step whole, the variance frozen, H of 1, 2 and 4."""
+    counts = ("sync.freeze_step=6", "sync.update_scaler=2", "sync.local_step_scaler=2", "sync.local_step_clipper=4")
+    chosen = ("sync=zero_one_adam", "optimizer=adam", "compression=one_bit", "optimizer.lr=0.01", "stop.steps=80")
+    check(tmp_path / "run", 3, None, *chosen, *counts)
 
 
 @pytest.mark.slow
