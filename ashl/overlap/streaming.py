@@ -5,7 +5,7 @@ i, with θ the model as exchanges have landed in it. The outer optimizer, whose 
 steps on Σ c_i·Δ_p^i, and that lands after τ more local steps: θ_p^i ← α·θ_p^i + (1 − α)·θ_p. Fragments hold every P-th
 layer group. H is `sync.local_steps`, τ = `delay` at most H − 1, and one exchange is under way at a time. So a link need
 carry but a P-th of the model within τ steps. What is evaluated is θ; what was learned in fragments since their last
-exchange is not in it, and is lost when the run ends.
+exchange is not in it, and is lost when the run ends. Under all-reduce, and through a server where all wait for all.
 
 Limits: one fragment with delay = 0 and alpha = 0 is local SGD with this outer optimizer, DiLoCo, to the bit and the
 nanosecond. With a codec each fragment has a residual of its own.

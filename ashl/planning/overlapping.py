@@ -139,6 +139,7 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
 
 def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: Mapping[str, str]) -> None:
     """Refuse what leaves nothing to compute while something is exchanged. Raises UsageError."""
+    n = len(stage.workers)
     if DELAY not in own.topology.carries:
         why, instead = "its workers meet in another way", "topology=all_reduce or topology=parameter_server"
     elif type(own.sync).loop is not Rule.loop:
@@ -155,8 +156,8 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "updates that come one at a time are no parts of one step", "sync=local_sgd, or overlap=late"
     elif overlap.steps_ahead and not own.outer.linear:
         why, instead = f"steps of outer={choices['outer']} on parts of an update do not add up", "outer=nesterov"
-    elif overlap.fragments and own.topology.has_server:
-        why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=late"
+    elif overlap.fragments and own.topology.has_server and not (own.sync.in_rounds and own.sync.quorum(n) == n):
+        why, instead = "a server steps on a fragment once it has come from all", "sync=local_sgd, or overlap=late"
     elif overlap.share is not None and not own.compression.flags.lossless:
         why, instead = "the elements that it draws are its compression", "compression=none"
     elif overlap.share is not None and not isinstance(own.outer, Average):

@@ -149,8 +149,10 @@ class Stage:
 
     @cached_property
     def push_share(self) -> float:
-        """Of the work of a whole push, what merging one takes a server that has a piece of the model, or a slice."""
-        return self.link.d / self.trainer.num_params if self.overlap.by_slice else 1 / self.topology.servers
+        """Of the work of a whole push, what merging one takes a server of a piece of the model, or that of a part."""
+        if self.overlap.by_slice or self.overlap.fragments:
+            return self.link.d / self.trainer.num_params
+        return 1 / self.topology.servers
 
     @cached_property
     def by_priority(self) -> bool:

@@ -20,7 +20,6 @@ import torch
 from ashl.cluster.sum_rounds import Algorithm
 from ashl.option import option
 from ashl.runtime.node import Node
-from ashl.stage.link import Ends
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
@@ -105,8 +104,6 @@ class PeerState(WorkerState):
     in_time: InTime | None = None  # once a merge has come too late
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
-    fragment_ends: tuple[Ends, ...] = ()  # what the codec keeps here of each, where fragments are exchanged
-    pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when the work that is pending was begun
     epoch: int = 0  # of the team
     kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges
     redo: Work | None = None  # what is to be exchanged once more

@@ -58,6 +58,8 @@ class WorkerState:
     rule_state: Any = None  # the state of this stage's sync rule, where it has one
     start: Any = None  # what the next steps start from, where it is not `params`
     pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
+    pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when that was begun
+    fragment_ends: tuple[Ends, ...] = ()  # what the codec keeps here of each, where fragments are exchanged
     own_moments: Any = None  # of outer steps on what of its work has not landed yet
     last: bool = False  # whether nothing is computed beyond it
     away: tuple[int, ...] = ()  # who is gone, where it has a part of their data

@@ -27,6 +27,7 @@ from ashl.stage.link import Ends
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.topology import by_fragment
 from ashl.topology.by_priority import drained, given_up
 from ashl.topology.by_slice import taken
 from ashl.topology.delayed import AT_ONCE_S, at_border, worked
@@ -61,10 +62,12 @@ class Updates:
 
     def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
         """What a push that is not late does to the server's state; whether the model changed."""
-        return merged(node, stage, state, message)
+        return (by_fragment.taken_in if stage.fragments else merged)(node, stage, state, message)
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
+        if stage.fragments:
+            return await by_fragment.answered(node, stage, state, rank)
         if not changed or stage.topology.pull_ratio is None:
             return state.params if changed else None
         turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
@@ -163,6 +166,9 @@ class ParameterServer(Topology):
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push and a pull take, uncontended."""
+        if stage.fragments:
+            parts = (stage.fragment(k) for k in range(len(stage.fragments)))
+            return max(self.exchange_ns(part, network, rank) for part in parts)
         up = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
         down = stage.link.pull_bytes(self.pull_ratio)
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
@@ -181,7 +187,9 @@ class ParameterServer(Topology):
         return await come(node, stages, None if kept is None else kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
-        return server if rank == stage.server else worker
+        if rank == stage.server:
+            return server
+        return by_fragment.worker if stage.fragments else worker
 
 
 @dataclass
@@ -196,6 +204,7 @@ class ServerState:
     slices: dict[int, list[Push]] = field(default_factory=dict)  # ... by number, where slices are merged
     made: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (moments, elements) of those that were merged
     ends: Ends = field(default_factory=Ends)  # what the codec keeps here
+    fragment_ends: tuple[Ends, ...] = ()  # ... of each, where fragments are exchanged
     outer_state: Any = None  # the outer optimizer's moments
     profile: Profile | None = None  # as measured by a profiling stage
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on

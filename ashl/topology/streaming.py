@@ -21,7 +21,7 @@ from ashl.stage.tally import Tally
 from ashl.stage.team import Team
 from ashl.topology.ending import REASONS, end_ridden, foreseen, keep_in_time
 from ashl.topology.exchange import exchanged
-from ashl.topology.local_work import Work, local_work
+from ashl.topology.local_work import Work, WorkerState, local_work
 
 if TYPE_CHECKING:
     from ashl.topology.all_reduce import PeerState
@@ -31,7 +31,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others; returns the last word."""
     stage, overlap, count = state.begin(node, stage), stage.delayed, len(stage.fragments)
     assert isinstance(overlap, Fragmented)
-    state.fragment_ends = state.fragment_ends or tuple(Ends() for _ in range(count))
+    state.fragment_ends = state.fragment_ends or ends_of(stage)
     while True:
         pending: Work | None = state.pending
         node.mark(stage.index, state if pending is None or stage.cut(state.pending_rest) is stage else None)
@@ -77,13 +77,18 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             state.word = foreseen(node, stage, tally)
 
 
+def ends_of(stage: Stage) -> tuple[Ends, ...]:
+    """Of each fragment's links."""
+    return tuple(Ends() for _ in stage.fragments)
+
+
 def fragment_at(stage: Stage, version: int) -> Fragment:
     """That of the merge after this version."""
     fragment = stage.fragments[version % len(stage.fragments)]
     return fragment if stage.overlap.share is None else fragment.drawn(stage.seed, version)
 
 
-async def steps(node: Node, stage: Stage, state: PeerState, count: int) -> Work:
+async def steps(node: Node, stage: Stage, state: WorkerState, count: int) -> Work:
     """So many local steps, from where the worker stands, which they move."""
     start = state.params if state.start is None else state.start
     state.local_steps = count
@@ -92,10 +97,10 @@ async def steps(node: Node, stage: Stage, state: PeerState, count: int) -> Work:
     return work
 
 
-async def finish_piece(node: Node, stage: Stage, state: PeerState, ahead: Work | None, count: int) -> None:
+async def finish_piece(node: Node, stage: Stage, state: WorkerState, ahead: Work | None, count: int) -> None:
     """The last steps of a piece, after those that were taken beside the last exchange: what has been learned in the
     next fragment since it was exchanged is pending from here on."""
-    fragment, start = fragment_at(stage, state.tally.version), state.start
+    fragment, start = fragment_at(stage, state.version), state.start
     work = await steps(node, stage, state, count)
     body = fragment.of(work.body)
     if start is not None:

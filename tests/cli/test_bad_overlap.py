@@ -69,7 +69,10 @@ LAYERS = f"{RING} overlap=layerwise"
         ("sync=asp sync.local_steps=2 overlap=eager", "are no parts of one step; take sync=local_sgd, or overlap=late"),
         ("sync=local_sgd outer=adam overlap=eager", "steps of outer=adam on parts of an update do not add up; take"),
         ("sync=local_sgd overlap=overlap_local_sgd overlap.alpha=1", "overlap.alpha"),
-        ("sync=local_sgd overlap=streaming", "a server takes and merges a push as a whole; take topology=all_reduce"),
+        (
+            "sync=asp sync.local_steps=8 overlap=streaming",
+            "a server steps on a fragment once it has come from all; take",
+        ),
         (f"{RING} overlap=streaming", "gradients are exchanged; take sync=local_sgd"),
         (f"{STREAM} overlap.fragments=9", "9 is more than the 3 layer groups that the model has; take at most 3"),
         (f"{STREAM} overlap.delay=8", "has landed, of 8 from one to the next; take overlap.delay=7"),

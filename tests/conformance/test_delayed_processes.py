@@ -14,11 +14,15 @@ MODES = [
     ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=eager"],
     ["topology=all_reduce", "sync=local_sgd", "overlap=streaming", "overlap.fragments=2", "compression=topk"],
     ["topology=all_reduce", "overlap=loscar", *UNEQUAL],
+    pytest.param(
+        ["sync=local_sgd", "overlap=streaming", "outer=nesterov", "compression=topk", "topology.pull_ratio=0.3"],
+        marks=pytest.mark.slow,
+    ),
     ["sync=decoupled", "sync.local_steps=3", "sync.grace_s=0.1", "outer=nesterov", "overlap=late"],
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server", "fragments", "drawn", "quorum"])
+@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server", "fragments", "drawn", "through", "quorum"])
 def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> None:
     summary, sim = real(tmp_path / "run", *TWO, *mode), simulated(*TWO, *mode)
     assert summary["params_sha256"] == sim.sha256

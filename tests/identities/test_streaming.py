@@ -20,13 +20,23 @@ BASE = (
 )
 run = partial(simulated, *BASE)
 stream = partial(run, "overlap=streaming")
+SERVER = "topology=parameter_server"
 WHOLE = ("overlap.fragments=1", "overlap.delay=0", "overlap.alpha=0")
 
 
-def test_one_fragment_without_delay_is_diloco() -> None:
-    at = ("outer=nesterov", "stop.steps=31", "compression=topk", "compression.ratio=0.2")
+@pytest.mark.parametrize("through", [(), (SERVER, "topology.pull_ratio=0.3")], ids=["sums", "server"])
+def test_one_fragment_without_delay_is_diloco(through: tuple[str, ...]) -> None:
+    at = ("outer=nesterov", "stop.steps=31", "compression=topk", "compression.ratio=0.2", *through)
     one, diloco = stream(*at, *WHOLE), run(*at)
     assert (one.sha256, one.time_ns, one.end) == (diloco.sha256, diloco.time_ns, diloco.end)
+
+
+def test_fragments_through_a_server_are_those_of_sums() -> None:
+    """The same model but for what is counted: with mixing, and momentum and a residual for each fragment."""
+    at = ("overlap.fragments=3", "overlap.delay=2", "outer=nesterov", "compression=topk", "stop.steps=52")
+    sums, server = stream(*at), stream(*at, SERVER)
+    assert server.sha256 == sums.sha256
+    assert [server.end[key] for key in ("steps", "stale_max")] == [sums.end[key] for key in ("steps", "stale_max")]
 
 
 def test_fragments_land_as_the_rule_says() -> None:
@@ -73,9 +83,9 @@ def test_each_exchange_is_of_a_fragment() -> None:
 
 
 def test_all_elements_without_delay_are_local_sgd() -> None:
-    loscar = run("overlap=loscar", "overlap.share=1", "overlap.delay=0", "stop.steps=31")
-    local = run("stop.steps=31")
-    assert (loscar.sha256, loscar.time_ns, loscar.end) == (local.sha256, local.time_ns, local.end)
+    for at in (("stop.steps=31",), ("stop.steps=31", SERVER)):
+        loscar, local = run("overlap=loscar", "overlap.share=1", "overlap.delay=0", *at), run(*at)
+        assert (loscar.sha256, loscar.time_ns, loscar.end) == (local.sha256, local.time_ns, local.end)
 
 
 def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is_kept() -> None:
