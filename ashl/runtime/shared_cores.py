@@ -165,7 +165,7 @@ class SharedSim(Sim):
         lane.busy = bool(lane.waiting)
         if lane.busy:
             lane.began_ns = self.now_ns
-            lane.cores.begin(lane, lane.waiting[0][0][0], self.now_ns)
+            lane.cores.begin(lane, lane.waiting[0][0][0], self.now_ns, lane.first)
             self._await_next(lane.cores)
 
     def _await_next(self, cores: Cores[Lane] | Pair[Lane]) -> None:

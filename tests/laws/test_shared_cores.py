@@ -190,6 +190,23 @@ def test_a_message_costs_both_ends() -> None:
         assert played(on_one_machine(cores, before=0.75, ends=ends), main) == pytest.approx(expected, abs=0.002)
 
 
+def test_a_message_goes_before_a_step_that_has_the_core_for_longer() -> None:
+    """A step has been under way for 2 ms when a message takes the core, for 3 ms to send it and for 2 to take it in."""
+    ends = tuple(Sums(latency_s=time_s, s_per_byte=0.0) for time_s in (0.003, 0.003, 0.002))
+
+    async def main(node: Node) -> float:
+        if node.rank == 0:
+            await node.compute(lambda: None, work=1)
+        elif node.rank == 1:
+            await node.sleep(0.002)
+            await node.send(2, TAG, SizeOnly(8))
+        else:
+            await node.recv(TAG)
+        return node.now_ns / MS
+
+    assert played(on_one_machine(1, ends=ends, quantum_s=1.0), main) == [15, 2, 7]
+
+
 @pytest.mark.parametrize(("busy", "apply_ms", "expected_ms"), [(0.5, 0, 8), (0.25, 0, 8), (0.5, 2, 10)])
 def test_a_sum_costs_its_members(busy: float, apply_ms: float, expected_ms: float) -> None:
     """Of 8 ms each keeps a core busy for that share, both at once on one core, and the rest passes by itself; what else
