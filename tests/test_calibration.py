@@ -130,7 +130,7 @@ def test_later_predictions_carry_the_error(workplace, capsys) -> None:
 
 
 def in_this_process(
-    slots: int, jobs: Sequence[Job], show: Callable[[list[Job]], None], unwanted: Callable[[Job], bool]
+    slots: int, jobs: Sequence[Job], show: Callable[[list[Job]], None], unwanted: Callable[[Job], bool], **_: object
 ) -> Iterator[Job]:
     """The runs, real ones in virtual time on the cluster that they declare."""
     for job in jobs:
