@@ -113,10 +113,11 @@ def quantum_of(workers: Sequence[WorkerCosts], cores: float) -> float:
 
 
 def quota_of(ranks: Sequence[WorkerCosts | ServerCosts]) -> dict[str, float] | None:
-    """What the machine is given that these are on, by what the one of them had that had most; None = all there is."""
-    held = [own for own in ranks if own.used is not None]
+    """What the machine is given that these are on, by what the one of them had that had most; None = all there is, as
+    where one of them was never held back."""
+    held = [own for own in ranks if own.used]
     most = max(held, key=lambda own: own.used or 0.0, default=None)
-    if most is None or not most.used or most.used >= GIVEN:
+    if most is None or not most.used or most.used >= GIVEN or any(own.halt_s == 0 for own in held):
         return None
     return {"cores": most.used, "period_s": most.halt_s or PERIOD_S}
 

@@ -73,7 +73,7 @@ class WorkerCosts:
     pull: Cost
     alone: StepTimes | None = None  # steps while nobody else computes
     used: Annotated[NonNegative, Field(le=1)] | None = None  # the share of a core that these were given
-    halt_s: Duration | None = None  # ... from one time to the next that it was taken away; 0 = it never was
+    halt_s: Duration | None = None  # ... from one time to the next that a quota took it away; 0 = none did
     empty_s: Duration | None = None  # a message without a body, one way
     cores: Count | None = None  # of the machine, as its system says
 

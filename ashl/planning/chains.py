@@ -31,6 +31,10 @@ class Uncontended:
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
         return self._network.transfer_ns(src, dst, nbytes)
 
+    def latency_ns(self, src: int, dst: int) -> int:
+        """Of a message with a body."""
+        return 0 if isinstance(self._network, Exchange) else self._network.latency_ns(src, dst, 1, 0)
+
     def at_server_ns(self, workers: Members, server: int, nbytes: int, *, out: bool) -> int:
         """How long these bytes of each of these workers hold the port of the server, on their way out of it or into it;
         or the slowest of the workers' own."""
@@ -95,7 +99,7 @@ def chain_among(
         chain = replace(chain, lost=beside.lost, slowed=beside.slowed)
     if server:
         home = len(team)
-        latency_ns = max(costs.transfer_ns(rank, home, 0) for rank in members)
+        latency_ns = max(costs.latency_ns(rank, home) for rank in members)
         up_ns, down_ns = (partial(costs.at_server_ns, members, home, out=out) for out in (False, True))
         chain = replace(
             chain,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ashl.runtime.effects import Compute, Message, PeerLostError, Recv, Tag
 from ashl.runtime.kernel import Mailbox
 from ashl.runtime.pace import Pace
+from ashl.runtime.processor_time import used
 
 IDLE = "idle"
 
@@ -37,6 +38,8 @@ class ComputeUnit:
         self._needed: dict[Tag, Future] = {}  # messages that the thread waits for, or will
         self._free_ns = 0  # when the last one on it counts as ended
         self._thread: ThreadPoolExecutor | None = None
+
+    used = staticmethod(used)  # of this process
 
     def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
         """A computation that began then, on this thread; `needed` will be the bodies that it takes on its way."""

@@ -114,8 +114,8 @@ class TorchKernel:
         """Each process computes it for itself."""
         return fn()
 
-    def used_ns(self, node: Node) -> int:
-        return time.process_time_ns()
+    def used(self, node: Node) -> tuple[int, int | None]:
+        return self._unit.used()
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
         self._live += 1

@@ -68,9 +68,9 @@ class Sim:
     def wants_mark(self, node: Node) -> bool:
         return self.saving is not None and node.rank not in self.saving.marks
 
-    def used_ns(self, node: Node) -> int:
+    def used(self, node: Node) -> tuple[int, None]:
         totals = node.ledger.live()
-        return totals["compute"] + totals["compress"]
+        return totals["compute"] + totals["compress"], None
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their

@@ -73,6 +73,11 @@ def test_a_quota_comes_anew_in_every_period() -> None:
     assert found.steps[0][: len(LEVELS) // 2] == (1.0,) * (len(LEVELS) // 2)
 
 
+def test_what_no_quota_has_held_back_is_a_busy_machine() -> None:
+    known = crowded(cores=8, together_s=1.0, used=0.6, halt_s=0.0)
+    assert cluster(known).shared is None
+
+
 def test_the_server_may_have_a_quota_of_its_own() -> None:
     known = crowded(cores=8, together_s=1.0, hosts=("a", "a", "b"))
     assert known.full is not None

@@ -10,8 +10,8 @@ whole model, and its layers without the largest.
 What messages cost the cores is the processor time that ranks use while all workers exchange without a pause, by size,
 half of it for each end. What is used beyond that, and a step alone, where all take a step between two of them, is what
 a pause costs. Sums and gatherings come between steps, too, and what they take of a core is measured beside the whole.
-A quota shows where a rank that is alone, a worker with its steps or the server with pushes, has less than a core, and
-its period is how often it is interrupted.
+A quota shows where a rank that is alone, a worker with its steps or the server with pushes, has less than a core and
+the system does not say that none has held it back; its period is how often it is interrupted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, b
     """(count, median, mean, half the median's interval, drift, share of a core in use, seconds from one interruption to
     the next, quantiles ...) of steps with so many samples."""
     end_s = node.now + (budget_s if batch == stage.worker(node.rank).batch else budget_s / 4)
-    times, begun, used = list[float](), node.now, node.used
+    times, begun, used, held = list[float](), node.now, node.used, node.throttled
     while len(times) <= LEAST or (node.now < end_s and len(times) < MOST):
         if node.stopping or node.now_ns >= stage.judge.deadline_ns:
             break
@@ -92,14 +92,17 @@ async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, b
         times.append(max(1e-9, node.now - start))
     share = (node.used - used) / max(1e-9, node.now - begun)
     times = times[1:] or times or [1e-9]  # the first allocates
-    halt_s = halts(times)
+    halt_s = halts(node, held, times)
     found, half = figure(times), len(times) // 2
     drift = statistics.median(times[half:]) / statistics.median(times[:half]) - 1 if half else 0.0
     return [len(times), found.median, fmean(times), found.noise, drift, share, halt_s, *quantiles(times)]
 
 
-def halts(times: Sequence[float]) -> float:
-    """Seconds from one to the next of those that were interrupted; 0 = none was."""
+def halts(node: Node, held: int | None, times: Sequence[float]) -> float:
+    """Seconds from one to the next of those that were interrupted; 0 = none was, or by no quota: the rank has been held
+    back no more often than before."""
+    if held is not None and node.throttled == held:
+        return 0.0
     usual = statistics.median(times)
     count = sum(time_s > 2 * usual for time_s in times)
     return math.fsum(times) / count if count else 0.0
@@ -266,7 +269,7 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
     found = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
     budget_s, at_once_s = APPLYING_S
     count = max(1, min(AT_ONCE, round(at_once_s / max(1e-9, found.median))))
-    times, begun, used = list[float](), node.now, node.used
+    times, begun, used, held = list[float](), node.now, node.used, node.throttled
     while not times or (node.now < begun + budget_s and len(times) < budget_s / at_once_s):
         times.append(await time_apply(node, stage, state, count))
     return ServerCosts(
@@ -275,7 +278,7 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
         into=port[PUSH],
         out=port[PULL],
         used=min(1.0, (node.used - used) / max(1e-9, node.now - begun)),
-        halt_s=halts(times),
+        halt_s=halts(node, held, times),
     )
 
 

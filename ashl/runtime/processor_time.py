@@ -1,0 +1,34 @@
+"""The processor time that this process has had, and how often a quota has held it back, as Linux counts that for
+control groups (cgroups(7))."""
+
+import time
+from pathlib import Path
+
+OWN, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def used() -> tuple[int, int | None]:
+    """(ns of a core, how often a quota has held it back)."""
+    return time.process_time_ns(), throttled()
+
+
+def throttled(own: Path = OWN, root: Path = ROOT) -> int | None:
+    """Of its group and those that this one lies in; None where the system does not say."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    counts = []
+    for _, kinds, path in lines:
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        group = root / kinds / path.strip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root / kinds):
+                break
+            try:
+                said = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            counts.append(int(said.get("nr_throttled", 0)))  # where it is missing, no quota can be set
+    return sum(counts) if counts else None
