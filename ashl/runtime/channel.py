@@ -74,6 +74,11 @@ class Shared:
         self.asked: set[int] = set()
 
 
+def order_of(effect: Collective) -> tuple[Any, ...]:
+    """What all members have to say alike of it."""
+    return effect.__class__, effect.key, effect.credit, effect.epoch
+
+
 class Channel:
     """A team in virtual time, where one object stands for the ends of all members."""
 
@@ -111,7 +116,7 @@ class Channel:
         posted = self.pending.get(number)
         if posted is None:
             posted = self.pending[number] = Posted(number, effect)
-        elif effect[-3:] != posted.effect[-3:] or effect.__class__ is not posted.effect.__class__:
+        elif order_of(effect) != order_of(posted.effect):
             raise AshlError(
                 f"the members of a team must post its collectives in the same order: rank {rank} posts "
                 f"{Posted(0, effect).describe()} where rank {next(iter(posted.arrived))} posted {posted.describe()}"

@@ -77,8 +77,8 @@ class Recv(NamedTuple):
     """The next message with one of `tags`; None when `before_s` on the clock comes first.
 
     That a peer is gone is a message, too, with the tag LOST, after all that had come from it, which says how often it
-    had been gone before. Raises PeerLostError
-    where LOST is not among the tags, and what is waited for would come from that peer, or from whoever is first.
+    had been gone before. Raises PeerLostError where LOST is not among the tags, and what is waited for would come from
+    that peer, or from whoever is first.
     """
 
     tags: tuple[Tag, ...]
