@@ -154,6 +154,8 @@ class Monitor:
                 self.recorder.event(as_event(record))
             case LedgerTotals():
                 self.ledgers[record.rank] = record
+            case StageEnd() if record.stage < len(self.books.stages):
+                pass  # from who stands in for a home rank that was lost when it had told us so, and nobody else
             case StageEnd():
                 self.books.stages.append(record)
                 self.recorder.event(as_event(record))

@@ -11,7 +11,9 @@ model, and from R on the run is that of the others alone. A verdict that was on 
 earliest. The lowest rank that is left judges, counts and asks for snapshots, which every worker could.
 
 A stage ends when all have told each other that they are through, in the same way; a loss before that comes first, and
-where fewer samples count then, the stage goes on. Who is through answers those who have heard of a loss only later.
+where fewer samples count then, the stage goes on. They leave once the lowest rank that is left, which records the end,
+has said that it has: where it is lost before that, the next one does. Who is through answers those who have heard of a
+loss only later.
 
 Where a loss leaves others without a path to each other, or fewer than `runtime.min_workers`, the run ends. Nobody
 comes back yet.
@@ -277,10 +279,11 @@ def take_back(stage: Stage, state: RoundState, rank: int, rounds: int) -> None:
 
 
 async def finish(node: Node, stage: Stage, state: RoundState) -> int | None:
-    """Wait until all who are left are through with the stage; returns the moment at which the last one was, None where
-    somebody is found to be lost before that."""
+    """Wait until all who are left are through with the stage, and the home rank records its end; returns the moment at
+    which the last one was, None where somebody is found to be lost before that."""
     views, agree, moment_ns = len(state.views), stage.tag("agree"), node.now_ns
-    team = topology_of(stage).team(stage.among(gone_in(state)))
+    here = stage.among(gone_in(state))
+    team, recorded = topology_of(stage).team(here), stage.tag("recorded", views)
     near = team.near[node.rank]
     for phase in range(team.width):
         tag = stage.tag("end", views * stage.num_workers + phase)
@@ -292,6 +295,13 @@ async def finish(node: Node, stage: Stage, state: RoundState) -> int | None:
                 if ended_ns is not None or len(state.views) > views:
                     return ended_ns
             moment_ns = max(moment_ns, int(message.meta[0]))
+    while node.rank != here.home and (message := await node.recv(recorded, agree, LOST)).tag != recorded:
+        ended_ns = await changed(node, stage, state, message)
+        if ended_ns is not None or len(state.views) > views:
+            return ended_ns
+    for peer in near:  # the home rank records it before anything else can happen
+        await node.send(peer, recorded, None)
+    await node.drop(recorded)  # others pass it on, too
     state.answers = {peer: node.spawn(answer(node, stage, peer, moment_ns)) for peer in near}
     return moment_ns
 

@@ -87,6 +87,12 @@ def test_a_swarm(first: int) -> None:
     each(range(first, first + 30), check, drawn)
 
 
+@pytest.mark.parametrize("seed", [43_452, 44_730])
+def test_the_home_rank_is_lost_in_the_last_round(seed: int) -> None:
+    """The others are through as it is, and do not know of it: one of them records the end."""
+    each(range(seed, seed + 1), check, drawn)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(FIRST, FIRST + MANY, 500))
 def test_a_large_swarm(first: int) -> None:
