@@ -78,17 +78,20 @@ def greedy(chain: Chain) -> tuple[int, ...]:
 def optimal(chain: Chain) -> tuple[int, ...]:
     """The plan that ends first; of several the one whose last messages hold most.
 
-    Who ends no later and has computed no less by then is no worse however it goes on, so that of the first j groups
-    only plans count which no other is better than in both.
+    Who ends no later and lets computing stand no further back is no worse however it goes on, so that of the first j
+    groups only plans count which no other is better than in both. How far back it stands is what it lacks at that end
+    of the time until then, which who ends later computes meanwhile; where a message that begins later may end earlier,
+    as it slows computing down by less, it is what it has still to do.
     """
-    fronts = [[Ending(0.0, 0.0, 0, 0)]]  # of the first j groups
+    waits = chain.lost * chain.slowed > 1
+    fronts = [[Ending(0.0, 0.0, 0, 0, 0.0)]]  # of the first j groups
     for j in range(1, len(chain.ready_ns) + 1):
         found = list[Ending]()
         for i, before in enumerate(fronts):
             cost = chain.cost(i, j)
             for place, own in enumerate(before):
-                end, done = chain.after(own.end, -own.behind, j, cost)
-                found.append(Ending(end, -done, i, place))
+                end, done = chain.after(own.end, own.done, j, cost)
+                found.append(Ending(end, -done if waits else end - done, i, place, done))
         front = list[Ending]()
         for own in sorted(found):
             if not front or own.behind < front[-1].behind - 1e-3:
@@ -106,9 +109,10 @@ class Ending(NamedTuple):
     """How a plan of the first groups ends, and from where its last message begins."""
 
     end: float
-    behind: float  # how far computing has come by then, less than nothing
+    behind: float  # how far back computing stands then
     first: int
     place: int  # of the plan before it in the front there
+    done: float  # how far computing has come by then, in its own time
 
 
 def by_bytes(chain: Chain, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:

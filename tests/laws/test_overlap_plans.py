@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,17 @@ from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import by_bytes, greedy, optimal
 from ashl.overlap.wfbp import WFBP
 from tests.support import planned
+
+
+class Counted(Chain):
+    """Counts how many messages are weighed."""
+
+    weighed: ClassVar[list[int]] = []
+
+    def after(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
+        self.weighed.append(last)
+        return super().after(end, done, last, cost)
+
 
 costs = st.integers(0, 20)
 layers = st.lists(st.tuples(costs, st.integers(1, 20)), min_size=1, max_size=8)
@@ -72,6 +84,17 @@ def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(forward
     slow = replace(plain, lost=slower[0], slowed=slower[1])
     assert slow.end_ns(optimal(slow)) == min(map(slow.end_ns, every_plan(len(drawn))))
     assert slow.end_ns((len(drawn),)) == plain.end_ns((len(drawn),))
+
+
+@pytest.mark.parametrize("slower", [(0.0, 1.0), (0.3, 1.2)])
+def test_many_groups_are_planned_at_once(slower) -> None:
+    """Of the plans of the first groups few are worth going on with, however many end at moments of their own."""
+    sizes = [1000 * (1 + 37 * k % 101) for k in range(48)]
+    ready = tuple(accumulate(100_000 + 1009 * (k * k % 97) for k in range(48)))
+    many = Counted(ready, tuple(sizes), lambda size: 20_000 + 2 * size, lost=slower[0], slowed=slower[1])
+    Counted.weighed.clear()
+    assert len(optimal(many)) > 1
+    assert len(Counted.weighed) <= 16 * len(sizes) ** 2 / 2
 
 
 @given(costs, layers, costs, slowing, slowing, st.data())
