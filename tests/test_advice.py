@@ -222,6 +222,7 @@ def test_the_cluster_is_changed_in_one_number() -> None:
     line = {"latency_s": 1.0, "s_per_byte": 4.0}
     full = {**measured, "steps": [[1], [2], [3]], "gathering": line, "server_in": line, "group_sums": [line]}
     full["shared"] = {"machine": [0, 0, 1, 2], "ends": [1, 2, 3, 4]}
+    assert with_workers({**full, "empty_s": []}, 5)["empty_s"] == []
     more, faster = with_workers(full, 5), faster_links(full, 2.0)
     assert (more["steps"], more["gathering"]) == ([[1], [2], [3], [1], [2]], None)
     assert more["shared"] == {"machine": [0, 0, 1, 0, 0, 2], "ends": [1, 2, 3, 1, 2, 4]}

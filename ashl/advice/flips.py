@@ -17,7 +17,8 @@ from ashl.report.crossover import Axis, Cell, Terrain, flip
 from ashl.report.measure import Measure
 
 MEASURED = ("jitters", "encode_s", "latencies", "up_bytes_s", "down_bytes_s")  # lists of a measured cluster, by worker
-MEASURED += ("steps", "batches", "pull_latencies")  # ... in full
+MEASURED += ("steps", "batches", "pull_latencies", "empty_s")  # ... in full
+ON_CORES = ("machine", "ends", "resumed_s", "empty_s")  # ... on shared cores, where the server's may come last
 OF_ALL, PORTS = ("all_reduce", "gathering"), ("server_in", "server_out")  # lines of what messages cost by their bytes
 RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "inner_bandwidth_mbit_s", "server_bytes_s")
 FACTORS = tuple(2.0**k for k in range(-4, 5))
@@ -70,13 +71,13 @@ def with_slowest(spec: Spec, worker: int, slowness: float) -> Spec:
 def with_workers(spec: Spec, count: int) -> Spec:
     """The workers over and over, or cut; a measured sum over all of them says nothing of other numbers."""
     found: Spec = {
-        key: repeated(key, spec[key], count) for key in (*LISTS, *MEASURED) if isinstance(spec.get(key), list)
+        key: repeated(key, own, count) for key in (*LISTS, *MEASURED) if isinstance(own := spec.get(key), list) and own
     }
     found |= {key: None for key in OF_ALL if key in spec}
-    if (shared := spec.get("shared")) is not None:  # lists of the workers and the server
+    if (shared := spec.get("shared")) is not None:
         n = len(spec["compute"])
-        own = {key: [*repeated(key, shared[key][:n], count), *shared[key][n:]] for key in ("machine", "ends")}
-        found["shared"] = {**shared, **own}
+        lists = {key: own for key in ON_CORES if (own := shared.get(key))}
+        found["shared"] = shared | {k: [*repeated(k, own[:n], count), *own[n:]] for k, own in lists.items()}
     return {**spec, **found, "num_workers": count}
 
 

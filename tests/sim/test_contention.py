@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ashl.advice.flips import with_workers
 from ashl.cluster.network import network
 from ashl.cluster.spec import Fitted, Quota
 from ashl.cluster.speed import LEVELS
@@ -102,6 +103,20 @@ def test_what_messages_cost_after_a_pause_and_without_a_body() -> None:
     assert [found.shared.end_s(rank, 0) for rank in (0, 1, 2)] == [0.125, 0.125, 0.375]
     ways = network(found, 40)
     assert ways.transfer_ns(0, 2, 0) == 0.75e9 > ways.transfer_ns(0, 2, 8) - 0.6e9
+
+
+def test_as_many_workers_more_have_costs_of_their_own() -> None:
+    known = crowded()
+    assert known.full is not None
+    assert known.full.handling is not None
+    handling = replace(known.full.handling, resumed_s=0.25, server_resumed_s=0.5, empty_s=(0.125, 0.375))
+    workers = tuple(replace(own, empty_s=0.75) for own in known.full.workers)
+    spec = replace(known, full=replace(known.full, handling=handling, workers=workers)).cluster()
+    for count in (1, 2, 5):
+        found = construct(with_workers(spec, count), "cluster")
+        assert (len(found.empty_s), found.shared.resumed_s) == (count, (0.25,) * count)
+        assert [found.shared.end_s(rank, 0) for rank in range(count + 1)] == [0.125] * count + [0.375]
+        assert {network(found, 40).transfer_ns(rank, count, 0) for rank in range(count)} == {750_000_000}
 
 
 def test_where_there_are_enough_nothing_changes() -> None:
