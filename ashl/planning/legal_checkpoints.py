@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ashl.cluster.spec import Fitted
+from ashl.cluster.spec import Fitted, beside_of
 from ashl.errors import UsageError
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
@@ -10,6 +10,7 @@ from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by
 from ashl.planning.legal_churn import beside
 from ashl.stage.rule import CHURN
+from ashl.stage.stage import sums_beside
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoundRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
@@ -25,6 +26,12 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
         raise UsageError(
             "run.checkpoint_s: the profile is of machines with too few cores for all ranks, and no checkpoint holds "
             "what shares them; drop it"
+        )
+    slowed = parts.runtime.name == "sim" and beside_of(parts.cluster) is not None
+    if slowed and any(sums_beside(own.sync, own.topology, own.overlap) for own in parts.stages):
+        raise UsageError(
+            "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "
+            "both are; drop it, or take overlap=none"
         )
     if parts.runtime.name == "torchrun":
         raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")

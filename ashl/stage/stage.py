@@ -162,7 +162,7 @@ class Stage:
     @property
     def sums_beside(self) -> bool:
         """Whether its workers compute while something of theirs is summed."""
-        return self.sync.by_part or not (self.topology.has_server or isinstance(self.overlap, Serial))
+        return sums_beside(self.sync, self.topology, self.overlap)
 
     @cached_property
     def delayed(self) -> Delayed | None:
@@ -365,6 +365,11 @@ class Stage:
 
     def tag(self, name: str, iteration: int = 0) -> Tag:
         return (name, self.index, iteration)
+
+
+def sums_beside(sync: Rule, topology: Topology, overlap: Overlap) -> bool:
+    """Whether the workers of such a stage compute while something of theirs is summed."""
+    return sync.by_part or not (topology.has_server or isinstance(overlap, Serial))
 
 
 def did(worker: WorkerPlan, push: Push) -> WorkerPlan:

@@ -142,6 +142,16 @@ def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
     assert json.loads(Path("run/summary.json").read_text())["time_s"] == pytest.approx(0.732424, rel=1e-4)
 
 
+def test_no_checkpoint_is_promised_where_sums_slow_computing_down(workplace) -> None:
+    measured(beside=Beside(lost=0.4, slowed=1.5))
+    of = (*RING, *TIMED, *OF_PROFILE, "run.checkpoint_s=0.1")
+    with pytest.raises(UsageError, match="slow each other down, and no checkpoint holds how far both are"):
+        planned(*of, "overlap=wfbp")
+    assert main(["train", "runtime=sim", *of, "overlap=none", "run.dir=run"]) == 0
+    measured()
+    assert main(["train", "runtime=sim", *of, "overlap=wfbp", "run.dir=other"]) == 0
+
+
 def test_halves_of_a_measured_sum_are_half_of_it(workplace) -> None:
     cluster = construct(measured().cluster(), "cluster")
     ports = network(cluster, 4)
