@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ashl.runtime.processor_time import throttled, used
+from ashl.runtime.processor_time import throttled
 
 
 def said(folder: Path, text: str) -> None:
@@ -23,8 +23,6 @@ def test_a_quota_of_this_group_and_of_those_around_it(tmp_path: Path) -> None:
     assert throttled(own, tmp_path) == 7
 
 
-def test_processor_time_goes_on() -> None:
-    before, held = used()
-    sum(range(100_000))
-    assert used()[0] > before
+def test_what_this_system_says() -> None:
+    held = throttled()
     assert held is None or held >= 0

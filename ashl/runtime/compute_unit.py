@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ashl.runtime.effects import Compute, Message, PeerLostError, Recv, Tag
 from ashl.runtime.kernel import Mailbox
+from ashl.runtime.ledger import Ledger
 from ashl.runtime.pace import Pace
-from ashl.runtime.processor_time import used
 
 IDLE = "idle"
 
@@ -27,6 +27,15 @@ class Ran(NamedTuple):
     def end_ns(self) -> int:
         return self.spans[-1][1]
 
+    def book(self, ledger: Ledger, start: int) -> None:
+        """Enter it into the books of the main task, where it began then."""
+        ledger.mark("wait", start)
+        for kind, end in self.spans:
+            if kind == IDLE:
+                ledger.idle(end)
+            else:
+                ledger.mark(kind, end)
+
 
 class ComputeUnit:
     """That of one rank. What a computation hands out goes to the inbox, as messages of the rank to itself."""
@@ -38,8 +47,6 @@ class ComputeUnit:
         self._needed: dict[Tag, Future] = {}  # messages that the thread waits for, or will
         self._free_ns = 0  # when the last one on it counts as ended
         self._thread: ThreadPoolExecutor | None = None
-
-    used = staticmethod(used)  # of this process
 
     def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
         """A computation that began then, on this thread; `needed` will be the bodies that it takes on its way."""

@@ -91,7 +91,9 @@ class Kernel(Protocol):
 
     def wants_mark(self, node: Node) -> bool: ...
 
-    def used(self, node: Node) -> tuple[int, int | None]: ...
+    def used_ns(self, node: Node) -> int: ...
+
+    def throttled(self) -> int | None: ...
 
 
 class Node:
@@ -175,12 +177,12 @@ class Node:
     @property
     def used(self) -> float:
         """Seconds of a core that this rank has used so far, for whatever it does."""
-        return self.kernel.used(self)[0] / 1e9
+        return self.kernel.used_ns(self) / 1e9
 
     @property
     def throttled(self) -> int | None:
         """How often a quota of processor time has held this rank back; None where nobody knows."""
-        return self.kernel.used(self)[1]
+        return self.kernel.throttled()
 
     @property
     def stopping(self) -> str | None:

@@ -26,13 +26,14 @@ from ashl.runtime.bodies import Bodies
 from ashl.runtime.channel import Collective
 from ashl.runtime.checkpoint import put_back
 from ashl.runtime.communicator import Communicator, End, Outcome
-from ashl.runtime.compute_unit import IDLE, ComputeUnit, Ran
+from ashl.runtime.compute_unit import ComputeUnit, Ran
 from ashl.runtime.keeping import Keeper, Restored
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
+from ashl.runtime.processor_time import throttled
 from ashl.runtime.records import Beat, Missed
 from ashl.runtime.sum_messages import OwnSums
 
@@ -114,8 +115,11 @@ class TorchKernel:
         """Each process computes it for itself."""
         return fn()
 
-    def used(self, node: Node) -> tuple[int, int | None]:
-        return self._unit.used()
+    def used_ns(self, node: Node) -> int:
+        return time.process_time_ns()
+
+    def throttled(self) -> int | None:
+        return throttled()
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
         self._live += 1
@@ -293,7 +297,7 @@ class TorchKernel:
         start = self.node.ledger.cursor if main else self.now_ns
         ran = self._unit.run(effect, start)
         if main:
-            self._book(ran, start)
+            ran.book(self.node.ledger, start)
             self._unsettled = self._settle is not None
         return ran.value
 
@@ -311,22 +315,12 @@ class TorchKernel:
             if isinstance(ran, Exception):
                 raise ran
             if task.main:
-                self._book(ran, start)
+                ran.book(self.node.ledger, start)
                 self._unsettled = self._settle is not None
             if not task.done:
                 self._ready.append((task, ran.value))
 
         self._unit.post(effect, self.node.ledger.cursor if task.main else self.now_ns, done)
-
-    def _book(self, ran: Ran, start: int) -> None:
-        """Enter a computation of the main task into the books."""
-        ledger = self.node.ledger
-        ledger.mark("wait", start)
-        for kind, end in ran.spans:
-            if kind == IDLE:
-                ledger.idle(end)
-            else:
-                ledger.mark(kind, end)
 
     def _collect_aside(self, end: End, task: Task, effect: Collective) -> None:
         """On the team's thread."""

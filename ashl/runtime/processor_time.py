@@ -1,15 +1,9 @@
-"""The processor time that this process has had, and how often a quota has held it back, as Linux counts that for
-control groups (cgroups(7))."""
+"""How often a quota of processor time has held this process back, as Linux counts that for control groups
+(cgroups(7))."""
 
-import time
 from pathlib import Path
 
 OWN, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-
-
-def used() -> tuple[int, int | None]:
-    """(ns of a core, how often a quota has held it back)."""
-    return time.process_time_ns(), throttled()
 
 
 def throttled(own: Path = OWN, root: Path = ROOT) -> int | None:

@@ -68,9 +68,12 @@ class Sim:
     def wants_mark(self, node: Node) -> bool:
         return self.saving is not None and node.rank not in self.saving.marks
 
-    def used(self, node: Node) -> tuple[int, None]:
+    def used_ns(self, node: Node) -> int:
         totals = node.ledger.live()
-        return totals["compute"] + totals["compress"], None
+        return totals["compute"] + totals["compress"]
+
+    def throttled(self) -> None:
+        """Nobody knows."""
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their
