@@ -211,9 +211,12 @@ class Ports:
         """One uncontended transfer."""
         inner = self.inner(src, dst)
         ends = (src, True), (dst, False)
-        return self.latency_ns(src, dst, nbytes, 0) + max(
-            self.service_ns(end, nbytes, 0, inner, out) for end, out in ends
-        )
+        service = max(self.service_ns(end, nbytes, 0, inner, out) for end, out in ends)
+        return self.latency_ns(src, dst, nbytes, 0) + service + self.ends_ns(src, dst, nbytes)
+
+    def ends_ns(self, src: int, dst: int, nbytes: int) -> int:
+        """How long a message stands at its two ends, on cores that are free, before it is there."""
+        return 0
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         """By ports that are free: as the algorithm that was asked for; else of all workers as it was measured, where it
@@ -321,11 +324,9 @@ class FittedPorts(Ports):
         own_s = (self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server)
         return round(max(own_s, default=0.0) * NS)
 
-    def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
-        alone, shared = super().transfer_ns(src, dst, nbytes), self._fitted.shared
-        if shared is None:
-            return alone
-        return alone + round(shared.before * sum(shared.end_s(rank, nbytes) for rank in (src, dst)) * NS)
+    def ends_ns(self, src: int, dst: int, nbytes: int) -> int:
+        shared = self._fitted.shared
+        return 0 if shared is None else round(shared.before * sum(shared.end_s(r, nbytes) for r in (src, dst)) * NS)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         known = self._group_sums.get(len(group))

@@ -32,8 +32,10 @@ class Uncontended:
         return self._network.transfer_ns(src, dst, nbytes)
 
     def latency_ns(self, src: int, dst: int) -> int:
-        """Of a message with a body."""
-        return 0 if isinstance(self._network, Exchange) else self._network.latency_ns(src, dst, 1, 0)
+        """Of a message with a body, however short."""
+        if isinstance(self._network, Exchange):
+            return 0
+        return self._network.latency_ns(src, dst, 1, 0) + self._network.ends_ns(src, dst, 1)
 
     def at_server_ns(self, workers: Members, server: int, nbytes: int, *, out: bool) -> int:
         """How long these bytes of each of these workers hold the port of the server, on their way out of it or into it;

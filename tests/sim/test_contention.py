@@ -15,6 +15,7 @@ from ashl.config.construct import construct
 from ashl.errors import UsageError
 from ashl.plan.full import Handling, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
+from ashl.planning.chains import Uncontended
 from tests.sim.test_full_profile import cost, of_one, steps
 from tests.support import planned, run
 from tests.test_profile import profile
@@ -47,6 +48,8 @@ def test_too_few_cores_are_shared() -> None:
     assert (found.shared.machine, found.shared.cores) == ((0, 0, 0), (1.0,))
     assert (found.compute, found.shared.before) == ((1.0, 1.0), 1.0)
     assert found.latencies == (0.25, 0.25)
+    alone = Uncontended(network(found, 40))
+    assert alone.latency_ns(0, 2) == alone.transfer_ns(0, 2, 1) == 1.25e9
     assert found.shared.end_s(5, 1) == 0.5
 
 
