@@ -20,6 +20,7 @@ from ashl.plan.profile import Profile
 from ashl.planning.build import declared_profile, layer_groups
 from ashl.planning.by_part import with_parts
 from ashl.planning.make import prepared
+from ashl.sync.timing import beside
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
 
@@ -134,6 +135,15 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
     ran = run(replace(plan, cluster=measured(beside=Beside(lost=0.4, slowed=1.5)).cluster()))
     found = json.loads(ran.of("profile")[0]["profile"])
     assert found["beside"] == pytest.approx({"lost": 0.4, "slowed": 1.5}, rel=0.05)
+
+
+def test_where_steps_take_long_that_is_measured_once(workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("schedule=profile_only", "schedule.by_part=true", *CLUSTER, *MODEL)
+    quick = measured(beside=Beside(lost=0.4, slowed=1.5)).cluster()
+    slow = replace(plan, cluster={**quick, "compute": [100 * step_s for step_s in quick["compute"]]})
+    taken_ns = run(slow).time_ns
+    monkeypatch.setattr(beside, "ROUNDS", 1)
+    assert run(slow).time_ns == taken_ns
 
 
 def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:

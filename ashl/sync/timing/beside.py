@@ -1,9 +1,9 @@
 """What sums and computing cost each other while both go on, which a plan of overlap has to know.
 
-Rule: all workers sum the whole model so many times in a row, then take steps, and then both at once, three times over.
-Computing has lost the share by which steps were slower then, and a sum is slowed by as many times as it took longer:
-the mean over the workers, and of the three the median. That holds for whatever they share, cores, caches or the
-system's own work for a link, in which no process is seen to be at work.
+Rule: all workers sum the whole model so many times in a row, then take steps, and then both at once, three times over,
+or fewer where that takes long. Computing has lost the share by which steps were slower then, and a sum is slowed by as
+many times as it took longer: the mean over the workers, and of the three the median. That holds for whatever they
+share, cores, caches or the system's own work for a link, in which no process is seen to be at work.
 
 Limits: forward is taken for as easily disturbed as backward, and a short message for as disturbing as a long one.
 """
@@ -25,6 +25,7 @@ from ashl.topology.local_work import WorkerState
 BESIDE = -12  # an order, with bytes and how many sums
 ROUNDS = 3
 LEAST_S, STEPS, SUMS = 0.05, 4, 4  # of which each takes at least so long, or so many
+MOST_S = 20.0  # after which no other round begins
 
 
 async def time_beside(node: Node, stage: Stage, state: WorkerState, nbytes: int, count: int) -> tuple[float, ...]:
@@ -60,8 +61,8 @@ async def measured_beside(node: Node, stage: Stage, step_s: float, line: Line) -
     """At the server; None where they cost each other nothing. Raises OverError."""
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
-    lost, slowed = list[float](), list[float]()
-    for _ in range(ROUNDS):
+    lost, slowed, end_s = list[float](), list[float](), node.now + MOST_S
+    while not lost or (len(lost) < ROUNDS and node.now < end_s):
         await tell(node, stage, stage.workers, BESIDE, dense, count)
         found = (await answers(node, stage, stage.workers)).values()
         sum_s, step_s, both_s, beside_s = map(statistics.fmean, zip(*found, strict=True))
