@@ -147,7 +147,9 @@ class Full:
     @property
     def contended(self) -> bool:
         """Whether steps take longer while others compute: workers share a machine that has too few cores for them."""
-        return any(w.alone_s is not None and w.steps[0].mean_s > 1.1 * w.alone_s for w in self.workers)
+        return len(self.workers) > 1 and any(
+            w.alone_s is not None and w.steps[0].mean_s > 1.1 * w.alone_s for w in self.workers
+        )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
