@@ -74,6 +74,11 @@ class Books:
     absences: list[Absence] = field(default_factory=list)  # in the order in which they began
     borders: list[dict[int, dict[str, int]]] = field(default_factory=list)  # by stage that gave way, by worker: totals
 
+    @property
+    def ended(self) -> int:
+        """How many stages are over; of the end of one nobody may have heard, where its home rank was lost just then."""
+        return self.stages[-1].stage + 1 if self.stages else 0
+
 
 class Monitor:
     """The observer of a run, in the process that records it.
@@ -154,7 +159,7 @@ class Monitor:
                 self.recorder.event(as_event(record))
             case LedgerTotals():
                 self.ledgers[record.rank] = record
-            case StageEnd() if record.stage < len(self.books.stages):
+            case StageEnd() if record.stage < self.books.ended:
                 pass  # from who stands in for a home rank that was lost when it had told us so, and nobody else
             case StageEnd():
                 self.books.stages.append(record)
@@ -301,7 +306,7 @@ class Monitor:
         if self.progress.due(host_s := self.host_s):
             workers, found = self.workers(), next(reversed(self.books.evaluations), None)
             epoch = len(self.job.data.train)
-            args = (self.plan, len(self.books.stages), self.counts(), workers, self.absent.keys(), epoch)
+            args = (self.plan, self.books.ended, self.counts(), workers, self.absent.keys(), epoch)
             self.progress.update(view(*args, found, found and self.own_metric(found), host_s))
 
 

@@ -106,10 +106,11 @@ def of_absence(absence: Absence, time_ns: int) -> dict[str, Any]:
 def goodput(monitor: Monitor) -> float | None:
     """Steps that count per second, over those that the plan predicts where nothing fails; None without prediction."""
     steps, expected, start_ns, before = 0, 0.0, 0, 0
-    for plan, end in zip(monitor.plan.stages, monitor.books.stages, strict=False):
-        if plan.predicted_steps_per_s is not None:
+    for end in monitor.books.stages:
+        predicted = monitor.plan.stages[end.stage].predicted_steps_per_s
+        if predicted is not None:
             steps += end.counts.steps - before
-            expected += plan.predicted_steps_per_s * (end.end_ns - start_ns) / 1e9
+            expected += predicted * (end.end_ns - start_ns) / 1e9
         start_ns, before = end.end_ns, end.counts.steps
     return steps / expected if expected else None
 
@@ -138,12 +139,13 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
     rows, start_ns, waited_before = [], 0, 0.0
     before = nothing(len(workers))
     borders = monitor.books.borders
-    for index, (plan, end) in enumerate(zip(monitor.plan.stages, monitor.books.stages, strict=False)):
-        seconds = (end.end_ns - start_ns) / 1e9
+    for end in monitor.books.stages:
+        plan, seconds = monitor.plan.stages[end.stage], (end.end_ns - start_ns) / 1e9
         steps = end.counts.steps - before.steps
-        if index < len(borders):
-            waited = sum(totals["wait"] for totals in borders[index].values()) / 1e9
-            waited += sum(w["wait_s"] for w in workers if w["rank"] not in borders[index])  # lost by then
+        if end.stage < len(borders):
+            border = borders[end.stage]
+            waited = sum(totals["wait"] for totals in border.values()) / 1e9
+            waited += sum(w["wait_s"] for w in workers if w["rank"] not in border)  # lost by then
         else:
             waited = sum(w["wait_s"] for w in workers)
         rows.append(

@@ -13,6 +13,8 @@ from ashl.compression.gtopk import GTopK
 from ashl.config.compose import compose
 from ashl.planning.build import assemble
 from ashl.run import train as run
+from ashl.run.monitor import Monitor
+from ashl.runtime.records import StageEnd
 from ashl.stage.link import Ends, Link
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
@@ -121,6 +123,25 @@ def test_the_waits_of_the_stages_add_up(tmp_path):
     by_name = {s["name"]: s for s in stages}
     assert by_name["bsp"]["wait_share"] > 0.2
     assert by_name["ahl"]["wait_share"] < by_name["bsp"]["wait_share"]
+
+
+def test_a_stage_whose_end_nobody_has_heard_of_does_not_give_its_name_to_the_next_one(tmp_path, monkeypatch):
+    """Its home rank may be lost just then; what the summary has of later stages is theirs."""
+    emit = Monitor.emit
+
+    def heard(self, record):
+        if not (isinstance(record, StageEnd) and record.name == "bsp"):
+            emit(self, record)
+
+    monkeypatch.setattr(Monitor, "emit", heard)
+    chosen = [*BASE, *MORE["sync_first"], "schedule=sync_first", "runtime=sim", "tracking=none", f"run.dir={tmp_path}"]
+    assert run.train(compose(chosen, None), chosen, quiet=True) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    stages = summary["stages"]
+    assert [s["name"] for s in stages] == ["profile", "ahl", "shl"]
+    assert sum(s["steps"] for s in stages) == summary["steps"]
+    waits = [s["wait_share"] * (s["end_s"] - s["start_s"]) for s in stages]
+    assert sum(waits) == pytest.approx(summary["wait_share"] * summary["time_s"], rel=1e-9)
 
 
 # --- the hand-over ----------------------------------------------------------------------------------------------------
