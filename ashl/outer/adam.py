@@ -30,5 +30,9 @@ class FedAdam(Outer):
     ) -> tuple[Moments | None, Tensor]:
         first, second = (update * 0.0, torch.full_like(update, self.tau**2)) if moments is None else moments
         first = first * self.beta1 + update * (1 - self.beta1)
-        second = torch.mul(second, self.beta2).addcmul_(update, update, value=1 - self.beta2)
+        second = self._squares(second, update)
         return (first, second), torch.addcdiv(params, first, second.sqrt().add_(self.tau), value=self.lr)
+
+    def _squares(self, second: Tensor, update: Tensor) -> Tensor:
+        """The new mean square of the updates."""
+        return torch.mul(second, self.beta2).addcmul_(update, update, value=1 - self.beta2)

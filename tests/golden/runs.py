@@ -345,6 +345,7 @@ def learning() -> dict[str, Row]:
         "outer-mla": Row(f"{late} aggregate=uniform outer=mla optimizer.momentum=0"),
         "outer-heloco": Row(f"{late} aggregate=uniform outer=heloco optimizer.momentum=0 seed=3"),
         "outer-adam": Row("sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=adam"),
+        "outer-yogi": Row(f"{TIMED} sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=yogi"),
         "outer-border": Row(
             "schedule=post_local schedule.switch_epochs=1 schedule.momentum=reset outer=nesterov stop.steps=120",
             twin=True,

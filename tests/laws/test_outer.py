@@ -97,6 +97,7 @@ def test_at_its_limit_it_is_average_bit_for_bit(method, topology):
         ("slowmo", "beta", 1),
         ("adam", "tau", 0),
         ("adam", "beta2", 1.0),
+        ("yogi", "beta1", -0.1),
         ("delayed_nesterov", "buffer", 0),
     ],
 )
@@ -165,6 +166,24 @@ def test_adam_without_memory_is_a_sign_or_average():
     torch.testing.assert_close(sign, 0.5 * update.sign())
     plain = walk(conf_option("outer", "adam", lr=1e4, beta1=0.0, beta2=0.0, tau=1e4), [update])
     torch.testing.assert_close(plain, update, rtol=1e-4, atol=1e-7)
+
+
+def test_yogi_is_the_published_recursion_and_begins_as_adam():
+    steps, chosen = updates(12), {"lr": 0.02, "beta1": 0.8, "beta2": 0.9, "tau": 0.005}
+    params, m, v = (torch.zeros(D, dtype=torch.float64) for _ in range(3))
+    v += 0.005**2
+    for delta in (update.double() for update in steps):
+        m = 0.8 * m + 0.2 * delta
+        v = v - 0.1 * delta**2 * torch.sign(v - delta**2)
+        params = params + 0.02 * m / (v.sqrt() + 0.005)
+    moved = walk(conf_option("outer", "yogi", **chosen), steps)
+    torch.testing.assert_close(moved.double(), params, rtol=1e-4, atol=1e-6)
+    tiny = chosen | {"tau": 1e-9}
+    first = [walk(conf_option("outer", method, **tiny), steps[:1]) for method in ("yogi", "adam")]
+    torch.testing.assert_close(*first, rtol=1e-4, atol=0)
+    vast = {"lr": 2e4, "beta1": 0.0, "beta2": 0.5, "tau": 1e4}
+    plain = walk(conf_option("outer", "yogi", **vast), steps)
+    torch.testing.assert_close(plain, sum(steps), rtol=1e-4, atol=1e-7)
 
 
 def test_mla_is_the_published_recursion():
