@@ -1,12 +1,13 @@
-"""Text, character by character or byte by byte: what comes next, from what came before."""
+"""Text, by characters, bytes or the tokens of a file of the user's: what comes next, from what came before."""
 
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 from ashl.data.dataset import Data, Dataset, Split, resolve
@@ -18,16 +19,23 @@ BYTES = 256
 STDLIB, OTHERS = "stdlib", {"site-packages", "dist-packages", "test", "tests", "idlelib"}  # what is not in it
 
 
+def known(tokens: str) -> str:
+    if tokens not in ("characters", "bytes") and not tokens.endswith(".json"):
+        raise ValueError("should be 'characters', 'bytes' or a tokenizer's FILE.json")
+    return tokens
+
+
 @option
 class Text(Dataset):
     """A text cut into samples of `length` tokens, the last tenth of which is for testing; targets are one on.
 
     Without a path it is the language reference that comes with Python, and with `path=stdlib` the sources of Python's
     standard library: another text with each version of it. Of a folder it is all files of UTF-8 below it, by name.
+    `tokens` may be a file that the library `tokenizers` has written.
     """
 
     path: str | None
-    tokens: Literal["characters", "bytes"]
+    tokens: Annotated[str, AfterValidator(known)]
     length: Count
     most_mb: Positive | None
 
@@ -38,8 +46,8 @@ class Text(Dataset):
         count = (len(numbers) - 1) // self.length
         if count < TEST:
             raise UsageError(
-                f"dataset.length={self.length} makes {count} samples of {len(numbers)} {self.tokens}; take a shorter "
-                "one"
+                f"dataset.length={self.length} makes {count} samples of {len(numbers)} tokens (dataset.tokens="
+                f"{self.tokens}); take a shorter one"
             )
         tokens = torch.from_numpy(numbers)
 
@@ -78,11 +86,33 @@ class Text(Dataset):
 
 
 def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
-    """A number for each token, int64, and how many there may be: bytes as they are, characters in their order."""
+    """A number for each token, int64, and how many there may be: bytes as they are, characters in their order, or as a
+    tokenizer's file has them."""
     if tokens == "bytes":
         return np.frombuffer(text, np.uint8).astype(np.int64), BYTES
+    if tokens != "characters":
+        return by_file(text.decode(), tokens)
     characters, numbers = np.unique(np.frombuffer(text.decode().encode("utf-32-le"), "<u4"), return_inverse=True)
     return numbers.astype(np.int64, copy=False), len(characters)
+
+
+def by_file(text: str, name: str) -> tuple[np.ndarray, int]:
+    """What a tokenizer from a file makes of the text, without the marks that it sets about a sequence."""
+    if not (path := resolve(name)).is_file():
+        raise DataMissingError(f"dataset.tokens={name}: there is no such file; take dataset.tokens=bytes, say")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UsageError(
+            f"dataset.tokens={name} needs the library tokenizers: pip install 'ashl[tokenizers]', or take "
+            "dataset.tokens=bytes."
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        numbers = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    except Exception as error:  # the library raises nothing more special
+        raise UsageError(f"dataset.tokens={name} is no tokenizer for this text: {error}.") from error
+    return numbers, max(tokenizer.get_vocab_size(), 1 + int(numbers.max(initial=0)))
 
 
 def cut(text: bytes, most: int | None) -> bytes:
