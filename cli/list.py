@@ -14,6 +14,7 @@ from ashl.config.catalog import (
     docstrings,
     head,
     lacking,
+    load,
     parameters,
     parents,
     read,
@@ -25,8 +26,6 @@ from ashl.config.catalog import (
 
 from .table import folded, show
 from .train import ConfigDir, Debug
-
-METHODS = ("sync", "topology", "aggregate", "outer", "overlap", "compression", "schedule", "planner", "optimizer")
 
 
 def _groups() -> list[str]:
@@ -40,7 +39,7 @@ def _options(ctx: typer.Context) -> list[str]:
 def show_options(
     group: Annotated[str | None, typer.Argument(help="One group, as sync.", autocompletion=_groups)] = None,
     option: Annotated[str | None, typer.Argument(help="One of its options, as ssp.", autocompletion=_options)] = None,
-    markdown: Annotated[bool, typer.Option(help="All methods, or those of one group, as a page of tables.")] = False,
+    markdown: Annotated[bool, typer.Option(help="All options, or those of one group, as a page of tables.")] = False,
     config_dir: ConfigDir = None,
     debug: Debug = False,
 ) -> None:
@@ -49,7 +48,7 @@ def show_options(
     if markdown and option is None:
         if group is not None and group not in known:
             raise lacking("group", group, known)
-        typer.echo(_page(known, METHODS if group is None else (group,)))
+        typer.echo(_page(known, [*known] if group is None else [group]))
         return
     if group is None:
         _everything(known)
@@ -67,24 +66,46 @@ def show_options(
 
 
 def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str]) -> str:
-    """Markdown: what each method is, where it runs where that is not everywhere, and what it is from."""
-    parts = []
+    """Markdown: what each option is, where it runs where that is not everywhere, what it is at its limits, which
+    presets compare it with others, and what it is from; a column that is empty in a group is left out."""
+    compared, parts = _compared(known), []
     for group in groups:
-        rows = [("option", "what it is", *(("topology",) if group == "sync" else ()), "source")]
-        rows.append(("---",) * len(rows[0]))
-        for name, file in known[group].items():
-            where = (_topologies(target(file)),) if group == "sync" else ()
-            rows.append((f"`{name}`", summary(file), *where, _source(target(file))))
-        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        columns: dict[str, list[str]] = {
+            "option": [f"`{name}`" for name in known[group]],
+            "what it is": [summary(file) for file in known[group].values()],
+            "topology": [_topologies(target(file)) if group == "sync" else "" for file in known[group].values()],
+            "limits": [_said(target(file), "Limit") for file in known[group].values()],
+            "compared in": [", ".join(compared.get((group, name), ())) for name in known[group]],
+            "source": [_said(target(file), "Source") for file in known[group].values()],
+        }
+        filled = {title: cells for title, cells in columns.items() if any(cells)}
+        rows = [tuple(filled), ("---",) * len(filled), *zip(*filled.values(), strict=True)]
+        table = ["| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows]
         parts.append("\n".join([f"## {group}", "", *table]))
     return "\n\n".join(parts)
 
 
-def _source(name: str) -> str:
-    """What a method's card says that it is from."""
-    text = next((text for text in docstrings(name) if "Source" in text), "") if name else ""
-    found = re.search(r"\bSources?:\s+(.+?)(?:\n\n|\Z)", text, re.DOTALL)
-    return " ".join(found[1].split()) if found else "-"
+def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], list[str]]:
+    """The presets with a grid in which an option stands."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for preset, file in known.get("experiment", {}).items():
+        lines = [line for line in load(file).get("sweep", ()) if isinstance(line, dict)]
+        chosen = [(group, str(names)) for line in lines for group, names in line.items() if group in known]
+        if lines:
+            swept = {group for line in lines for group in line}
+            common = [entry for entry in load(file).get("defaults", ()) if isinstance(entry, dict)]
+            shared = [(key.removeprefix("override /"), str(name)) for entry in common for key, name in entry.items()]
+            chosen += [(group, name) for group, name in shared if group not in swept]
+        for place in sorted({(group, name.strip()) for group, names in chosen for name in names.split(",")}):
+            found.setdefault(place, []).append(preset)
+    return found
+
+
+def _said(name: str, what: str) -> str:
+    """What a card says under "Limits:" or "Source:", to the end of the paragraph or to what it says next."""
+    text = next((text for text in docstrings(name) if what in text), "") if name else ""
+    found = re.search(rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Departs from)|\Z)", text, re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
 
 
 def _topologies(name: str) -> str:

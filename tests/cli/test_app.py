@@ -155,14 +155,19 @@ def test_list_shows_a_group(capsys) -> None:
     assert not [line for line in lines if "default" in line], "the default schedule names its stages' modes"
 
 
-def test_the_page_of_all_methods_has_each_with_its_source(capsys) -> None:
+def test_the_page_of_all_options_has_each_with_its_limits_its_tables_and_its_source(capsys) -> None:
     assert main(["list", "--markdown"]) == 0
-    out = capsys.readouterr().out
-    rows = {line.split(" | ")[0].strip("|` "): line for line in out.splitlines() if line.startswith("| `")}
-    groups = ("sync", "topology", "aggregate", "outer", "overlap", "compression", "schedule", "planner", "optimizer")
-    assert set(rows) >= {option for group in groups for option in catalog.catalog()[group]}
-    assert "Ho et al." in rows["ssp"]
-    assert "| parameter_server, all_reduce |" in rows["local_sgd"]
+    rows, group = {}, ""
+    for line in capsys.readouterr().out.splitlines():
+        group = line.removeprefix("## ") if line.startswith("## ") else group
+        if line.startswith("| `"):
+            rows[group, line.split(" | ")[0].strip("|` ")] = line
+    assert set(rows) == {(group, option) for group, options in catalog.catalog().items() for option in options}
+    assert "Ho et al." in rows["sync", "ssp"]
+    assert "| parameter_server, all_reduce |" in rows["sync", "local_sgd"]
+    assert "| e = 0 is BSP. |" in rows["sync", "backup"]
+    assert "| outer_table |" in rows["topology", "halos"]
+    assert "| ashl_table, outer_table |" in rows["schedule", "ashl_next"]
     assert main(["list", "nowhere", "--markdown"]) == 2
 
 
