@@ -147,6 +147,21 @@ def test_nothing_lies_loose() -> None:
     assert {file.stem for file in (ROOT / "ashl").glob("*.py")} == ROOT_MODULES
 
 
+def test_the_map_of_the_house_has_every_room_and_no_other() -> None:
+    """CONTRIBUTING's: its folders are there, as is what stands in brackets behind them with a slash."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("```")[1]
+    rooms = {folder.relative_to(ROOT / "ashl").as_posix() for folder in (ROOT / "ashl").rglob("*/") if folder.is_dir()}
+    names = {room.rpartition("/")[2] for room in rooms} - {"__pycache__"}
+    named = set(re.findall(r"(\w+)/(?:\s|$)", page, re.M)) - {"cli", "conf", "ashl", "runs", "tests", "docs"}
+    assert named == names
+    paths = {path for path in re.findall(r"\w+(?:/\w+)+(?:\.py)?", page)}
+    assert not [
+        path
+        for path in paths
+        if not any((ROOT / top / path).exists() or (ROOT / top / f"{path}.py").exists() for top in ("", "ashl"))
+    ]
+
+
 def test_no_circle_of_rooms() -> None:
     """Rooms of one level import each other in one direction at most."""
     arrows = {

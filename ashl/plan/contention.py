@@ -6,6 +6,9 @@ as often as steps were interrupted. On a machine with a quota, or with fewer cor
 is done there is put on shared cores: steps as they are alone while nothing interrupts them, and what a message costs
 either end, which is taken off the time that it takes and that it holds the server's port. So messages take from
 computing what they need of a quota, and who waits saves some of it.
+
+How tasks share cores then is `ashl.cluster.cores`, with its sources; that these figures are enough is ours, and how far
+off it is stands in docs/calibration.md.
 """
 
 from __future__ import annotations

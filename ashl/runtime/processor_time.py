@@ -1,5 +1,8 @@
-"""How often a quota of processor time has held this process back, as Linux counts that for control groups
-(cgroups(7))."""
+"""How often a quota of processor time has held this process back, as Linux counts that for control groups.
+
+Source: the manual page cgroups(7) and the kernel's "CPU Controller" (`cpu.stat`), both versions of groups; what a quota
+does to those who are held back, `ashl.cluster.cores`.
+"""
 
 from pathlib import Path
 

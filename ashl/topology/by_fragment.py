@@ -3,6 +3,9 @@
 Rule: the merge after version v is of fragment v mod P. Each worker pushes what it has learned there, the server takes
 the outer step on it once it has come from all, and answers with the fragment, which the worker mixes with its own. As
 under all-reduce a worker holds one piece of work that is done and not exchanged (`ashl.topology.streaming`).
+
+Sources: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025; Maziane et al.,
+"LOSCAR-SGD", arXiv 2605.20866, 2026. Both are written for all-reduce: that a server takes the outer step is ours.
 """
 
 from __future__ import annotations

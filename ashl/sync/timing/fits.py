@@ -1,4 +1,11 @@
-"""Lines through what was timed: latency and seconds per byte, with half of their 95 % intervals."""
+"""Lines through what was timed: latency and seconds per byte, with half of their 95 % intervals.
+
+Rule: t = a + s·b for b bytes, with the squares of relative errors least, so that short messages count as much as long
+ones; where a would be below zero, s alone. A line for each round of sizes, and of their figures the medians.
+
+Source: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 1994 (a and s).
+`ashl.plan.line` fits what `ashl profile` times without `--full`.
+"""
 
 from __future__ import annotations
 
