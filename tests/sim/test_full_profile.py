@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ashl.config.construct import construct
 from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
 from ashl.sync.timing.fits import cost_of, line_through
+from ashl.sync.timing.full import halts, held_back
 from tests.support import run, simulated
 from tests.test_profile import profile
 
@@ -112,6 +114,14 @@ def test_an_encoding_is_that_of_the_codec(workplace) -> None:
     assert cluster.compress_of(0) == pytest.approx(1.0 + 40_000 * 1e-4)
     assert cluster.server_step_s == pytest.approx(0.125 + 0.5)
     assert construct(known.cluster("another"), "cluster").compress_of(0) == known.workers[0].compress_s
+
+
+def test_only_a_quota_holds_back() -> None:
+    """What the system never counted is a busy machine, on which steps and encodings take as long as they take."""
+    node: Any = SimpleNamespace(throttled=3)
+    assert [held_back(node, before) for before in (3, 2, None)] == [False, True, True]
+    times = [1.0] * 9 + [16.0]
+    assert [halts(node, before, times) for before in (3, 2, None)] == [0.0, 25.0, 25.0]
 
 
 def test_lines_and_their_intervals() -> None:

@@ -99,13 +99,17 @@ async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, b
 
 
 def halts(node: Node, held: int | None, times: Sequence[float]) -> float:
-    """Seconds from one to the next of those that were interrupted; 0 = none was, or by no quota: the rank has been held
-    back no more often than before."""
-    if held is not None and node.throttled == held:
+    """Seconds from one to the next of those that were interrupted; 0 = none was, or by no quota."""
+    if not held_back(node, held):
         return 0.0
     usual = statistics.median(times)
     count = sum(time_s > 2 * usual for time_s in times)
     return math.fsum(times) / count if count else 0.0
+
+
+def held_back(node: Node, before: int | None) -> bool:
+    """Whether a quota has held this rank back more often than before, or nobody knows."""
+    return before is None or node.throttled != before
 
 
 async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> list[float]:
@@ -119,7 +123,7 @@ async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> l
         encode = partial(link.encode, ends[0], vector, turn)
         work, end_s = link.d / stage.trainer.num_params, node.now + CODINGS_S / 2 / stage.num_workers
         rows: list[tuple[float, float]] = []
-        begun, used = node.now, node.used
+        begun, used, held = node.now, node.used, node.throttled
         while len(rows) < CODED or (len(rows) < MOST and node.now < end_s):
             await node.compute(partial(a_step, node, stage, state, len(rows), batch), work=batch)
             start = node.now
@@ -129,7 +133,7 @@ async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> l
             rows.append((encoded - start, node.now - encoded))
             if node.stopping or node.now_ns >= stage.judge.deadline_ns:
                 break
-        share = min(1.0, (node.used - used) / max(1e-9, node.now - begun))  # of a core, by a quota
+        share = min(1.0, (node.used - used) / max(1e-9, node.now - begun)) if held_back(node, held) else 1.0
         for times in zip(*(rows[1:] or rows), strict=True):  # the first allocates
             found += [share * fmean(times), share * figure(times).noise]
     return found
