@@ -1,9 +1,12 @@
 """Costs by layer group and by message: in virtual time as declared, and the plans that follow from them."""
 
+import asyncio
 import json
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +23,7 @@ from ashl.plan.profile import Profile
 from ashl.planning.build import declared_profile, layer_groups
 from ashl.planning.by_part import with_parts
 from ashl.planning.make import prepared
+from ashl.runtime.node import Node
 from ashl.sync.timing import beside
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
@@ -137,13 +141,23 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
     assert found["beside"] == pytest.approx({"lost": 0.4, "slowed": 1.5}, rel=0.05)
 
 
-def test_where_steps_take_long_that_is_measured_once(workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned("schedule=profile_only", "schedule.by_part=true", *CLUSTER, *MODEL)
-    quick = measured(beside=Beside(lost=0.4, slowed=1.5)).cluster()
-    slow = replace(plan, cluster={**quick, "compute": [100 * step_s for step_s in quick["compute"]]})
-    taken_ns = run(slow).time_ns
-    monkeypatch.setattr(beside, "ROUNDS", 1)
-    assert run(slow).time_ns == taken_ns
+@pytest.mark.parametrize(("round_s", "begun"), [(1.0, [0, 1, 2]), (15.0, [0, 15]), (60.0, [0])])
+def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyPatch, round_s, begun) -> None:
+    """Steps of 2 s that take 4 beside a sum, which then takes 1.5 s instead of 1."""
+    node, times = SimpleNamespace(now=0.0), list[float]()
+    stage: Any = SimpleNamespace(workers=(0, 1), trainer=SimpleNamespace(dense_bytes=1000))
+
+    async def tell(*of: Any) -> None:
+        times.append(node.now)
+
+    async def answers(*of: Any) -> dict[int, tuple[float, ...]]:
+        node.now += round_s
+        return {0: (1.0, 2.0, 1.5, 4.0)}
+
+    monkeypatch.setattr(beside, "tell", tell)
+    monkeypatch.setattr(beside, "answers", answers)
+    found = asyncio.run(beside.measured_beside(cast("Node", node), stage, 2.0, Line(1.0, 0.0)))
+    assert (found, times) == (Beside(lost=0.5, slowed=1.5), begun)
 
 
 def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
@@ -157,9 +171,7 @@ def test_no_checkpoint_is_promised_where_sums_slow_computing_down(workplace) -> 
     of = (*RING, *TIMED, *OF_PROFILE, "run.checkpoint_s=0.1")
     with pytest.raises(UsageError, match="slow each other down, and no checkpoint holds how far both are"):
         planned(*of, "overlap=wfbp")
-    assert main(["train", "runtime=sim", *of, "overlap=none", "run.dir=run"]) == 0
-    measured()
-    assert main(["train", "runtime=sim", *of, "overlap=wfbp", "run.dir=other"]) == 0
+    planned(*of, "overlap=none")
 
 
 def test_halves_of_a_measured_sum_are_half_of_it(workplace) -> None:
