@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ashl.errors import UsageError
+from ashl.errors import AshlError, UsageError
 from ashl.planning.predict import WITHOUT
 from ashl.run import checkpoints
 from ashl.run.checkpoints import LOCKSTEP, SERVER, Savings
@@ -16,6 +16,7 @@ from ashl.run.health import Health
 from ashl.run.monitor import Books
 from ashl.runtime.keeping import folder_of, numbered, part_of, write
 from ashl.runtime.records import Beat, Counts, Kept
+from ashl.tracking import jsonl
 
 SECOND = 1_000_000_000
 
@@ -131,6 +132,46 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     left = checkpoints.cut_back(kept, saved)
     assert (kept / "events.jsonl").read_text() == "".join([*lines[:4], lines[-1]])
     assert left == {"events.jsonl": len("".join([*lines[:4], lines[-1]])), "metrics.jsonl": 16}
+    with open(kept / "metrics.jsonl", "a") as file:
+        file.write('{"time_s":')  # the run goes on, and is killed before its next checkpoint
+    again = checkpoints.newest(kept, "run")
+    assert again.sizes == left
+    assert checkpoints.cut_back(kept, again) == left
+
+
+def test_records_are_taken_back_whole_however_often_that_is_interrupted(kept: Path, monkeypatch) -> None:
+    text = "".join(json.dumps({"time_s": t}) + "\n" for t in (2.0, 3.5, 3.0, 9.0))
+    (kept / "metrics.jsonl").write_text(text)
+    saved = checkpoints.newest(kept, "run")._replace(sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1)
+
+    class KilledError(Exception):
+        pass
+
+    def killed(*args: object) -> None:
+        raise KilledError
+
+    def killed_after(*args: object) -> None:
+        write_json(*args)
+        raise KilledError
+
+    write_json = checkpoints.jsonl.write_json
+    for at in (killed, killed_after):
+        with monkeypatch.context() as patch, pytest.raises(KilledError):
+            patch.setattr(checkpoints.jsonl, "write_json", at)
+            checkpoints.cut_back(kept, saved)
+        assert (kept / "metrics.jsonl").read_text() == text
+    assert checkpoints.cut_back(kept, saved) == {"metrics.jsonl": 32}
+    assert (kept / "metrics.jsonl").read_text() == '{"time_s": 2.0}\n{"time_s": 3.0}\n'
+
+
+def test_records_that_another_process_writes_are_left_alone(kept: Path) -> None:
+    (kept / "metrics.jsonl").write_text(text := '{"time_s": 3.0}\n{"time_s": 9.0}\n')
+    saved = checkpoints.newest(kept, "run")._replace(sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1)
+    other = jsonl.Lines(kept / "metrics.jsonl", len(text))
+    with pytest.raises(AshlError, match="another process is writing"):
+        checkpoints.cut_back(kept, saved)
+    other.close()
+    assert (kept / "metrics.jsonl").read_text() == text
 
 
 def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ ACM Computing Surveys 2002.
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,9 +39,10 @@ from ashl.runtime.keeping import MANIFEST, numbered
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.records import Beat, Kept
 from ashl.tracking import jsonl
-from ashl.tracking.recorder import METRICS
+from ashl.tracking.recorder import METRICS, writing
 
 SCHEMA = 5
+CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")
 LOCKSTEP, SERVER, EACH, VIRTUAL = "lockstep", "server", "each", "virtual"
 MONITOR, STATE = "monitor.pt", "state.pt"
@@ -186,7 +188,12 @@ def newest(run_dir: Path, identity: str) -> Saved:
 
 
 def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
-    """Take back what the records hold of later moments than the checkpoint's; returns how much is left, by file."""
+    """Take back what the records hold of later moments than the checkpoint's; returns how much is left, by file, which
+    its manifest says from then on: a run may go on from it more than once. Raises AshlError while another process
+    writes them.
+
+    Interrupted at any moment it can be done again: what is left lies in the checkpoint's folder until the manifest
+    says that it counts, and only then takes the records' place."""
     if saved.how == VIRTUAL:
         return saved.sizes  # of that moment
 
@@ -198,10 +205,24 @@ def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
         until_ns = saved.home_ns if saved.how == SERVER else saved.ranks_ns[record["rank"]]
         return record["end_s"] * 1e9 <= until_ns + 1
 
-    return {
-        name: jsonl.keep(run_dir / name, size, lambda record, name=name: earlier(name, record))
-        for name, size in saved.sizes.items()
-    }
+    with writing(run_dir), jsonl.alone(run_dir / METRICS):
+        manifest = json.loads((saved.folder / MANIFEST).read_text())
+        if not manifest.get(CUT_BACK):
+            left = {
+                name: jsonl.kept(run_dir / name, size, lambda record, name=name: earlier(name, record))
+                for name, size in saved.sizes.items()
+            }
+            for name, text in left.items():
+                if text is None:
+                    return saved.sizes  # more than there is, which is refused
+                (saved.folder / name).write_bytes(text)
+            sizes = {name: len(text) for name, text in left.items() if text is not None}
+            manifest |= {"sizes": sizes, CUT_BACK: True}
+            jsonl.write_json(saved.folder / MANIFEST, manifest)
+        for name in manifest["sizes"]:
+            if (saved.folder / name).exists():
+                os.replace(saved.folder / name, run_dir / name)
+        return manifest["sizes"]
 
 
 def monitor_of(saved: Saved, limits: Limits) -> dict[str, Any]:

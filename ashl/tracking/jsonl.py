@@ -4,9 +4,10 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -26,13 +27,11 @@ class Lines:
     def __init__(self, path: Path, size: int | None = None):
         self.size = size or 0
         self._file = open(path, "xb" if size is None else "r+b", buffering=0)  # noqa: SIM115 (closed by close)
-        try:  # let go by the system however this process ends
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            lock(self._file)
         except BlockingIOError:
             self._file.close()
             raise
-        except OSError:  # not every file system of a network has locks
-            pass
         if size is not None:
             self._file.truncate(size)
             self._file.seek(size)
@@ -61,17 +60,33 @@ def read(path: Path) -> Iterator[dict]:
                 yield json.loads(line)
 
 
-def keep(path: Path, size: int, wanted: Callable[[dict], bool]) -> int:
-    """Leave of the first so many bytes of a JSONL file the wanted records; returns how many bytes they are, after which
-    it may go on as it likes. A file that is shorter stays as it is."""
-    lines = path.read_bytes()[:size].splitlines(keepends=True) if path.exists() and path.stat().st_size >= size else []
-    kept = b"".join(line for line in lines if wanted(json.loads(line)))
-    if len(kept) == size or not lines:
-        return size
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(kept)
-    os.replace(part, path)
-    return len(kept)
+def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
+    """Of the first so many bytes of a JSONL file the wanted records, as they are there; None where it is shorter."""
+    if not path.exists() or path.stat().st_size < size:
+        return None
+    lines = path.read_bytes()[:size].splitlines(keepends=True)
+    return b"".join(line for line in lines if wanted(json.loads(line)))
+
+
+@contextmanager
+def alone(path: Path) -> Generator[None, None, None]:
+    """While nobody else writes this file. Raises BlockingIOError while another process does."""
+    if not path.exists():
+        yield
+        return
+    with open(path, "rb") as file:
+        lock(file)
+        yield
+
+
+def lock(file: BinaryIO) -> None:
+    """Until it is closed, by whatever end of this process. Raises BlockingIOError where another one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # not every file system of a network has locks
+        pass
 
 
 def tail(path: Path, offset: int) -> tuple[list[dict], int]:

@@ -33,7 +33,7 @@ class Recorder:
             if found < size:
                 text = f"{path} has {found:,} bytes, and had {size:,} at the checkpoint: its records would have a gap"
                 raise UsageError(f"{text}; run this setting anew.")
-        with _writing(run_dir):
+        with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = jsonl.Lines(run_dir / METRICS, sizes.get(METRICS))
             self._events = None if events == "none" else jsonl.Lines(run_dir / EVENTS, sizes.get(EVENTS))
@@ -47,17 +47,17 @@ class Recorder:
     def event(self, record: dict) -> None:
         """Record one round (`kind` = "round") or another event ("stage", "replan", ...) of one rank."""
         if self._events is not None and (not self._sampled or is_sampled(record)):
-            with _writing(self.run_dir):
+            with writing(self.run_dir):
                 self._events.append(record)
 
     def metric(self, record: dict) -> None:
         """Record one measurement of the run: `time_s`, `host_s`, `step` and so on, and metrics named as `test/acc`."""
-        with _writing(self.run_dir):
+        with writing(self.run_dir):
             self._metrics.append(record)
 
     def document(self, name: str, text: str) -> None:
         """Write a file beside the records, or write it anew."""
-        with _writing(self.run_dir):
+        with writing(self.run_dir):
             (self.run_dir / name).write_text(text, encoding="utf-8")
 
     def leave(self) -> None:
@@ -71,11 +71,11 @@ class Recorder:
         try:
             if self._events is not None:
                 self._events.close()
-                with _writing(self.run_dir):
+                with writing(self.run_dir):
                     end_s = None if summary.get("status") == "failed" else summary.get("time_s")
                     timeline.write(self.run_dir / EVENTS, self.run_dir / TRACE, summary.get("num_workers"), end_s)
         finally:  # the summary is worth more than the trace
-            with _writing(self.run_dir):
+            with writing(self.run_dir):
                 jsonl.write_json(self.run_dir / SUMMARY, summary)
 
 
@@ -93,7 +93,7 @@ def is_sampled(record: dict) -> bool:
 
 
 @contextmanager
-def _writing(run_dir: Path) -> Generator[None, None, None]:
+def writing(run_dir: Path) -> Generator[None, None, None]:
     """Turn what the operating system says into a sentence that names the run folder and the way out."""
     try:
         yield
