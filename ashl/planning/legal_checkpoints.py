@@ -12,10 +12,9 @@ from ashl.planning.legal_churn import beside
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import sums_beside
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.gossip import RoundRule
+from ashl.topology.gossip import RoamingRule, RoundRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
-from ashl.topology.sharded_server import ShardedServer
 
 
 def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
@@ -35,19 +34,19 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
         )
     if parts.runtime.name == "torchrun":
         raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
+    if parts.runtime.name == "local" and len(stages) > 1 and any(map(in_one_round, parts.stages)):
+        raise UsageError(
+            "run.checkpoint_s: real processes leave checkpoints of sync=hop and sync=d_admm in plans of one stage "
+            "only, as workers come to another after different numbers of rounds; drop it, or take one stage"
+        )
     lockstep = in_lockstep(parts, len(stages[0].workers))
     for stage, own in zip(stages, parts.stages, strict=True):
-        if parts.runtime.name == "local" and isinstance(own.topology, ShardedServer):
-            raise UsageError(
-                "run.checkpoint_s: real processes leave no checkpoints of several servers yet; drop it, or take "
-                "topology=parameter_server"
-            )
         if parts.runtime.name == "local" and not (lockstep or comes_anew(own)):
             raise UsageError(
                 f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
-                "checkpoints only then, where a server merges their updates, or where models are averaged in groups; "
-                "drop it, or take sync=bsp or sync=local_sgd with topology=all_reduce, or topology=parameter_server "
-                "with overlap=none"
+                "checkpoints only then, where servers merge their updates, or where models are averaged in groups or "
+                "pairs; drop it, or take sync=bsp or sync=local_sgd with topology=all_reduce, or "
+                "topology=parameter_server with overlap=none"
             )
 
 
@@ -67,9 +66,16 @@ def _in_lockstep(own: StageParts, num_workers: int) -> bool:
     return isinstance(own.topology, AllReduce)
 
 
+def in_one_round(own: StageParts) -> bool:
+    """Whether workers are kept at the begin of one round, though each comes to it when it does."""
+    return isinstance(own.sync, RoamingRule) and own.sync.kept == "round"
+
+
 def comes_anew(own: StageParts) -> bool:
-    """Whether workers may take part again from a server's state, or each from its own, see `ashl.topology.membership`
-    and `ashl.topology.broken_groups`."""
+    """Whether workers may take part again from a server's state, or each from its own, see `ashl.topology.membership`,
+    `ashl.topology.broken_groups` and `ashl.topology.partners`."""
     if isinstance(own.topology, PartialAllReduce):
         return True
+    if isinstance(own.sync, RoamingRule):
+        return bool(own.sync.kept)
     return own.topology.has_server and CHURN in carried_by(own.topology, own.sync) and not beside(own)

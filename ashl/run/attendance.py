@@ -283,6 +283,7 @@ def attend(
         if unanswered_s > timeout_s:
             raise AshlError(f"{desk.store} did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here")
         check_late(plan, monitor, seen, timeout_s, bool({*late} - seen.lost.keys()))
+        savings.settle(monitor)
         if wanted := savings.name(monitor.beats.get(plan.home)):
             desk.tell(desk.news._replace(wanted=wanted))
         monitor.tick()

@@ -10,8 +10,11 @@ named further ahead. The run waits for nothing of this.
 LOCKSTEP: all go round by round, so that nothing is on its way when they are at one version, but what is sent again, and
 the run goes on bit for bit; also in virtual time what began on processes, and the other way round. SERVER: workers go
 at their own pace, and each keeps its state when it next goes on with that version or a newer one, after the server has
-kept its own; what is on its way then is lost, and computed again (`ashl.topology.membership`). EACH: workers have
-models of their own and meet in groups, and each keeps its state when it hears of it (`ashl.topology.broken_groups`).
+kept its own (all of them, where there are several); what is on its way then is lost, and computed again
+(`ashl.topology.membership`). EACH: workers have
+models of their own and meet in groups or pairs, and each keeps its state when it hears of it
+(`ashl.topology.broken_groups`, `ashl.topology.pairs`). ROUND: the same, but all at the begin of one round of their own,
+which is the version; so what is told from there on tells of itself that it is later.
 
 What the records hold of later moments is forgotten when the run goes on, and written anew.
 
@@ -44,7 +47,7 @@ from ashl.tracking.recorder import METRICS, writing
 SCHEMA = 5
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")
-LOCKSTEP, SERVER, EACH, VIRTUAL = "lockstep", "server", "each", "virtual"
+LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL = "lockstep", "server", "each", "round", "virtual"
 MONITOR, STATE = "monitor.pt", "state.pt"
 MAY_CHANGE = "only stop.* and runtime may change when a run goes on"
 LEAVE = "runs leave them with run.checkpoint_s=SECONDS"
@@ -63,6 +66,7 @@ class Savings:
     identity: str = ""  # what the run is, apart from when it stops
     how: str = LOCKSTEP
     home: int | None = None  # whose clock evaluations go by; None: that of the last to give its model
+    servers: int = 1  # with SERVER: how many of the ranks, the last ones, are servers
     number: int = 0  # of the next one
     due_s: float | None = None  # on the run's clock; None = as long after its beginning as between two
     ahead_s: float = AHEAD_S
@@ -75,16 +79,16 @@ class Savings:
         """The checkpoint to make, as of what home's rank says of itself; None where it is not time for a new one."""
         if self.every_s is None or beat is None or beat.counts is None:
             return None
-        now = (beat.counts.merges, beat.time_ns)
+        now = (max(beat.counts.commits) if self.how == ROUND else beat.counts.merges, beat.time_ns)
         before, self.seen = self.seen or now, now
         if before == now:  # nothing new was heard
             return None
         due_s = self.every_s if self.due_s is None else self.due_s
         if self.wanted is not None or beat.time_ns < due_s * 1e9:
             return None
-        per_ns = (beat.counts.merges - before[0]) / (beat.time_ns - before[1])
+        per_ns = (now[0] - before[0]) / (now[1] - before[1])
         self.kept = {}
-        ahead = beat.counts.merges + 1 + math.ceil(per_ns * self.ahead_s * 1e9)
+        ahead = now[0] + 1 + math.ceil(per_ns * self.ahead_s * 1e9)
         self.wanted = self.number, 0 if self.how == EACH else ahead
         self.number += 1
         return self.wanted
@@ -96,9 +100,16 @@ class Savings:
         self.kept[kept.rank] = kept
         if kept.error is not None:
             self.warning = f"no checkpoint was made: rank {kept.rank} could not write its part ({kept.error})"
-        if len(self.kept) < self.num_ranks:
+        self.settle(monitor)
+
+    def settle(self, monitor: Monitor) -> None:
+        """Once all have kept their parts, and what they had shown before is evaluated: that is a checkpoint, or none.
+        To be asked now and then."""
+        if self.wanted is None or len(self.kept) < self.num_ranks:
             return
-        folder = keeping.folder_of(self.run_dir, kept.number)
+        if self.how == LOCKSTEP and monitor.shown_ns(max(kept.version for kept in self.kept.values())) is None:
+            return
+        folder = keeping.folder_of(self.run_dir, self.wanted[0])
         self.plan_next(max(kept.time_ns for kept in self.kept.values()))
         if monitor.stopping is None and all(k.error is None for k in self.kept.values()) and self.fits():
             self.finish(folder, monitor)
@@ -110,9 +121,12 @@ class Savings:
     def fits(self) -> bool:
         """Whether what the ranks have kept goes together: one version of the model, or none older than the server's, so
         that what a worker had pushed before is merged."""
-        versions = [kept.version for kept in self.kept.values()]
-        most = self.kept[self.num_ranks - 1].version if self.how == SERVER else max(versions)
-        together = self.how == EACH or min(versions) == most
+        versions = [self.kept[rank].version for rank in range(self.num_ranks)]
+        together = self.how == EACH or min(versions) == max(versions)
+        if self.how == ROUND:
+            together = min(versions[:-1]) == max(versions[:-1])  # the coordinator has none
+        elif self.how == SERVER:
+            together = min(versions[: -self.servers]) >= max(versions[-self.servers :])
         return together and len({kept.stage for kept in self.kept.values()}) == 1
 
     def plan_next(self, now_ns: int) -> None:
@@ -123,12 +137,17 @@ class Savings:
         """All parts are there: what home knows, then the manifest."""
         ranks = [self.kept[rank] for rank in range(self.num_ranks)]
         ranks_ns = [kept.time_ns for kept in ranks]
+        version, home_ns = min(kept.version for kept in ranks), max(ranks_ns)
+        if self.home is not None:
+            home_ns = ranks_ns[self.home]
+        if self.how == LOCKSTEP:
+            home_ns = max(home_ns, monitor.shown_ns(version) or 0)
         about = {
             "how": self.how,
-            "version": min(kept.version for kept in ranks),
+            "version": version,
             "time_ns": max(ranks_ns),
             "ranks_ns": ranks_ns,
-            "home_ns": max(ranks_ns) if self.home is None else ranks_ns[self.home],
+            "home_ns": home_ns,
         }
         try:
             complete(folder, self.identity, monitor, {f"rank{kept.rank}.pt": kept.sha256 for kept in ranks}, about)

@@ -80,6 +80,10 @@ class ModelSet:
         """A worker is back."""
         self._gone.discard(rank)
 
+    def under_way(self, merges: int) -> bool:
+        """Of pieces: whether some are still to come of a model after at most so many merges."""
+        return self.pieces and any(tick is not None and tick <= merges for tick in self._parts)
+
     def forget(self) -> None:
         """What has not come yet will not."""
         self._parts.clear()

@@ -251,6 +251,15 @@ class Monitor:
             self.save(BEST, params)
         return found
 
+    def shown_ns(self, merges: int) -> int | None:
+        """When the last model after at most so many merges was shown, where servers show their pieces each for itself;
+        None while some are still to come."""
+        parts = self.books.parts
+        if parts is None or not parts.pieces:
+            return 0
+        found = [one.time_s for one in self.books.evaluations if one.merges is not None and one.merges <= merges]
+        return None if parts.under_way(merges) else round(max(found, default=0.0) * 1e9)
+
     def save(self, name: str, params: Tensor) -> None:
         """Leave a model in the run folder, where weights are wanted."""
         if self.weights:

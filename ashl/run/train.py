@@ -17,11 +17,11 @@ from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble
 from ashl.planning.device import device_of
-from ashl.planning.legal_checkpoints import in_lockstep
+from ashl.planning.legal_checkpoints import in_lockstep, in_one_round
 from ashl.planning.make import prepared
 from ashl.run import checkpoints, launch
 from ashl.run import job as jobs
-from ashl.run.checkpoints import EACH, LOCKSTEP, SERVER, VIRTUAL, Saved, Savings
+from ashl.run.checkpoints import EACH, LOCKSTEP, ROUND, SERVER, VIRTUAL, Saved, Savings
 from ashl.run.monitor import Monitor
 from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
@@ -169,9 +169,10 @@ def drive(
     if in_lockstep(monitor.job.parts, plan.num_workers):
         how = LOCKSTEP
     elif replicas:
-        how = EACH
+        how = ROUND if any(in_one_round(own) for own in monitor.job.parts.stages) else EACH
     home = None if how == LOCKSTEP and replicas else plan.home
-    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home)
+    servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
+    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers)
     if saved is not None and saved.how == VIRTUAL:
         saved = as_real(plan, monitor.job, monitor, saving, saved)
         if saved is None:

@@ -109,12 +109,13 @@ class UntilTogether(Sim):
     def wants_mark(self, node: Node) -> bool:
         return node.rank not in self.kept
 
-    def mark(self, node: Node, stage: int, state: Any) -> None:
+    def mark(self, node: Node, stage: int, state: Any) -> bool:
         if state is not None and state.version >= self.wanted and node.rank not in self.kept:
             drawn = self.speed.drawn(node.rank)
             self.kept[node.rank] = state.version, keeping.document_of(node, stage, state, self.now_ns, drawn)
         if len(self.kept) == len(self.nodes):
             raise ReachedError
+        return False
 
 
 def as_real(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved) -> Saved | None:

@@ -267,8 +267,9 @@ class Replay:
             if target == self.result and value[:2] in self.tasks:
                 heap[i] = (time_ns, place, self.tasks[value[:2]], value[2])
 
-    def mark(self, node: Node, stage: int, state: Any) -> None:
+    def mark(self, node: Node, stage: int, state: Any) -> bool:
         self.marked.add(node.rank)
+        return False
 
     def at(self, time_ns: int, target: Any, value: Any) -> None:
         rank = (target if isinstance(target, Task) else value[0]).node.rank

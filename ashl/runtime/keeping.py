@@ -16,6 +16,7 @@ import torch
 
 from ashl.runtime.checkpoint import counted
 from ashl.runtime.node import Node
+from ashl.runtime.pace import Pace
 from ashl.runtime.packed import packed, save, unpacked
 from ashl.runtime.plane import first_line
 from ashl.runtime.records import Kept
@@ -44,12 +45,22 @@ class Keeper:
         asked = self.asked
         return asked if asked is not None and asked.number > self._done else None
 
-    def keep(self, number: int, node: Node, stage: int, state: Any, time_ns: int, drawn: int) -> None:
-        """At the top of the loop, so many draws of jitter into the run."""
-        self._done = number
+    def due(self, version: int) -> bool:
+        """Whether a state of this version is to be kept."""
+        wanted = self.wanted
+        return wanted is not None and version >= wanted.version
+
+    def keep(self, node: Node, stage: int, state: Any, pace: Pace) -> bool:
+        """At the top of the loop, where that is wanted, with how far the draws of jitter are; returns whether it is."""
+        wanted = self.wanted
+        if wanted is None or state is None or state.version < wanted.version:
+            return False
+        self._done, number, time_ns = wanted.number, wanted.number, node.now_ns
+        drawn = pace.speed.drawn(node.rank) if pace.speed else 0
         document = document_of(node, stage, state, time_ns, drawn)
         kept = Kept(self._rank, number, stage, state.version, time_ns)
         threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
+        return True
 
     def _write(self, document: dict[str, Any], kept: Kept) -> None:
         path = part_of(folder_of(self._run_dir, kept.number), self._rank)

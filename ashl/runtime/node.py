@@ -87,7 +87,9 @@ class Kernel(Protocol):
 
     def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T: ...
 
-    def mark(self, node: Node, stage: int, state: Any) -> None: ...
+    def mark(self, node: Node, stage: int, state: Any) -> bool: ...
+
+    def keeps(self, node: Node, version: int) -> bool: ...
 
     def wants_mark(self, node: Node) -> bool: ...
 
@@ -155,10 +157,16 @@ class Node:
         """
         return self.kernel.alike(self, team, key, fn)
 
-    def mark(self, stage: int, state: Any) -> None:
+    def mark(self, stage: int, state: Any) -> bool:
         """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage. None = what
-        follows hangs on when the run ends, and it may go on with another end: no checkpoint holds it."""
-        self.kernel.mark(self, stage, state)
+        follows hangs on when the run ends, and it may go on with another end: no checkpoint holds it.
+
+        Returns whether a checkpoint has it without what others do at this moment, so that what follows is not in it."""
+        return self.kernel.mark(self, stage, state)
+
+    def keeps(self, version: int) -> bool:
+        """Whether such a checkpoint would have this rank at a mark of this version, as of now."""
+        return self.kernel.keeps(self, version)
 
     @property
     def wants_mark(self) -> bool:

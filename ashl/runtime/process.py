@@ -82,7 +82,8 @@ class TorchKernel:
         self._ready: deque[tuple[Task, Any]] = deque()
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         self._seq = itertools.count()
-        self._live = self._push_end = 0
+        self._live, self._push_end = 0, 0
+        self._stand = list[Task]()  # tasks that stand wherever the main one is at the top of its loop
         self._main: Task | None = None
         self._unit = ComputeUnit(rank, self.pace, self._inbox, self._mail)
         self._moved = time.monotonic_ns()  # when a task last went on
@@ -96,23 +97,21 @@ class TorchKernel:
         """Whether all have come, and the clock runs."""
         return self._links is not None
 
-    def clock_ns(self) -> int:
-        """The same, to hand on."""
+    def clock_ns(self) -> int:  # to hand on
         return self.now_ns
 
-    def mark(self, node: Node, stage: int, state: Any) -> None:
-        """The main task is at the top of its loop; kept where that is wanted, and nothing runs beside it."""
-        if self._keeper is None or (wanted := self._keeper.wanted) is None or state is None or self._live > 1:
-            return
-        if state.version >= wanted.version:
-            drawn = self.pace.speed.drawn(node.rank) if self.pace.speed else 0
-            self._keeper.keep(wanted.number, node, stage, state, self.now_ns, drawn)
+    def mark(self, node: Node, stage: int, state: Any) -> bool:
+        """The main task is at the top of its loop; kept where that is wanted, and all beside it stands, too."""
+        beside = self._live - 1 - sum(not task.done for task in self._stand)
+        return self._keeper is not None and not beside and self._keeper.keep(node, stage, state, self.pace)
+
+    def keeps(self, node: Node, version: int) -> bool:
+        return self._keeper is not None and self._keeper.due(version)
 
     def wants_mark(self, node: Node) -> bool:
         return self._keeper is not None and self._keeper.wanted is not None
 
     def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
-        """Each process computes it for itself."""
         return fn()
 
     def used_ns(self, node: Node) -> int:
@@ -124,6 +123,7 @@ class TorchKernel:
     def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
         self._live += 1
         self._ready.append((task := Task(node, coro, main, stands), None))
+        self._stand += [task] * stands
         return task
 
     def go_on(self, known: Restored, time_ns: int) -> None:

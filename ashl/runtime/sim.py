@@ -61,23 +61,25 @@ class Sim:
             self.saving.asked(node, channel, key)
         return channel.alike(node.rank, key, fn)
 
-    def mark(self, node: Node, stage: int, state: Any) -> None:
+    def mark(self, node: Node, stage: int, state: Any) -> bool:
         if self.saving is not None:
             self.saving.mark(node, stage, state)
+        return False  # a checkpoint holds what is on its way, too
+
+    def keeps(self, node: Node, version: int) -> bool:
+        return False
 
     def wants_mark(self, node: Node) -> bool:
         return self.saving is not None and node.rank not in self.saving.marks
 
     def used_ns(self, node: Node) -> int:
-        totals = node.ledger.live()
-        return totals["compute"] + totals["compress"]
+        return sum(node.ledger.live()[kind] for kind in ("compute", "compress"))
 
     def throttled(self) -> None:
         """Nobody knows."""
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
-        """Make a checkpoint at the first moment from `time_ns` on at which all ranks have been at the top of their
-        loops; `keep` is given it, and says when the next one is due."""
+        """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says when the next is due."""
         self._at(time_ns, self._save, keep)
 
     def _save(self, keep: Callable[[dict[str, Any]], int | None]) -> None:

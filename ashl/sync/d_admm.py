@@ -15,6 +15,9 @@ it takes a smaller ρ, as duals follow late.
 The duals of an edge add up to zero only while both ends are there, and those of a lost neighbour cannot be taken back:
 a run ends where a worker is lost.
 
+On processes a checkpoint is of one iteration: all are kept at its begin, once the models before it have come, and what
+has come of later ones is to come again. So both ends of an edge know the same pairs, and its duals add up to zero.
+
 Limit: without neighbours it is SGD. Departs from the papers in that the argmin is H steps of SGD, which the term
 ρ·D·‖x − x_p‖²/2 in the above keeps from going too far, and in that asynchrony is on a graph, without their master.
 Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm for Separable Optimization", IEEE TSP
@@ -24,13 +27,13 @@ Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm f
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
+from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Edge, sources_of
 from ashl.topology.local_work import local_work
@@ -42,10 +45,17 @@ Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 class DADMM(RoamingRule):
     """Penalties and duals on the edges of a graph."""
 
+    kept: ClassVar[Kept] = "round"
     local_steps: Count | Literal["plan"]
     rho: Positive
     delay: Natural
     barrier: Count | None
+
+    def taken_up(self, state: RoamingState) -> None:
+        edges: Edges | None = state.rule_state
+        if edges is not None:
+            before = {j: {m: x for m, x in versions.items() if m < edges.k} for j, versions in edges.heard.items()}
+            edges.heard, edges.ends = before, {}
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
         return await worker(node, stage, state, self)
@@ -72,6 +82,10 @@ class Edges:
     def behind(self, k: int) -> list[int]:
         """By neighbour: how many iterations it is behind what iteration k needs."""
         return [k - (not self.lower[j]) - max(versions) for j, versions in self.heard.items()]
+
+    def newest(self) -> int:
+        """Up to which iteration all neighbours' models have come."""
+        return min(max(versions) for versions in self.heard.values())
 
     def match(self, rho: float) -> None:
         """Add to the dual what both ends of an edge know by now, in the order of iterations and ranks."""
@@ -155,8 +169,10 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> 
     edges = state.rule_state = state.rule_state or opened(stage, state.params, node.rank)
     dropped, last = 0, room(stage, rule)
     while state.word == GO:
-        node.mark(stage.index, state)
         k = edges.k
+        while state.word == GO and node.keeps(state.version) and edges.heard and edges.newest() < k - 1:
+            await take_in(node, stage, state)
+        node.mark(stage.index, state)
         while await take_in(node, stage, state, before_s=node.now):
             pass  # what has come meanwhile
         while state.word == GO and (k >= last or not ready(rule, edges.behind(k))):

@@ -10,6 +10,9 @@ With `jump`, a worker that all its neighbours lead by so many iterations or more
 from the mean of their models there, with its own in it where that is fresh enough. What it skips are no steps, and no
 neighbour waits for it.
 
+On processes a checkpoint is of one iteration: all are kept at its begin, none skips it, and of models that have come
+only those of before count. Whoever goes on from there sends its own first, newer than any that was on its way.
+
 Its lead and its staleness are counted from neighbours' iterations, which one that comes back does not have: a run ends
 where a worker is lost.
 
@@ -21,7 +24,7 @@ Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 20
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
@@ -29,7 +32,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
+from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import local_work
@@ -49,6 +52,7 @@ class Heard:
 class Hop(RoamingRule):
     """Bounded staleness and backup workers on a graph."""
 
+    kept: ClassVar[Kept] = "round"
     local_steps: Count | Literal["plan"]
     staleness: Natural
     backups: Natural
@@ -73,6 +77,11 @@ class Hop(RoamingRule):
                 f"sync.jump={self.jump}, and a worker leads a neighbour by {most} iterations at most, so nobody would "
                 f"ever jump; take at most {most}" + ("" if self.backups else ", or sync.backups=1")
             )
+
+    def taken_up(self, state: RoamingState) -> None:
+        known: Heard | None = state.rule_state
+        if known is not None:
+            known.models = {j: {i: x for i, x in sent.items() if i < known.k} for j, sent in known.models.items()}
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
         return await worker(node, stage, state, self)
@@ -111,6 +120,8 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
         k = known.k
         ahead = min((max(sent, default=-1) for sent in heard.values()), default=k) - k
         if rule.jump is not None and ahead >= rule.jump:
+            while ahead > 0 and node.keeps(k + ahead):
+                ahead -= 1  # nobody skips the iteration in which all are kept
             k += ahead
             state.params = mixed(rule, k, state.params, node.rank, heard, age=ahead)
         for peer in heard:
@@ -125,7 +136,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
             dropped = work.steps
             break
         state.params = mixed(rule, k, state.params, node.rank, heard) + work.body
-        state.version += 1
+        state.version = k + 1
         oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
         for j, sent in heard.items():
             heard[j] = {i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)}

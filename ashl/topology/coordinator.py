@@ -22,7 +22,7 @@ Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ashl.runtime.effects import JOIN, LOST, Message
 from ashl.runtime.node import Node
@@ -34,6 +34,7 @@ from ashl.topology.members import as_members, away
 from ashl.topology.partners import close_doors, membership, welcome
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
+Kept = Literal["", "each", "round"]  # in no way; each when it hears of it; all at the begin of one round
 
 
 class Report(NamedTuple):
@@ -67,8 +68,8 @@ class CoordinatorState:
 
     @property
     def version(self) -> int:
-        """How often models have been merged."""
-        return self.tally.version
+        """How often the foremost worker has merged."""
+        return max(self.tally.commits)
 
     def enter(self, stage: Stage, now_s: float) -> None:
         if self.entered != stage.index:  # else it goes on from a checkpoint
@@ -86,6 +87,7 @@ class RoamingState(WorkerState):
     gone: bool = False  # the coordinator has let it go
     absent: set[int] = field(default_factory=set)  # neighbours that are lost
     asked: int | None = None  # whose answer is still to come
+    cut: int = 0  # changes with each checkpoint that has it: those of one cut may exchange what each has only once
 
     def enter(self, stage: Stage, rank: int) -> None:
         if self.entered != stage.index:  # else it goes on from a checkpoint

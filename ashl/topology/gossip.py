@@ -30,11 +30,11 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import CHURN, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
-from ashl.topology.coordinator import CoordinatorState, RoamingState, coordinator
+from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
-from ashl.topology.partners import come
+from ashl.topology.partners import come, gather, taken_up
 from ashl.topology.remaining import remaining
 from ashl.topology.views import (
     NOTHING_HEARD,
@@ -104,10 +104,14 @@ class RoamingRule(GossipRule, contract=True):
 
     coordinated: ClassVar[bool] = True
     carries: ClassVar[frozenset[str]] = frozenset()  # its rule says whether it goes on without a worker
+    kept: ClassVar[Kept] = ""  # how real processes come to a checkpoint
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
         """The loop of a worker; returns the last word."""
         raise NotImplementedError
+
+    def taken_up(self, state: RoamingState) -> None:
+        """A worker goes on from such a checkpoint: nothing is on its way, and what is later is to come again."""
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...] | None:
         """Whom a worker may ask for an answer; None where it just hears from its neighbours."""
@@ -179,6 +183,8 @@ class Gossip(Topology):
     async def come(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
+        if kept is not None:
+            return await (gather if node.rank == stages[0].server else taken_up)(node, stages, *kept)
         state = RoamingState(*stages[0].trainer.init())
         index = await come(node, stages, state)
         return None if index is None else (index, state)

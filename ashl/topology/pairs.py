@@ -9,7 +9,13 @@ With `overlap`, i sends before it computes and takes the answer when it has comp
 otherwise it computes, then meets. Nobody leaves before the coordinator says that all are done. Of partners that are
 lost and that come back: `ashl.topology.partners`.
 
-Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv 1710.06952.
+A checkpoint whose ranks keep themselves one after the other is a cut through the run: whoever has been kept belongs to
+what follows, whoever is still to be to what was before. Who asks says in the tag which it is, and whoever is on the
+other side answers without a model: both go on as they were. So no average is in one of two models that are kept, and
+nobody waits.
+
+Sources: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv 1710.06952;
+colours of messages as in Lai and Yang, "On Distributed Snapshots", Information Processing Letters 1987.
 """
 
 from typing import Any, ClassVar
@@ -20,7 +26,7 @@ from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import RoamingState, answered, done, left, obey, report
+from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule
 from ashl.topology.local_work import local_work
 from ashl.topology.membership import welcomed
@@ -31,6 +37,7 @@ class PairRule(RoamingRule, contract=True):
     """A sync mode in which workers average in pairs: it says whom each of them may ask."""
 
     carries: ClassVar[frozenset[str]] = frozenset({CHURN})
+    kept: ClassVar[Kept] = "each"
     overlap: ClassVar[bool] = True  # whether the exchange is hidden behind the computation
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
@@ -61,7 +68,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
     answering = node.spawn(answer(node, stage, state), stands=True)
     peers, dropped = rule.peers(stage, node.rank), 0
     while state.word == GO:
-        node.mark(stage.index, state)
+        state.cut ^= node.mark(stage.index, state)
         version, sent = state.version, state.params
         if rule.overlap:
             await ask(node, stage, state, peers)
@@ -94,7 +101,7 @@ async def ask(node: Node, stage: Stage, state: RoamingState, peers: tuple[int, .
     state.asked = drawn(there, stage.seed, node.rank, state.round)
     if state.asked is not None:
         body = rule_of(stage).written(stage, state, node.rank, True)
-        await node.send(state.asked, stage.tag("ask"), body, (state.life, state.round))
+        await node.send(state.asked, stage.tag("ask", state.cut), body, (state.life, state.round))
 
 
 async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> None:
@@ -105,7 +112,8 @@ async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> N
             await heed(node, stage, state, message)
         elif message.src == state.asked and message.meta == (state.life, state.round):
             state.asked = None
-            merge(rule_of(stage), state, message, sent)
+            if message.body is not None:
+                merge(rule_of(stage), state, message, sent)
 
 
 def merge(rule: PairRule, state: RoamingState, message: Message, sent: Vector) -> None:
@@ -116,10 +124,12 @@ def merge(rule: PairRule, state: RoamingState, message: Message, sent: Vector) -
 
 async def answer(node: Node, stage: Stage, state: RoamingState) -> None:
     """Beside the worker's own loop: answer whoever asks, and take in words and who is there, until all are done."""
-    asked, word, rule = stage.tag("ask"), stage.tag("word"), rule_of(stage)
+    asked, word, rule = (stage.tag("ask"), stage.tag("ask", 1)), stage.tag("word"), rule_of(stage)
     while True:
-        message = await node.recv(asked, word, LOST, JOIN, welcomed(state.life))
-        if message.tag == asked:
+        message = await node.recv(*asked, word, LOST, JOIN, welcomed(state.life))
+        if message.tag in asked and message.tag != stage.tag("ask", state.cut):
+            await node.send(message.src, stage.tag("answer"), None, message.meta)
+        elif message.tag in asked:
             body = rule.written(stage, state, node.rank, False)
             await node.send(message.src, stage.tag("answer"), body, message.meta)
             merge(rule, state, message, state.params)

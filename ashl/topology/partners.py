@@ -11,6 +11,9 @@ on where the coordinator has last heard of them; its other neighbours meet it fr
 border takes part from the next stage on, and who comes when the run is over is told so. A life is known by the moment
 at which it asked to take part, and what answers it has that as its tag.
 
+From a checkpoint on processes all come anew, each with its own model as it was at the top of its loop. The coordinator
+counts of each what is in its model; what was on its way is lost.
+
 Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (3.8);
 partners that need not be there as in Boyd et al., "Randomized Gossip Algorithms", IEEE Trans. IT 2006.
 """
@@ -18,7 +21,7 @@ partners that need not be there as in Boyd et al., "Randomized Gossip Algorithms
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ashl.runtime.effects import JOIN, LOST, Message
 from ashl.runtime.node import Node
@@ -27,6 +30,7 @@ from ashl.topology.membership import check_left, welcomed
 
 if TYPE_CHECKING:
     from ashl.topology.coordinator import CoordinatorState, RoamingState
+    from ashl.topology.gossip import RoamingRule
 
 NOBODY = -1
 
@@ -49,6 +53,14 @@ class Let(NamedTuple):
     steps: float = 0.0  # applied so far
     samples: float = 0.0
     done: float = 0.0  # of the steps, applied or dropped, its own
+
+
+class Is(NamedTuple):
+    """What a worker says that comes from a checkpoint."""
+
+    life: float
+    rounds: float  # that its model has
+    steps: float  # that it has taken
 
 
 # --- at the coordinator
@@ -84,6 +96,28 @@ async def welcome(node: Node, stage: Stage, state: CoordinatorState, rank: int) 
     done = tally.steps_by[rank] + tally.dropped_by[rank]
     let = Let(GO, 0, stage.index, min(near, default=NOBODY), tally.steps, tally.samples, done)
     await node.send(rank, welcomed(int(asked.life)), None, let)
+
+
+async def gather(
+    node: Node, stages: Sequence[Stage], index: int, state: CoordinatorState
+) -> tuple[int, CoordinatorState]:
+    """From a checkpoint: all workers come anew, and their models are what counts. All are level from here on."""
+    stage, tally, came = stages[index], state.tally, dict[int, Is]()
+    state.newcomers, before = {}, sum(tally.commits)
+    while len(came) < stage.num_workers:
+        message = await node.recv(JOIN)
+        came[message.src] = Is(*message.meta)
+    for rank, is_at in sorted(came.items()):
+        more = int(is_at.steps) - tally.steps_by[rank] - tally.dropped_by[rank]
+        rounds = int(is_at.rounds) - tally.commits[rank]
+        tally.take_back(rank, -rounds, -more, -more * stage.worker(rank).batch)
+        tally.lose(rank)
+    tally.version += sum(tally.commits) - before
+    for rank, is_at in sorted(came.items()):
+        tally.come(rank)
+        let = Let(GO, 0, stage.index, NOBODY, tally.steps, tally.samples)
+        await node.send(rank, welcomed(int(is_at.life)), None, let)
+    return index, state
 
 
 async def close_doors(node: Node, state: CoordinatorState, end_ns: int) -> None:
@@ -143,3 +177,13 @@ async def come(node: Node, stages: Sequence[Stage], state: RoamingState) -> int 
     state.step = state.round = int(let.done)
     state.drawn = state.step * state.batch
     return stage.index
+
+
+async def taken_up(node: Node, stages: Sequence[Stage], index: int, state: RoamingState) -> tuple[int, RoamingState]:
+    """At a worker, from a checkpoint: as it was kept."""
+    life, coordinator = int(float(node.now_ns)), stages[0].server
+    await node.send(coordinator, JOIN, None, Is(life, state.round, state.step))
+    let = Let(*(await node.recv(welcomed(life), src=coordinator)).meta)
+    state.life, state.samples, state.reported, state.absent = life, int(let.samples), False, set()
+    cast("RoamingRule", stages[index].sync).taken_up(state)
+    return index, state

@@ -29,10 +29,11 @@ from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.runtime.effects import LOST, Message, Tag
+from ashl.runtime.effects import JOIN, LOST, Message, Tag
 from ashl.runtime.node import Node
 from ashl.runtime.sums import together
 from ashl.stage.link import Body, Ends
+from ashl.stage.program import reassigned
 from ashl.stage.rule import CHURN, CODEC, OUTER, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Tally
@@ -40,7 +41,7 @@ from ashl.topology.dismissal import dismiss
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
 from ashl.topology.members import as_members
-from ashl.topology.membership import membership
+from ashl.topology.membership import PLANNED, Welcome, gather, membership, welcome, welcomed
 from ashl.topology.merging import merge, receive, reply, rule_of
 from ashl.topology.parameter_server import ServerRule, ServerState
 from ashl.topology.replies import PULL, Pull, said
@@ -99,6 +100,14 @@ class ShardedServer(Topology):
         held = stage.fragments[node.rank - stage.server]
         return PieceState(held.of(params), moments_of(stage, node.rank), Tally(stage.num_workers))
 
+    async def come(
+        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+    ) -> tuple[int, Any] | None:
+        assert kept is not None, "nobody comes while others run"
+        if node.rank >= stages[0].server:
+            return await gathered(node, stages, *kept)
+        return await taken_up(node, stages, kept[1])
+
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank < stage.server:
             return worker
@@ -153,13 +162,50 @@ def told(stage: Stage) -> Tag:
     return stage.tag("first")
 
 
+async def gathered(node: Node, stages: Sequence[Stage], index: int, state: PieceState) -> tuple[int, PieceState]:
+    """At a server, from a checkpoint: all workers come anew. They are level from here on, as servers that count their
+    leads from different pushes might wait for each other."""
+    await gather(node, stages, index, state)
+    state.due = []
+    for rank in stages[index].workers:
+        state.tally.lose(rank)
+    for rank in stages[index].workers:
+        state.tally.come(rank)
+    return index, state
+
+
+async def taken_up(node: Node, stages: Sequence[Stage], kept: ShardedWorker) -> tuple[int, ShardedWorker]:
+    """At a worker, from a checkpoint: as it was kept, with the model that the servers have, and as far as the first one
+    counts."""
+    life, servers = int(float(node.now_ns)), all_servers(stages[0])
+    for server in servers:
+        await node.send(server, JOIN, None, (life,))
+    messages = [await node.recv(welcomed(life), src=server) for server in servers]
+    told = [said(Welcome, message.meta) for message in messages]
+    state = ShardedWorker(together([message.body for message in messages]), kept.moments)
+    if told[0].planned:
+        state.assigned = told[0].planned, (await node.recv(PLANNED, src=servers[0])).body
+        stages = reassigned(stages, *state.assigned)
+    stage = stages[told[0].stage]
+    state.steps, state.samples, state.life = told[0].steps, told[0].samples, life
+    state.enter(stage, node.rank)
+    state.follow(told[0])
+    both = zip(parts(stage), kept.piece_ends, strict=True)
+    state.piece_ends, state.moments = [part.taken_up(ends, state.samples) for part, ends in both], kept.moments
+    state.versions = [one.version for one in told]
+    state.version = min(state.versions)
+    state.step = state.round = told[0].done
+    state.drawn = state.step * state.batch
+    return stage.index, state
+
+
 async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
     """Compute on the model last pulled, push its pieces, wait for all answers; returns the last word."""
     if state.entered != stage.index:
         both = zip(parts(stage), state.piece_ends, strict=True)
         state.piece_ends = [part.entered(ends, state.samples) for part, ends in both]
     state.enter(stage, node.rank)
-    servers, push, pull, word = all_servers(stage), stage.tag("push"), stage.tag("pull"), GO
+    servers, push, pull, word = all_servers(stage), stage.tag("push"), stage.tag("pull", state.life), GO
     turn = [(node.rank + k) % len(servers) for k in range(len(servers))]
     while word == GO:
         node.mark(stage.index, state)
@@ -181,6 +227,7 @@ async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
             state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
         state.follow(reply)
         state.versions, state.away = [one.version for one in replies], as_members(answers[0].meta[PULL:])
+        state.version = min(state.versions)
         if word != GO:
             leave(node, stage, word, max(reply.end_ns for reply in replies))
         node.round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
@@ -234,6 +281,8 @@ async def answer(node: Node, stage: Stage, state: ServerState, without: Sequence
 async def first(node: Node, stage: Stage, state: PieceState) -> int:
     """At the server that counts and judges: merge and answer until the stage is over; returns the last word."""
     tally, push, others, stage = state.tally, stage.tag("push"), all_servers(stage)[1:], entered(node, stage, state)
+    while state.newcomers:
+        await welcome(node, stage, state, state.newcomers[0])
     while True:
         node.mark(stage.index, state)
         message = await node.recv(push, LOST, before_s=stage.judge.deadline_s)
@@ -280,6 +329,8 @@ def followed(state: PieceState) -> bool:
 async def other(node: Node, stage: Stage, state: PieceState) -> int:
     """At the others: merge and answer, until the first one says that the stage is over; returns the last word."""
     tally, push, stage = state.tally, stage.tag("push"), entered(node, stage, state)
+    while state.newcomers:
+        await welcome(node, stage, state, state.newcomers[0])
     while not followed(state):
         node.mark(stage.index, state)
         message: Message = await node.recv(push, told(stage), LOST)

@@ -110,11 +110,16 @@ def whole(path: Path) -> dict | None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write `value` so that `path` holds either what it held or all of the new content. Raises OSError."""
+    """Write `value` as `write_text` does."""
+    write_text(path, dumps(value, INDENTED) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it holds either what it held or all of the new content. Raises OSError."""
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "w", encoding="utf-8") as file:
-            file.write(dumps(value, INDENTED) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -56,9 +56,9 @@ class Recorder:
             self._metrics.append(record)
 
     def document(self, name: str, text: str) -> None:
-        """Write a file beside the records, or write it anew."""
+        """Write a file beside the records, or write it anew: it holds what it held or all of this."""
         with writing(self.run_dir):
-            (self.run_dir / name).write_text(text, encoding="utf-8")
+            jsonl.write_text(self.run_dir / name, text)
 
     def leave(self) -> None:
         """Close the files where nothing was run."""

@@ -41,12 +41,17 @@ RUN = [
     "tracking.events=all",
     "eval.every_commits=300",
 ]
+PIECES = (
+    "topology=sharded_server topology.servers=2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 "
+    "cluster.latency_s=0.0005"
+)
 ROUNDS = {
     "bsp, Top-K": "sync=bsp compression=topk compression.ratio=0.2 optimizer.momentum=0.9",
     "bsp by all-reduce, QSGD, Adam": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
     "local SGD, Nesterov outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "local SGD by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=3",
     "D-PSGD": "topology=gossip sync=d_psgd topology.graph=ring",
+    "bsp on two servers, Top-K": f"sync=bsp compression=topk compression.ratio=0.2 {PIECES}",
     "CHOCO, Top-K": "topology=gossip sync=choco topology.graph=ring compression=topk compression.ratio=0.2",
 }
 OWN_PACE = {
@@ -56,6 +61,11 @@ OWN_PACE = {
     "a quorum and a grace window": "sync=decoupled sync.grace_s=0.01",
     "ashl": "schedule=ashl",
     "averages in groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
+    "AD-PSGD": "topology=gossip sync=ad_psgd topology.graph=ring",
+    "SwarmSGD": "topology=gossip sync=swarm topology.graph=complete sync.local_steps=2 sync.overlap=false",
+    "Hop": "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2",
+    "D-ADMM": "topology=gossip sync=d_admm topology.graph=ring sync.rho=0.1 optimizer.momentum=0",
+    "ssp on two servers": f"sync=ssp compression=topk compression.ratio=0.2 {PIECES}",
 }
 STEPS, FIRST_S, LAST_S = 900, 0.0, 3.0
 AFTER_S, EVERY_S, LONG_S, PARTS = 2.0, 10.0, 75.0, 20

@@ -44,7 +44,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
         ("runtime=local sync=bsp overlap=late run.checkpoint_s=1", "real processes leave checkpoints only then"),
-        ("runtime=local topology=gossip sync=ad_psgd run.checkpoint_s=1", "where a server merges their updates, or"),
+        ("runtime=local topology=gossip sync=sgp sync.overlap=1 run.checkpoint_s=1", "where servers merge"),
         # combinations
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),

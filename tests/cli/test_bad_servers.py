@@ -23,10 +23,6 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
         (f"sync=easgd {PORTS}", "has a loop, messages or a step of its own; take sync=bsp"),
         (f"sync=local_sgd {PORTS} outer=heloco", "outer=heloco goes layer by layer; take outer=nesterov"),
         (f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=9", "take cluster.node=null, or"),
-        (
-            f"runtime=local sync=bsp {PORTS} run.checkpoint_s=1",
-            "real processes leave no checkpoints of several servers",
-        ),
         (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp makes no sense"),
         (
             f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",

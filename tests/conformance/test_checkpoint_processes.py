@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ RUNS = {
     "local steps, momentum outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "a ring": "topology=gossip sync=d_psgd topology.graph=ring optimizer.momentum=0.9",
     "CHOCO": "topology=gossip sync=choco compression=topk compression.ratio=0.2",
+    "pieces on two servers": "topology=sharded_server topology.servers=2 sync=bsp compression=topk "
+    "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
     "QSGD, all-reduce": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
 }
 OWN_PACE = {
@@ -32,9 +35,23 @@ OWN_PACE = {
     "nobody waits, QSGD": "sync=asp compression=qsgd optimizer.lr=0.02",
     "averages in groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
     "stages, the first of which measures": "schedule=ashl",
+    "a bound, pieces on two servers": "topology=sharded_server topology.servers=2 sync=ssp compression=topk "
+    "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
+    "pairs": "topology=gossip sync=ad_psgd topology.graph=ring",
+    "pairs that wait": "topology=gossip sync=swarm topology.graph=complete sync.local_steps=3 sync.overlap=false",
+    "neighbours' models, some late": "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2",
+    "duals, some late": "topology=gossip sync=d_admm topology.graph=ring sync.delay=2 sync.barrier=1 sync.rho=0.02 "
+    "optimizer.lr=0.02 optimizer.momentum=0",
 }
+OWN_WAY = {
+    "averages in groups": "each",
+    "pairs": "each",
+    "pairs that wait": "each",
+    "neighbours' models, some late": "round",
+    "duals, some late": "round",
+}  # the others: by a server
 FIRST = next(iter(RUNS))
-REPLICAS = ("a ring", "CHOCO")  # each worker has a model of its own: these go on where they began
+APART = ("a ring", "CHOCO", "pieces on two servers")  # nobody has the whole model: these go on where they began
 
 
 def checked(run: Path, expected: str) -> None:
@@ -52,7 +69,7 @@ def checked(run: Path, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in RUNS if name not in REPLICAS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in RUNS if name not in APART]
 )
 def test_a_run_goes_on_in_virtual_time_on_processes_and_back(name: str, workplace: Path) -> None:
     line = [*LINE, *RUNS[name].split()]
@@ -66,13 +83,45 @@ def test_a_run_goes_on_in_virtual_time_on_processes_and_back(name: str, workplac
 
 def killed(line: list[str]) -> None:
     """A run that is killed as a whole once it has two checkpoints."""
-    command = ["train", *line, "runtime=local", "tracking=none", "run.dir=run", "-q", "run.checkpoint_s=0.6"]
-    with subprocess.Popen([sys.executable, "-m", "ashl.cli", *command], start_new_session=True) as process:
+    command = [*line, "runtime=local", "tracking=none", "run.dir=run", "run.checkpoint_s=0.6"]
+    killed_once(command, lambda: len([*Path("run").glob("checkpoint/*/manifest.json")]) >= 2)
+
+
+def killed_once(command: list[str], reached: Callable[[], bool]) -> None:
+    argv = [sys.executable, "-m", "ashl.cli", "train", *command, "-q"]
+    with subprocess.Popen(argv, start_new_session=True) as process:
         until = time.monotonic() + 60
-        while len([*Path("run").glob("checkpoint/*/manifest.json")]) < 2 and time.monotonic() < until:
+        while not reached() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
     assert not Path("run/summary.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [RUNS[FIRST], OWN_PACE["pairs"]])
+def test_a_run_that_was_killed_again_before_its_next_checkpoint(mode: str, workplace: Path) -> None:
+    """Its records had been taken back to the checkpoint by then, and are again."""
+    killed([*LINE, *mode.split(), "stop.steps=1200"])
+    newest = max(Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name))
+    for _ in range(2):
+        killed_once(["--resume", "run"], new_rounds(Path("run/events.jsonl")))
+        assert newest == max(Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name))
+    assert main(["train", "--resume", "run", "-q"]) == 0
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    rounds = [(event["rank"], event["round"]) for event in events if event["kind"] == "round"]
+    assert len(rounds) == len(set(rounds))
+    assert json.loads(Path("run/summary.json").read_text())["steps"] >= 1200
+
+
+def new_rounds(path: Path) -> Callable[[], bool]:
+    """Whether a run that is taken up has taken these records back, and then has added some."""
+    sizes = [path.stat().st_size]
+
+    def reached() -> bool:
+        sizes.append(path.stat().st_size)
+        return sizes[-1] > min(sizes)
+
+    return reached
 
 
 @pytest.mark.slow
@@ -90,7 +139,7 @@ def test_workers_that_go_at_their_own_pace_come_anew(name: str, workplace: Path)
     killed([*LINE, *OWN_PACE[name].split(), "stop.steps=1200"])
     newest = max(Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name))
     manifest = json.loads(newest.read_text())
-    assert manifest["how"] == ("each" if "groups" in name else "server")
+    assert manifest["how"] == OWN_WAY.get(name, "server")
     assert main(["train", "--resume", "run", "-q"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["status"] == "finished"

@@ -8,6 +8,7 @@ from ashl.cluster.speed import Speed
 from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.build import assemble
+from ashl.run.mean_model import models_of
 from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.sim import Sim
@@ -15,6 +16,10 @@ from ashl.stage.program import program
 from tests.support import Ran, planned, simulated
 
 RUN = ("cluster=homogeneous", "dataset.batch_size=16", "eval.every_commits=10", "optimizer.momentum=0.9")
+PIECES = (
+    "topology=sharded_server topology.servers=2 cluster.link=null cluster.exchange_s=null cluster.bandwidth_mbit_s=20 "
+    "cluster.latency_s=0.001"
+)
 
 
 class Keeping(Sim):
@@ -32,7 +37,8 @@ def ran(*overrides: str, version: int = 10**9, kept: dict[int, tuple] | None = N
     """A run, from what was kept or from its beginning, and what it keeps itself."""
     plan = planned(*RUN, *overrides)
     job, cluster = assemble(plan, HOST), construct(plan.cluster, "cluster")
-    found, stage = Ran(plan, learner=job.learner), job.stages[0]
+    stage = job.stages[0]
+    found = Ran(plan, parts=models_of(stage), learner=job.learner)
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Keeping(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), found)
     sim.from_version = version
@@ -52,6 +58,7 @@ def ran(*overrides: str, version: int = 10**9, kept: dict[int, tuple] | None = N
     [
         "sync=asp compression=topk compression.ratio=0.1",
         "sync=ssp sync.local_steps=1 compression=qsgd",
+        f"sync=asp compression=topk compression.ratio=0.1 {PIECES}",
         "sync=asp topology.pull_ratio=0.2 compression=topk compression.ratio=0.2 outer=nesterov",
     ],
 )
@@ -73,6 +80,8 @@ def test_alone_a_worker_goes_on_bit_for_bit(mode: str) -> None:
         "sync=fedbuff",
         "sync=backup sync.backups=1 compression=diana",
         "schedule=ashl schedule.loss_switch=2.2",
+        f"sync=ssp sync.staleness=1 compression=topk compression.ratio=0.1 {PIECES}",
+        f"sync=backup sync.backups=1 {PIECES}",
     ],
 )
 def test_what_the_server_had_merged_counts_and_the_rest_is_computed_again(mode: str) -> None:
