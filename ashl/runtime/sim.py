@@ -79,7 +79,7 @@ class Sim:
         """Nobody knows."""
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
-        """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says when the next is due."""
+        """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says when one is next."""
         self._at(time_ns, self._save, keep)
 
     def _save(self, keep: Callable[[dict[str, Any]], int | None]) -> None:
