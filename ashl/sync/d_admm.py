@@ -29,13 +29,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from ashl.errors import UsageError
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule, graph_of
-from ashl.topology.graph import Edge, sources_of
+from ashl.topology.graph import Edge, Round, sources_of
 from ashl.topology.local_work import local_work
 
 Versions = dict[int, Any]  # iteration → model; −1 is the initial one
@@ -56,6 +57,15 @@ class DADMM(RoamingRule):
         if edges is not None:
             before = {j: {m: x for m, x in versions.items() if m < edges.k} for j, versions in edges.heard.items()}
             edges.heard, edges.ends = before, {}
+
+    def check(self, rounds: Sequence[Round]) -> None:
+        super().check(rounds)
+        most = max(len(row) - 1 for row in rounds[0].rows)
+        if self.barrier is not None and self.barrier > most:
+            raise UsageError(
+                f"sync.barrier={self.barrier} is more than the {most} neighbours that a worker has; take fewer, or null "
+                "for all of them"
+            )
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
         return await worker(node, stage, state, self)

@@ -41,6 +41,7 @@ def gossips(workplace, said):
             "sync=hop sync.jump=4",
             "leads a neighbour by 3 iterations at most, so nobody would ever jump; take at most",
         ),
+        ("sync=d_admm sync.barrier=3", "sync.barrier=3 is more than the 2 neighbours that a worker has; take fewer"),
         ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
         ("sync=ad_psgd aggregate=fednova", "topology=gossip has no place for aggregate=fednova"),
         ("sync=d_psgd aggregate.scale=2", "topology=gossip has no place for aggregate.scale"),
