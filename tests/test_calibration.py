@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,11 +66,13 @@ def test_a_difference_is_named() -> None:
     predicted = Found(100.0, 0.1, 1e4, 0.04, same)
     busy = of_one(steps([1.0, 2.0]))
     assert busy.full is not None
-    busy = replace(busy, full=replace(busy.full, workers=(replace(busy.full.workers[0], alone_s=1.0),)))
+    own = replace(busy.full.workers[0], alone_s=1.0)
+    busy, alone = (SimpleNamespace(full=replace(busy.full, workers=(own,) * count)) for count in (2, 1))
     for changed, server, known, named in [
         ({"compute": 1.5}, True, profile(), "compute"),
         ({"compute": 1.5}, True, busy, "host contention"),
         ({"compute": 0.5}, True, busy, "compute"),
+        ({"compute": 1.5}, True, alone, "compute"),
         ({"port": 0.6, "link": 0.1}, True, profile(), "port"),
         ({"port": 0.6, "link": 0.1}, False, profile(), "link"),
         ({"encoding": 0.9}, True, profile(), "encoding"),

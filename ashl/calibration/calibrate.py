@@ -15,7 +15,7 @@ from rich.console import Console
 from ashl.calibration.combinations import LeftOut, Pair, chosen, codec_names, codecs_of, pairs_of, tasks_of, usual
 from ashl.calibration.compared import Compared, Verdict, compared, verdict
 from ashl.calibration.page import page
-from ashl.calibration.told import announce, show, show_pairs
+from ashl.calibration.sentences import announce, show, show_pairs
 from ashl.cluster.spec import Cluster
 from ashl.config.compose import alternatives, compose
 from ashl.config.identity import config_hash

@@ -6,7 +6,7 @@ from typing import Any
 
 from ashl.calibration.combinations import LeftOut
 from ashl.calibration.compared import Verdict
-from ashl.calibration.told import TITLES, cells, sentences
+from ashl.calibration.sentences import TITLES, cells, sentences
 from ashl.report.page import STYLE
 from ashl.report.svg import COLORS, MARKERS, SOFT, Scale, drawing, haloed, line, marker, text, x_axis, y_axis
 

@@ -237,7 +237,9 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
     for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
         sync, topology = own.sync, own.topology
         if sync.after_adam and not (before and adam(own.optimizer) and stage.handover.get("momentum") != "reset"):
-            raise UsageError(f"stage {stage.name} goes on with what Adam has learned; take schedule=one_bit_adam optimizer=adam")
+            raise UsageError(
+                f"stage {stage.name} goes on with what Adam has learned; take schedule=one_bit_adam optimizer=adam"
+            )
         check_quorum(sync, len(stage.workers))
         if not parts.runtime.gradients and set(stage.until) & NEED_LOSS:
             raise UsageError(

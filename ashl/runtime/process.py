@@ -33,7 +33,7 @@ from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
-from ashl.runtime.processor_time import throttled
+from ashl.runtime.quota import throttled
 from ashl.runtime.records import Beat, Missed
 from ashl.runtime.sum_messages import OwnSums
 

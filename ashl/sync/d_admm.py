@@ -63,8 +63,8 @@ class DADMM(RoamingRule):
         most = max(len(row) - 1 for row in rounds[0].rows)
         if self.barrier is not None and self.barrier > most:
             raise UsageError(
-                f"sync.barrier={self.barrier} is more than the {most} neighbours that a worker has; take fewer, or null "
-                "for all of them"
+                f"sync.barrier={self.barrier} is more than the {most} neighbours that a worker has; take fewer, or "
+                "null for all of them"
             )
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:

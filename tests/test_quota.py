@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ashl.runtime.processor_time import throttled
+from ashl.runtime.quota import throttled
 
 
 def said(folder: Path, text: str) -> None:
