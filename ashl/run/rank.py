@@ -230,6 +230,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         if nccl and stage.topology.has_server
         else None,
     )
+    kernel.node.life = place.life
     saved = None
     if place.saved is not None:
         known = keeping.read(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
 
 FIRST = -(2**60)  # before all else that happens at an instant
+LATE = 2  # budgets of time, after which nobody fails at random: what is done then does not count, and is to end
 
 
 class Aside(Mailbox):
@@ -114,7 +115,8 @@ class Churn:
     def _fails_at_random(self, item: tuple[int, np.random.Generator]) -> None:
         rank, rng = item
         churn = self.cluster.churn
-        if self.over or churn is None:
+        limit_ns = min(node.ledger.limit_ns for node in self.sim.nodes)
+        if self.over or churn is None or self.sim.now_ns > LATE * limit_ns:
             return
         left = len(self.cluster.compute) - len(self.sim.gone) if self.served else len(self.teams.knowing - {rank}) + 1
         if rank in self.sim.gone or left > self.min_workers:
@@ -191,6 +193,7 @@ class Churn:
             else:
                 aside.lost.pop(rank, None)
         node = sim.nodes[rank]
+        node.life = self.teams.losses[rank]
         node.ledger.limit_ns = min(other.ledger.limit_ns for other in sim.nodes)
         node.ledger.go_on(sim.now_ns, [])
         sim.observer.emit(Joined(rank, sim.now_ns))

@@ -101,7 +101,7 @@ class Kernel(Protocol):
 class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
 
-    __slots__ = ("counter", "kernel", "knocks", "ledger", "loss", "measures", "rank", "staleness", "steps")
+    __slots__ = ("counter", "kernel", "knocks", "ledger", "life", "loss", "measures", "rank", "staleness", "steps")
     compute, send, regroup, sleep, join, cancel = Compute, Send, Regroup, Sleep, Join, Cancel  # to be awaited
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
@@ -114,6 +114,7 @@ class Node:
         self.loss: float | None = None
         self.measures: dict[str, Measured] = {}
         self.knocks = False  # whether a worker has come and asks to be let in
+        self.life = 0  # how often this rank has been lost before
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ashl.runtime.channel import Channel, Collective
 from ashl.runtime.effects import Broken, Formed, Regroup
 from ashl.runtime.kernel import Task
+from ashl.runtime.node import Node
 
 if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
@@ -34,11 +35,12 @@ class Teams:
         self.knowing = set(range(workers))  # who has the model
         self._last: Formed | None = None  # with which the run ends
         self._asked: dict[int, tuple[Task, Regroup]] = {}
+        self._waiting: set[int] = set()  # who has asked to be let in, and was not in a sum since
         self._stuck: dict[int, list[tuple[Task, Collective]]] = {}  # by rank: in what can come to nothing any more
         self._under_way: list[tuple[int, tuple[int, ...]]] = []  # sums: until when, and of whom
         self._unnoticed: set[int] = set()  # who is lost, and nobody has noticed
         self._unheard: set[tuple[int, int]] = set()  # (rank, who is lost, and it has not noticed)
-        sim._post, sim._begin = self.post, self.begin  # type: ignore[method-assign]
+        sim._post, sim._begin, sim.mark = self.post, self.begin, self.mark  # type: ignore[method-assign]
 
     def post(self, task: Task, effect: Collective | Regroup) -> None:
         rank = task.node.rank
@@ -46,11 +48,14 @@ class Teams:
             if self._last is not None:
                 return self._at(task, self._last)
             self._asked[rank] = task, effect
+            if effect.version < 0:
+                self._waiting.add(rank)
             if effect.version < 0 and rank not in self.members:
                 for node in self.sim.nodes:
                     node.knocks = True
             return self._form()
         self.knowing.add(rank)
+        self._waiting.discard(rank)
         if len(self.noticed) == effect.epoch and not self._unnoticed:
             return type(self.sim)._post(self.sim, task, effect)
         known = Counter(self.noticed[: effect.epoch])
@@ -62,6 +67,12 @@ class Teams:
             self._at(task, Broken(heard[0]))
         else:
             self._stuck.setdefault(rank, []).append((task, effect))
+
+    def mark(self, node: Node, stage: int, state: Any) -> bool:
+        """Who is at the top of a loop has a model, but for who has yet to be in a sum with those that let it in."""
+        if node.rank not in self._waiting:
+            self.knowing.add(node.rank)
+        return type(self.sim).mark(self.sim, node, stage, state)
 
     def begin(self, channel: Channel) -> None:
         if not channel.ready:

@@ -26,9 +26,10 @@ from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.rule import CHURN, CODEC
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, mixed
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import report_health, turn_of
+from ashl.topology.mixing import mixed
 
 
 class Replicas(NamedTuple):

@@ -25,8 +25,9 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, mixed
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
 from ashl.topology.graph import Edge, matchings_of
+from ashl.topology.mixing import mixed
 from ashl.topology.remaining import relabelled
 
 ASCENT = 300  # steps of the search for p

@@ -27,8 +27,9 @@ from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_of
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
+from ashl.topology.mixing import numbers_of
 from ashl.topology.remaining import relabelled
 
 

@@ -22,7 +22,8 @@ from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of, numbers_of
+from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.mixing import numbers_of
 
 
 class Mass(NamedTuple):

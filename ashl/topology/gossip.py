@@ -8,9 +8,8 @@ no server, no barrier. Counts are functions of the round, so that all ranks coun
 (seconds, evaluations, that a loss is no number) rides on the messages: its verdict holds after the round by which it
 has reached everyone, which rank 0 works out from the graph.
 
-Where workers may be lost, see `ashl.topology.views`.
-
-Asynchronous modes (`RoamingRule`) have a loop of their own, and the coordinator of `ashl.topology.coordinator`.
+Where workers may be lost, see `ashl.topology.views`, and where they come back, `ashl.topology.returns`. Asynchronous
+modes (`RoamingRule`) have a loop of their own, and the coordinator of `ashl.topology.coordinator`.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
 """
@@ -26,28 +25,20 @@ import torch
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.size_only import SizeOnly, Vector
+from ashl.size_only import Vector
 from ashl.stage.rule import CHURN, Loop, Network, Rule, Topology
-from ashl.stage.stage import GO, Stage
+from ashl.stage.stage import GO, STOP, Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
+from ashl.topology import returns
 from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
+from ashl.topology.knowledge import NOTHING_HEARD, GossipHeader
 from ashl.topology.local_work import WorkerState, local_work
 from ashl.topology.partners import come, gather, taken_up
 from ashl.topology.remaining import remaining
-from ashl.topology.views import (
-    NOTHING_HEARD,
-    GossipHeader,
-    Team,
-    View,
-    finish,
-    gone_in,
-    hear_those_left,
-    learn,
-    team_of,
-    turned,
-)
+from ashl.topology.rounds import Lives, View, gone_in, last_view, said_in, turned
+from ashl.topology.views import Team, finish, hear_those_left, learn, team_of
 
 VERDICTS = (*REASONS, "diverged")
 Told = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
@@ -157,15 +148,16 @@ class Gossip(Topology):
         return stage.once(team_in)
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """The neighbours of all rounds, and the coordinator."""
+        """The neighbours of all rounds, and the coordinator; all others, where they agree on who comes back."""
+        if returning(stage):
+            return tuple(other for other in range(stage.num_workers) if other != rank)
         others = stage.workers if stage.home == stage.server else ()
         if rank == stage.server:
             return others
         return self.neighbours(stage, rank) + ((stage.server,) if others else ())
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and back from whom a
-        worker asks."""
+        """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and back."""
         peers = stage.sync.peers(stage, rank) if isinstance(stage.sync, RoamingRule) else None
         near = self.neighbours(stage, rank) if peers is None else peers
         ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
@@ -185,8 +177,8 @@ class Gossip(Topology):
     ) -> tuple[int, Any] | None:
         if kept is not None:
             return await (gather if node.rank == stages[0].server else taken_up)(node, stages, *kept)
-        state = RoamingState(*stages[0].trainer.init())
-        index = await come(node, stages, state)
+        state: Any = self.begin(node, stages[0])
+        index = await (come if isinstance(state, RoamingState) else returns.come)(node, stages, state)
         return None if index is None else (index, state)
 
     def role(self, stage: Stage, rank: int) -> Loop:
@@ -220,8 +212,13 @@ def edges_in(stage: Stage) -> tuple[Edge, ...]:
     return tuple(edge for edge in edges if stage.gone.isdisjoint(edge)) if stage.gone else edges
 
 
+def returning(stage: Stage) -> bool:
+    """Whether workers may come back that go round by round."""
+    return stage.elastic and stage.joins and stage.sync.in_rounds
+
+
 def team_in(stage: Stage) -> Team:
-    return team_of(stage.once(neighbours_in), stage.once(rounds_in), stage.workers)
+    return team_of(stage.once(neighbours_in), stage.once(rounds_in), stage.workers, returning(stage))
 
 
 def neighbours_in(stage: Stage) -> Sources:
@@ -239,7 +236,10 @@ class RoundState(WorkerState):
     k: int = 0  # rounds of this stage so far
     views: tuple[View, ...] = ()  # of this stage: who takes part from which round on, as all have agreed
     turned: int = 0  # how many of them hold by now
-    lost: set[int] = field(default_factory=set)  # who is gone, as far as this rank has heard
+    sure: int = 0  # how many of them all others have, too
+    known: Lives = field(default_factory=dict)  # who is lost or has come, as far as this rank has heard
+    waits: bool = False  # whether it has come, and has no model yet
+    came: bool = False  # whether it has one, and has not begun its first round
     latest: dict[int, int] = field(default_factory=dict)  # rounds of this stage that were heard of each neighbour
     answers: dict[int, Any] = field(default_factory=dict)  # tasks that answer who is not through with the stage before
 
@@ -249,7 +249,8 @@ class RoundState(WorkerState):
         if not again:
             self.tally.begin(now_s)
             self.k, self.header, self.latest = 0, NOTHING_HEARD, {}
-            self.views, self.turned = (View(0, self.views[-1].gone, {}),) if self.views else (), 0
+            self.views, self.turned = (last_view(self)._replace(first=0, rounds={}, came={}),) if self.views else (), 0
+            self.sure = len(self.views)
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 
@@ -258,6 +259,11 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
     word."""
     state.enter(stage, node.rank, node.now)
     rule, rank, whole = rule_in(stage), node.rank, stage
+    if state.came:  # with this the stage may be over for all
+        state.came = False
+        if (word := await ended(node, stage, state)) != GO:
+            return word
+        state.k += 1
     while True:
         if whole.elastic:
             stage = turned(node, whole, state, state.k)
@@ -293,17 +299,28 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
 async def ended(node: Node, stage: Stage, state: RoundState) -> int:
     """The last word where the stage ends with this round, else GO."""
     if stage.elastic:
-        stage = turned(node, stage, state, state.k + 1)
+        stage = await turned_to(node, stage, state, state.k + 1)
     while reason := over(stage, state):
         if not stage.elastic:
             for under_way in range(max(0, state.k + 1 - rule_in(stage).lag), state.k + 1):
                 rule_in(stage).settle(state, await hear(node, stage, state, under_way))
             return await end(node, stage, state, reason)
         moment_ns = await finish(node, stage, state)
-        stage = turned(node, stage, state, state.k + 1)
+        stage = await turned_to(node, stage, state, state.k + 1)
         if moment_ns is not None:
-            return end_ridden(node, stage, state, reason, moment_ns)
+            word = end_ridden(node, stage, state, reason, moment_ns)
+            if word == STOP and returning(stage):
+                node.spawn(returns.close_doors(node, stage, state, state.tally.end_ns))
+            return word
     return GO
+
+
+async def turned_to(node: Node, stage: Stage, state: RoundState, k: int) -> Stage:
+    """The stage as it is in round k, which is to begin; who begins with it has its model."""
+    before = state.turned
+    stage = turned(node, stage, state, k)
+    await returns.welcome(node, stage, state, before, k)
+    return stage
 
 
 def over(stage: Stage, state: RoundState) -> str | None:
@@ -317,7 +334,7 @@ async def post(node: Node, stage: Stage, state: RoundState, k: int, delta: Any) 
     """Tell whoever listens in round k, and pass on what rank 0 has decided."""
     told = await rule_in(stage).tell(node, stage, state, k, delta)
     for rank, (body, numbers) in told.items():
-        await node.send(rank, stage.tag("gossip", k), body, (*state.header, *numbers))
+        await node.send(rank, said_in(stage, state, node.rank, k), body, (*state.header, *numbers))
 
 
 async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int, Message]:
@@ -326,11 +343,6 @@ async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int,
     if stage.elastic:
         return await hear_those_left(node, stage, state, k, sources)
     return {rank: await node.recv(stage.tag("gossip", k), src=rank) for rank in sources}
-
-
-def numbers_of(message: Message) -> tuple[float, ...]:
-    """What the sync rule sent beside the body."""
-    return message.meta[len(GossipHeader._fields) :]
 
 
 def count(stage: Stage, state: RoundState) -> None:
@@ -347,8 +359,10 @@ def count(stage: Stage, state: RoundState) -> None:
 
 
 def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
-    """Rank 0 alone: what all others have to know, and the round after which they do."""
+    """Rank 0 alone: what all others have to know, and the round after which they do; not where it is to give way."""
     tally, header = state.tally, state.header
+    if stage.among(gone_in(state)).home != node.rank:
+        return
     if header.not_finite:
         why = f"the loss of worker {int(header.not_finite) - 1} became no number near step {tally.steps}"
         tally.diverged = why + rule_in(stage).suspect
@@ -384,17 +398,3 @@ async def end(node: Node, stage: Stage, state: RoundState, reason: str) -> int:
     node.mark(stage.index, None)
     moment = await node.all_reduce(torch.tensor([node.now_ns]), stage.workers, "max", riders=1)
     return end_ridden(node, stage, state, reason, int(moment))
-
-
-def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:
-    """Σ_j w_ij·x_j in rank order, a new vector: where all rows are equal, so are the results, bit for bit."""
-    if isinstance(own, SizeOnly):
-        return own
-    total = None
-    if len(heard) + 1 < len(row):  # what is missing of the lost, it gives to its own
-        row = {j: weight for j, weight in row.items() if j == rank or j in heard}
-        row[rank] = 1.0 - (sum(row.values()) - row[rank])
-    for j, weight in row.items():
-        body = own if j == rank else heard[j].body
-        total = body * weight if total is None else total.add_(body, alpha=weight)
-    return total

@@ -15,8 +15,12 @@ where fewer samples count then, the stage goes on. They leave once the lowest ra
 has said that it has: where it is lost before that, the next one does. Who is through answers those who have heard of a
 loss only later.
 
-Where a loss leaves others without a path to each other, or fewer than `runtime.min_workers`, the run ends. Nobody
-comes back yet.
+Where a loss leaves others without a path to each other, or fewer than `runtime.min_workers`, the run ends.
+
+Where workers may come back (`ashl.topology.returns`), all are linked to all, so that each hears of every loss and tells
+everybody at once, and a return is agreed on in the same way. Only the members of a view make the next one, and each
+has to, so there is no other with the same number among those who are left. Before it is told to anybody else, all have
+said that they have it: else one who is lost could have told a newcomer of a view that nobody else has.
 
 Source: views as in Birman and Joseph, "Exploiting Virtual Synchrony in Distributed Systems", SOSP 1987; rows that keep
 adding up to 1 as in Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Metropolis Weights", 2006.
@@ -24,39 +28,34 @@ adding up to 1 as in Xiao, Boyd and Lall, "Distributed Average Consensus with Ti
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ashl.errors import AshlError
-from ashl.runtime.effects import LOST, Message, PeerLostError
+from ashl.runtime.effects import JOIN, LOST, Message, PeerLostError
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.graph import Round, Sources, reaches_all
+from ashl.topology.knowledge import Came, GossipHeader, Knowledge, latest, read, written
 from ashl.topology.membership import check_left
 from ashl.topology.remaining import distances
+from ashl.topology.rounds import (
+    ALL_THERE,
+    View,
+    asking,
+    gone_in,
+    last_view,
+    note,
+    rounds_of,
+    said_in,
+    start_of,
+    staying,
+)
 
 if TYPE_CHECKING:
-    from ashl.topology.gossip import Gossip, RoundRule, RoundState
-
-
-class GossipHeader(NamedTuple):
-    """What rides on every message: all that is known of the run so far."""
-
-    loss: float  # mean of the sender's loss and of those that it heard of
-    not_finite: float = 0  # 1 + the rank whose loss is no number; 0 = none
-    verdict: float = 0  # of rank 0, as a place in VERDICTS
-    last: float = 0  # the round after which it holds
-    snapshot_after: float = -1  # the round after which all hand in their models
-
-
-NOTHING_HEARD = GossipHeader(math.nan)
+    from ashl.topology.gossip import Gossip, RoundState
 
 
 def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
@@ -74,67 +73,7 @@ def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message
     )
 
 
-class View(NamedTuple):
-    """Who takes no part from a round on, and of how many rounds of those who are new among them the others have
-    heard."""
-
-    first: int
-    gone: frozenset[int]
-    rounds: dict[int, int]
-
-
-class Knowledge(NamedTuple):
-    """What is told where somebody is lost."""
-
-    views: tuple[View, ...]
-    lost: frozenset[int]
-    phase: int
-    k: int
-    rounds: dict[int, int]
-    header: GossipHeader
-
-    @property
-    def key(self) -> tuple[int, frozenset[int]]:
-        """What is being agreed on."""
-        return len(self.views), self.lost
-
-    def with_what(self, other: Knowledge) -> Knowledge:
-        """What both know together."""
-        rounds = {
-            rank: max(of.get(rank, 0) for of in (self.rounds, other.rounds)) for rank in self.rounds | other.rounds
-        }
-        mine, theirs = self.header, other.header
-        verdict, last = max((mine.verdict, mine.last), (theirs.verdict, theirs.last))
-        return Knowledge(
-            max(self.views, other.views, key=len),
-            self.lost | other.lost,
-            self.phase,
-            max(self.k, other.k),
-            rounds,
-            GossipHeader(
-                mine.loss,
-                max(mine.not_finite, theirs.not_finite),
-                verdict,
-                last,
-                max(mine.snapshot_after, theirs.snapshot_after),
-            ),
-        )
-
-
-Came = dict[tuple[tuple[int, frozenset[int]], int, int], Knowledge]  # by what is agreed on, phase and sender
-
-
-def written(known: Knowledge) -> Tensor:
-    """As a body."""
-    views = [(view.first, sorted(view.gone), sorted(view.rounds.items())) for view in known.views]
-    fields = (views, sorted(known.lost), known.phase, known.k, sorted(known.rounds.items()), known.header)
-    return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
-
-
-def read(body: Tensor) -> Knowledge:
-    views, lost, phase, k, rounds, header = json.loads(bytes(body.tolist()))
-    known = tuple(View(first, frozenset(gone), dict(of)) for first, gone, of in views)
-    return Knowledge(known, frozenset(lost), phase, k, dict(rounds), GossipHeader(*header))
+CONFIRMS = -1  # the phase of who has made a view, and says so
 
 
 class Team(NamedTuple):
@@ -145,8 +84,13 @@ class Team(NamedTuple):
     whole: bool  # whether models of everybody reach everybody
 
 
-def team_of(sources: Sources, rounds: Sequence[Round], ranks: Sequence[int]) -> Team:
+def team_of(sources: Sources, rounds: Sequence[Round], ranks: Sequence[int], all_linked: bool) -> Team:
+    """Where all are linked to all, each tells everybody."""
     width, whole = 0, reaches_all(rounds, len(ranks), ranks[0])
+    if all_linked:
+        there = frozenset(ranks)
+        near = tuple(tuple(r for r in ranks if r != rank) if rank in there else () for rank in range(len(sources)))
+        return Team(near, min(1, len(ranks) - 1), whole)
     for rank in ranks:
         found = distances(sources, rank)
         width, whole = max(width, *found.values()), whole and len(found) == len(ranks)
@@ -161,14 +105,12 @@ async def hear_those_left(
     node: Node, stage: Stage, state: RoundState, k: int, sources: tuple[int, ...]
 ) -> dict[int, Message]:
     """The messages of round k, of those who are there or had sent them before they were lost."""
-    tag, agree, heard = stage.tag("gossip", k), stage.tag("agree"), dict[int, Message]()
-    while message := await node.recv(LOST, agree, before_s=node.now):
-        await changed(node, stage, state, message)
-    await changed(node, stage, state)
+    agree, heard = stage.tag("agree"), dict[int, Message]()
+    await heed(node, stage, state)
     for rank in sources:
-        while rank not in heard and k < rounds_of(state, rank):
-            waits = math.inf if rank not in state.lost else node.now
-            message = await node.recv(tag, agree, LOST, src=rank, before_s=waits)
+        tag = said_in(stage, state, rank, k)
+        while rank not in heard and k < (count := rounds_of(state, rank, k)):
+            message = await node.recv(tag, agree, LOST, src=rank, before_s=math.inf if count == math.inf else node.now)
             if message is None:
                 break
             if message.tag != tag:
@@ -181,107 +123,167 @@ async def hear_those_left(
     return heard
 
 
-def rounds_of(state: RoundState, rank: int) -> float:
-    """How many rounds of a neighbour count."""
-    return next((view.rounds[rank] for view in state.views if rank in view.rounds), math.inf)
+async def heed(node: Node, stage: Stage, state: RoundState) -> None:
+    """Take in what has been heard so far of who is lost or comes. Where they come, that is once in a round, so that
+    rounds end however many do."""
+    agree, came = stage.tag("agree"), Came()
+    while message := await node.recv(LOST, JOIN, agree, before_s=node.now):
+        if stage.joins:
+            take_in(state, message, came)
+        else:
+            await changed(node, stage, state, message)
+    await changed(node, stage, state, None, came)
 
 
-def gone_in(state: RoundState) -> frozenset[int]:
-    """Who takes no part by the last view."""
-    return state.views[-1].gone if state.views else frozenset()
-
-
-async def changed(node: Node, stage: Stage, state: RoundState, message: Message | None = None) -> int | None:
-    """Where a loss is heard of, agree with all who are left on a view without it. Returns the moment at which the stage
-    ended, where the others were through. Raises AshlError where those who are left cannot go on."""
-    came: Came = {}
+async def changed(
+    node: Node, stage: Stage, state: RoundState, message: Message | None = None, came: Came | None = None
+) -> int | None:
+    """Where it is heard that somebody is lost, or has come, agree with all who are left on a view; `came` is what they
+    have said of that. Returns the moment at which the stage ended, where the others were through. Raises AshlError
+    where those who are left cannot go on."""
+    came = Came() if came is None else came
     moment_ns = None if message is None else take_in(state, message, came)
-    while moment_ns is None and not state.lost <= gone_in(state):
-        moment_ns = await agreed(node, stage, state, came)
+    while moment_ns is None and (state.known != last_view(state).known or unsure(stage, state)):
+        attempt = agreed if state.known != last_view(state).known else confirmed
+        moment_ns = await attempt(node, stage, state, came)
     if moment_ns is not None:  # for who has asked this rank
-        for peer in topology_of(stage).team(stage.among(state.lost)).near[node.rank]:
+        for peer in topology_of(stage).team(parties(stage, state)).near[node.rank]:
             await node.send(peer, stage.tag("agree"), None, (moment_ns,))
     return moment_ns
 
 
 def take_in(state: RoundState, message: Message, came: Came) -> int | None:
-    """What a message says of who is lost; the moment at which the stage ended, where it says that."""
-    if message.tag == LOST:
-        state.lost.add(message.src)
+    """What a message says of who is lost or has come; the moment at which the stage ended, where it says that."""
+    if message.tag in (LOST, JOIN):
+        note(state.known, {message.src: 2 * int(message.meta[0]) + (message.tag == LOST)})
     elif message.body is None:
         return int(message.meta[0])
     else:
-        known = read(message.body)
-        came[known.key, known.phase, message.src] = known
-        state.views, state.lost = max(state.views, known.views, key=len), state.lost | known.lost
+        told = read(message.body)
+        came[told.key, told.phase, message.src] = told
+        if has_the_next(state, message.src, told):
+            held = state.views[: told.before]  # of which a newcomer has none: the last one is all that it needs
+            state.views = held + (ALL_THERE,) * (told.before - len(held)) + told.views
+        note(state.known, told.known)
     return None
+
+
+def has_the_next(state: RoundState, src: int, told: Knowledge) -> bool:
+    """Whether a view comes with what is told. Not from one that is lost by now, as the others may make another view
+    without it, and from no other than those who make views with this rank: else some could have one, some another."""
+    view, life = last_view(state), told.known.get(src, 0)
+    if state.known.get(src, 0) > life:
+        return False
+    if state.waits:
+        return told.key[0] >= len(state.views)
+    return told.key[0] > len(state.views) and src not in view.gone and view.known.get(src, 0) == life
+
+
+def unsure(stage: Stage, state: RoundState) -> bool:
+    """Whether somebody might not have the last view, and make another one once others are lost."""
+    return stage.joins and state.sure < len(state.views)
+
+
+def parties(stage: Stage, state: RoundState) -> Stage:
+    """The stage as of those who make the next view."""
+    there = staying(last_view(state), state.known, stage.num_workers)
+    return stage.among({*range(stage.num_workers)}.difference(there))
 
 
 async def agreed(node: Node, stage: Stage, state: RoundState, came: Came) -> int | None:
     """One attempt, which ends early where more is heard of; returns as `changed` does."""
-    gone, lost, agree = gone_in(state), frozenset(state.lost), stage.tag("agree")
-    here = stage.among(lost)
-    check_left(node, stage, max(lost - gone), len(here.workers))
-    team = topology_of(stage).team(here)
-    if not team.whole:
+    view, agree, known_now = last_view(state), stage.tag("agree"), dict(state.known)
+    left = parties(stage, state)
+    near, ended = topology_of(stage).team(left), left.gone - view.gone
+    here = with_newcomers(stage, left, asking(view, known_now, stage.num_workers))
+    if lost := {rank for rank, life in known_now.items() if life % 2} - view.gone:
+        check_left(node, stage, max(lost), len(here.workers))
+    if not topology_of(stage).team(here).whole:
         raise AshlError(
-            f"without worker {', '.join(map(str, sorted(lost)))} the graph of those who are left falls apart at "
+            f"without worker {', '.join(map(str, sorted(here.gone)))} the graph of those who are left falls apart at "
             f"{node.now:.6g} s: the run ends here; take a graph with more edges, as topology.graph=complete"
         )
-    rounds = {rank: state.latest.get(rank, 0) for rank in lost - gone}
-    known = Knowledge(state.views, lost, 0, state.k, rounds, state.header)
-    for phase in range(team.width):
-        for peer in team.near[node.rank]:
-            await node.send(peer, agree, written(known._replace(phase=phase)))
-        waited = [(known.key, phase, peer) for peer in team.near[node.rank]]
+    rounds = {rank: state.latest.get(rank, 0) for rank in ended}
+    waiting = frozenset({node.rank} if state.waits else ())
+    known = Knowledge(state.views, known_now, 0, state.k, rounds, state.header, waiting)
+    for phase in range(near.width):
+        for peer in near.near[node.rank]:
+            await node.send(peer, agree, written(latest(known._replace(phase=phase))))
+        waited = [(known.key, phase, peer) for peer in near.near[node.rank]]
         while not all(item in came for item in waited):
             if (moment_ns := take_in(state, await node.recv(agree, LOST), came)) is not None:
                 return moment_ns
-            if (len(state.views), state.lost) != known.key:
+            if state.views != known.views or state.known != known_now:
                 return None
         for item in waited:
             known = known.with_what(came[item])
-    header = known.header
-    state.header = header._replace(loss=state.header.loss, last=max(header.last, known.k) if header.verdict else 0)
-    state.views += (View(known.k + 1, lost, known.rounds),)
+    state.sure = len(state.views)  # all are as far
+    if known.waiting.issuperset(left.workers):
+        raise nobody_left(stage)
+    if not state.waits:
+        adopt(state, known, left, here)
+    while state.waits and state.views == known.views and state.known == known_now:  # others make it, who have them all
+        if (moment_ns := take_in(state, await node.recv(agree, LOST), came)) is not None:
+            return moment_ns
     return None
 
 
-def turned(node: Node, stage: Stage, state: RoundState, k: int) -> Stage:
-    """The stage as it is in round k, with the counts of those who have been lost for it."""
-    tally, rule = state.tally, cast("RoundRule", stage.sync)
-    while state.turned < len(state.views) and state.views[state.turned].first <= k:
-        view, here = state.views[state.turned], stage.among(state.views[state.turned].gone)
-        assert isinstance(tally, Tally)
-        for rank in sorted(view.gone - tally.gone):
-            take_back(stage, state, rank, view.first - max(0, view.rounds[rank] - rule.early))
-            tally.lose(rank)
-        state.turned += 1
-        state.steps, state.samples = tally.steps, tally.samples
-        state.rule_state = rule.changed(here, state, node.rank)
-        state.plan_round(here, node.rank)
-        if node.rank == here.home:
-            counts: Any = state
-            node.counter = counts
-    return stage.among(state.views[state.turned - 1].gone if state.turned else ())
+async def confirmed(node: Node, stage: Stage, state: RoundState, came: Came) -> int | None:
+    """Those who have made the last view tell each other that they have it, so that whoever goes on from here has it;
+    before that it is told to nobody else. Ends early where more is heard of; returns as `changed` does."""
+    agree, views, known_now = stage.tag("agree"), state.views, dict(state.known)
+    made_by = staying(views[-2] if len(views) > 1 else ALL_THERE, views[-1].known, stage.num_workers)
+    others = [rank for rank in made_by if rank != node.rank] if node.rank in made_by else []
+    waiting = frozenset({node.rank} if state.waits else ())
+    known = Knowledge(views, known_now, CONFIRMS, state.k, {}, state.header, waiting)
+    for peer in others:
+        await node.send(peer, agree, written(latest(known)))
+    while not all((known.key, CONFIRMS, peer) in came for peer in others):
+        if (moment_ns := take_in(state, await node.recv(agree, LOST), came)) is not None:
+            return moment_ns
+        if state.views != views or state.known != known_now:
+            return None
+    state.sure = len(views)
+    return None
 
 
-def take_back(stage: Stage, state: RoundState, rank: int, rounds: int) -> None:
-    """So many of the rounds that were counted of a worker are part of no model that is left."""
-    steps, samples, tally = stage.round_steps[rank], stage.round_samples[rank], state.tally
-    assert isinstance(tally, Tally)
-    before = tally.commits[rank]
-    tally.take_back(rank, rounds, rounds * steps, rounds * samples)
-    if state.in_time is not None:
-        late = before - state.in_time.tally.commits[rank]  # rounds that do not count anyway
-        rounds = max(0, rounds - late)
-        state.in_time.tally.take_back(rank, rounds, rounds * steps, rounds * samples)
+def adopt(state: RoundState, known: Knowledge, left: Stage, here: Stage) -> None:
+    """The next view, which `left` have agreed on and that `here` are in, begins after all rounds that anybody is in."""
+    first, header = max(known.k + 1, last_view(state).first), known.header
+    with_model = [rank for rank in left.workers if rank not in known.waiting]
+    topology, came = topology_of(here), dict[int, int]()
+    for rank in sorted({*here.workers}.difference(with_model)):
+        neighbours = {*topology.neighbours(here, rank)}
+        came[rank] = next((other for other in with_model if other in neighbours), with_model[0])
+    rounds = {rank: max(count, start_of(state.views, rank)) for rank, count in known.rounds.items()}
+    rounds |= {rank: start_of(state.views, rank) for rank in known.waiting}
+    last = max(header.last, first - 1) if header.verdict else 0
+    state.header = header._replace(loss=state.header.loss, last=last)
+    state.views += (View(first, here.gone, rounds, known.known, came),)
+
+
+def nobody_left(stage: Stage) -> AshlError:
+    return AshlError(f"0 of {stage.num_workers} workers are left that have the model: the run ends here")
+
+
+def with_newcomers(stage: Stage, left: Stage, new: Sequence[int]) -> Stage:
+    """The stage as of these and of those who ask to be let in, as far as models of all reach all then."""
+    if not new:
+        return left
+    together = left.gone.difference(new)
+    all_in = stage.among(together)
+    near = tuple(topology_of(stage).neighbours(all_in, rank) for rank in range(stage.num_workers))
+    here = stage.among(together.union(new).difference(distances(near, left.workers[0])))
+    return here if topology_of(stage).team(here).whole else left
 
 
 async def finish(node: Node, stage: Stage, state: RoundState) -> int | None:
     """Wait until all who are left are through with the stage, and the home rank records its end; returns the moment at
     which the last one was, None where somebody is found to be lost before that."""
     views, agree, moment_ns = len(state.views), stage.tag("agree"), node.now_ns
+    ended_ns = await changed(node, stage, state)  # who has just come may have heard of a loss
+    if ended_ns is not None or len(state.views) > views:
+        return ended_ns
     here = stage.among(gone_in(state))
     team, recorded = topology_of(stage).team(here), stage.tag("recorded", views)
     near = team.near[node.rank]

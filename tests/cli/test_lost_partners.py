@@ -10,6 +10,8 @@ from tests.disturbed import check_records, ranks_of
 
 MODES = ("sync=ad_psgd", "sync=swarm sync.overlap=false")
 
+IN_ROUNDS = ("d_psgd", "choco", "matcha", "noloco", "relay_sum", "sgp")
+
 
 def kill(rank: int):
     return lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL)
@@ -34,3 +36,11 @@ def test_a_killed_worker_meets_others_again(mode: str, train, workplace) -> None
     own = ["topology=gossip", "stop.seconds=6", "runtime.respawn=1"]
     assert train(kill(1), *mode.split(), *own) == (0, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "mode"), [(0, "d_psgd"), *((1, mode) for mode in IN_ROUNDS)])
+def test_a_killed_worker_is_in_rounds_again(rank: int, mode: str, train, workplace) -> None:
+    own = ["topology=gossip", "topology.graph=complete", "cluster.compute=[1,1.5,1]"]
+    assert train(kill(rank), *own, f"sync={mode}", "stop.seconds=8", "runtime.respawn=1") == (0, "")
+    check_return(workplace / "run", rank, "was killed by SIGKILL")

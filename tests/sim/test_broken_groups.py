@@ -105,7 +105,8 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     [
         (("topology=all_reduce", "sync=bsp"), {}, None),
         (GROUPS[-2:], {}, None),
-        (("topology=gossip", "sync=d_psgd"), {}, "sync=d_psgd lets nobody back; drop it, or take"),
+        (("topology=gossip", "sync=d_psgd"), {}, None),
+        (("topology=gossip", "sync=gossip_pga"), {}, "sync=gossip_pga lets nobody back; drop it, or take"),
         (("topology=parameter_server", "sync=bsp"), {"name": "torchrun"}, "others have started these processes"),
         (("topology=parameter_server", "sync=bsp"), {"checkpoint_s": 1.0}, r"leaves checkpoints \(run.checkpoint_s\)"),
     ],

@@ -161,11 +161,81 @@ def test_a_graph_that_falls_apart_ends_the_run_in_one_sentence() -> None:
         run(with_events(replace(plan, runtime=plan.runtime | {"min_workers": 3}), lost(0, 0.1), lost(2, 0.5)))
 
 
-def test_who_cannot_come_back_is_refused_with_what_to_take() -> None:
-    plan = planned(*ROUNDS, "sync=d_psgd", "runtime.gradients=false")
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_rounds_after_a_return_are_those_of_all_with_the_model_of_a_neighbour(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 of a ring of four is lost and comes back: from its first round on it is the ring as it was, with the
+    model that worker 0 had before it, and with empty moments."""
+    mode = ("sync=d_psgd", f"sync.order={order}", "sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=160")
+    plan = with_events(planned(*ROUNDS, *mode), lost(1, 0.4), back(1, 0.8))
+    ran, models = with_models(plan, monkeypatch)
+    without = [record["merges"] for record, _ in ran.snapshots if record.get("without")]
+    first = without[-1]  # rounds before the one that it begins with
+    last = ran.end["merges"] - 1  # the last one may be cut short
+    assert 3 < first < last - 4
+    assert (1, first) not in models
+    stage = assemble(plan, "cpu").stages[0]
+    trainer, samples = stage.trainer, {record["merges"]: record["samples"] for record, _ in ran.snapshots} | {0: 0}
+    done = {rank: 2 * first for rank in (0, 2, 3)}
+    done[1] = ran.end["steps_by"][1] - (ran.end["steps_by"][0] - 2 * first)  # what was counted of its first life
+    start, now = trainer.init()[0], {rank: models[rank, first] for rank in (0, 2, 3)}
+    now[1] = now[0]
+    moments = {rank: trainer.moments() for rank in range(4)}
+    replay = dict.fromkeys((0, 2, 3), start)
+    for k in range(first):  # for the moments alone
+        for rank in replay:
+            local = start if k == 0 else models[rank, k]
+            for step in (2 * k, 2 * k + 1):
+                span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
+                _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
+    third, made = 1 / 3, {}
+    for k in range(first, last):
+        for rank in range(4):
+            local = now[rank]
+            for i in range(2):
+                step = done[rank] + 2 * (k - first) + i
+                span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
+                _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
+            made[rank] = local - now[rank]
+        told = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in range(4)}
+        for rank in range(4):
+            near = sorted({rank, (rank + 1) % 4, (rank - 1) % 4})
+            row = {j: third if j != rank else 1 - (third + third) for j in near}
+            (j, weight), *others = row.items()
+            total = told[j] * weight
+            for j, weight in others:
+                total.add_(told[j], alpha=weight)
+            now[rank] = total if order == "atc" else total + made[rank]
+            assert torch.equal(now[rank], models[rank, k + 1]), (rank, k)
+
+
+@pytest.mark.parametrize("mode", ["d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum"])
+def test_any_worker_comes_back_to_gossip_in_rounds(mode: str) -> None:
+    """Also rank 0, which counts and judges again then."""
+    plan = planned(*ROUNDS, "topology.graph=ring", f"sync={mode}", "sync.local_steps=1", "stop.steps=120")
+    ran = run(with_events(plan, lost(2, 0.17), lost(0, 0.5), back(2, 0.4), back(0, 1.0)))
+    assert (ran.end["reason"], ran.end["rank"]) == ("steps", 0)
+    assert ran.end["commits"][1] == ran.end["commits"][3] == ran.end["merges"]
+    assert max(ran.end["commits"][0], ran.end["commits"][2]) < ran.end["merges"]
+    assert min(ran.end["commits"][0], ran.end["commits"][2]) > 5
+    record, params = ran.snapshots[-1]
+    assert "without" not in record
+    assert torch.allclose(params, sum(ran.models[rank] for rank in range(4)) / 4, atol=1e-6)
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_who_comes_to_a_mode_that_needs_all_is_refused() -> None:
+    plan = planned(*ROUNDS, "sync=gossip_pga", "runtime.gradients=false")
     parts = parts_of(with_events(plan, lost(1, 0.5), back(1, 0.7)))
-    with pytest.raises(
-        UsageError, match="sync=d_psgd, where a worker that is lost cannot come back yet; take sync=ad_psgd"
-    ):
+    with pytest.raises(UsageError, match="sync=gossip_pga, which cannot go on without a worker yet"):
         check_churn(parts, plan.stages, None)
+
+
+def test_who_comes_to_one_of_several_stages_in_rounds_is_refused() -> None:
+    plan = planned(*ROUNDS, "sync=d_psgd", "runtime.gradients=false")
+    (stage,) = plan.stages
+    plan = replace(plan, stages=(replace(stage, until={"commits": 4}), replace(stage, name="second")))
     check_churn(parts_of(with_events(plan, lost(1, 0.5))), plan.stages, None)
+    with pytest.raises(UsageError, match="sync=d_psgd and is one of several, where a worker that is lost cannot come"):
+        check_churn(parts_of(with_events(plan, lost(1, 0.5), back(1, 0.7))), plan.stages, None)
