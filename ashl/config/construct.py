@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ashl.errors import AshlError, UsageError
 from ashl.option import Contract, refuse_unasked
@@ -49,6 +50,7 @@ PHRASES = (  # what pydantic says, and what a person says
     (r"should be a (valid )?dictionary.*", "should be keys and values, as in {key: value}"),
     (r", (unable to|got a number with).*", ""),
 )
+BRANCHES = ("function-", "constrained-", "literal[", "tuple[", "list[")  # pydantic's names for what may stand there
 Maker = type[Any] | FunctionType  # what a `_target_` may name
 Plain = Callable[[Maker, Mapping[str, Any]], Any]
 
@@ -185,8 +187,8 @@ def place_of(error: Exception, allow: Sequence[str]) -> str:
 
 def explain(error: ValidationError, where: str, cls: Maker) -> str:
     """The first thing that is wrong, in one sentence."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-"))]
+    first, word = of_a_choice(error.errors())
+    path = [str(part) for part in first["loc"] if not str(part).startswith(BRANCHES)]
     key = ".".join([*([where] if where else []), *path])
     known = list(getattr(cls, "__dataclass_fields__", {}))
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -201,9 +203,24 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
     message = first["msg"]
     for said, meant in PHRASES:
         message = re.sub(said, meant, message)
-    if message == "should be a list" and isinstance(first["input"], str | int | float):
+    if message == "should be a list" and not word and isinstance(first["input"], str | int | float):
         message += f", as in '{key}=[{as_typed(first['input'])}]'"
+    if word:
+        message = f"{word.removeprefix('Input ')}, or {message.removeprefix('should be ')}"
     return f"{key}={as_typed(first['input'])} is not possible: {message}"
+
+
+def of_a_choice(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
+    """The error to tell of, and what a word would have to be. Where a word or something else may stand, what is no word
+    was meant to be the other, and a word may have been meant to be either."""
+    first = errors[0]
+    words = next((e for e in errors if e["type"] == "literal_error" and str(e["loc"][-1]).startswith("literal[")), None)
+    if words is None or words["loc"][:-1] != first["loc"][: len(words["loc"]) - 1]:
+        return first, ""
+    beside = [e for e in errors if e is not words and e["loc"][: len(words["loc"]) - 1] == words["loc"][:-1]]
+    if not beside:
+        return words, ""
+    return beside[0], words["msg"] if isinstance(words["input"], str) else ""
 
 
 def as_typed(value: Any) -> str:

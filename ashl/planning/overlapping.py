@@ -143,7 +143,7 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
     if DELAY not in own.topology.carries:
         why, instead = "its workers meet in another way", "topology=all_reduce or topology=parameter_server"
     elif type(own.sync).loop is not Rule.loop:
-        why, instead = "it has a loop of its own", "schedule=single"
+        why, instead = "it measures, and exchanges nothing to learn from", "another sync mode"
     elif isinstance(own.sync, ServerRule) and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own, which need the answer to the last ones", "sync=bsp"
     elif DELAY not in carried_by(own.topology, own.sync):
@@ -216,7 +216,7 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
     if OVERLAP not in own.topology.carries:
         why, instead = "its workers exchange no gradients", "topology=all_reduce or parameter_server, and sync=bsp"
     elif type(own.sync).loop is not Rule.loop:
-        why, instead = "it has a loop of its own", "schedule=single"
+        why, instead = "it measures, and exchanges nothing to learn from", "another sync mode"
     elif own.sync.exchange != "gradient":
         why, instead = "local steps make one update, and only after the last is there anything to send", "sync=bsp"
     elif own.topology.has_server and (own.overlap.compresses or own.overlap.halves):

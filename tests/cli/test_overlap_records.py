@@ -4,6 +4,8 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
 from ashl.cli.app import main
 
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002 cluster.step_s=0.3"
@@ -40,6 +42,7 @@ def test_parts_and_messages_have_tracks_of_their_own(workplace) -> None:
     entries = json.loads(gzip.decompress(Path("wfbp/trace.json.gz").read_bytes()))["traceEvents"]
     names = {entry["args"]["name"]: entry["tid"] for entry in entries if entry["name"] == "thread_name"}
     assert list(names) == [f"worker {rank}{what}" for rank in (0, 1) for what in ("", " parts", " messages")]
+    moving = 0
     for rank in (0, 1):
         (computed, *_), parts, sums = (
             [(entry["ts"], entry["ts"] + entry["dur"]) for entry in entries if entry["tid"] == tid and kind(entry)]
@@ -48,6 +51,10 @@ def test_parts_and_messages_have_tracks_of_their_own(workplace) -> None:
         assert len(parts) == len(sums) == 8
         assert (parts[0][0], parts[1]) == (computed[0], (parts[0][1], computed[1]))
         assert all(begin >= ready for (_, ready), (begin, _) in zip(parts, sums, strict=True))
+        moving += 1e-6 * sum(end - begin for begin, end in sums)
+    summary = json.loads(Path("wfbp/summary.json").read_text())
+    exposed = sum(worker["push_s"] + worker["pull_s"] for worker in summary["workers"])
+    assert summary["comm_hidden_share"] == pytest.approx(1 - exposed / moving, rel=1e-3)
     trained("none")
     assert b" parts" not in gzip.decompress(Path("none/trace.json.gz").read_bytes())
 

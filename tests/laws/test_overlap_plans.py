@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.overlap.chain import FORWARD, LEAST, Chain, Compressed, bare, joined, parts_of_tensors
+from ashl.overlap.chain import FORWARD, Chain, Compressed, bare, joined, parts_of_tensors
 from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import by_bytes, greedy, optimal
 from ashl.overlap.wfbp import WFBP
@@ -138,12 +138,18 @@ def test_layer_groups_cover_the_model_and_none_is_tiny(drawn) -> None:
     assert parts[-1].start == 0
     assert all(later.stop == part.start for part, later in pairwise(parts))
     shares = [b - a for a, b in pairwise([FORWARD, *(part.ready for part in parts)])]
-    assert min(shares) >= (1 - FORWARD) * LEAST - 1e-12
+    assert min(shares) >= (1 - FORWARD) * 0.01 - 1e-12
     assert parts[-1].ready == 1
     whole = joined(parts, (len(parts),))
     assert whole == ((0, parts[0].stop, 1.0, 0.0),)
     assert all(0 <= part.needed <= FORWARD for part in parts)
     assert sum(bare(parts).nbytes) == 4 * parts[0].stop
+
+
+def test_a_hundredth_of_backward_is_a_group_of_its_own() -> None:
+    """And what is less goes with the layer below it, or with the first."""
+    parts = parts_of_tensors([(2,), (3,), (5,), (7,)], [0.5, 98, 0.5, 1])
+    assert [(part.start, part.stop) for part in parts] == [(10, 17), (0, 10)]
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet", "resnet8"])
