@@ -231,8 +231,9 @@ def decomposed(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> n
 
 def composed(triples: np.ndarray, rows: int, columns: int) -> np.ndarray:
     """Their sum [rows, columns]; in float64, where what is huge cancels instead of becoming NaN."""
-    wide = triples.astype(np.float64)
-    return outer_sum(wide[:, :rows], wide[:, rows:]).astype(np.float32)
+    wide, total = triples.astype(np.float64), np.empty((rows, columns))
+    outer_sum(wide[:, :rows], wide[:, rows:], total)
+    return total.astype(np.float32)
 
 
 def square(d: int) -> tuple[int, int]:

@@ -171,7 +171,7 @@ class LowRank(Collective):
         """The vector of every P̂·Qᵀ and of what was sent as it is."""
         x = torch.empty(self.size, device=str(p.device))
         for (a, left), (_, right) in zip(self._thin(p), self._thin(q, right=True), strict=True):
-            x[a.part] = tensor_of(outer_sum(array_of(left.T), array_of(right.T))).view(-1)
+            outer_sum(array_of(left.T), array_of(right.T), array_of(x[a.part].view(a.m, a.n)))
         for part, values in zip(self._split[1], others.split([s.stop - s.start for s in self._split[1]]), strict=True):
             x[part] = values
         return x

@@ -15,19 +15,19 @@ from ashl.compression.wire.arrays import Array, beside
 from ashl.compression.wire.bits import BLOCK
 
 
-def outer_sum(left: Array, right: Array) -> Array:
-    """Σ_k left[k] ⊗ right[k], of [r, m] and [r, n] the matrix [m, n]."""
+def outer_sum(left: Array, right: Array, out: Array) -> None:
+    """Into `out` [m, n] Σ_k left[k] ⊗ right[k], of [r, m] and [r, n]."""
     if isinstance(left, Tensor):
-        return sum(u[:, None] * v for u, v in zip(left, right, strict=True))
-    total = np.zeros((left.shape[1], right.shape[1]), left.dtype)
+        out[:] = sum(u[:, None] * v for u, v in zip(left, right, strict=True))
+        return
     step = max(1, BLOCK // right.shape[1])
-    buffer = np.empty((min(step, len(total)), right.shape[1]), left.dtype)
+    buffer = np.empty((min(step, len(out)), right.shape[1]), left.dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-        for start in range(0, len(total), step):
-            rows = total[start : start + step]
+        for start in range(0, len(out), step):
+            rows = out[start : start + step]
+            rows[:] = 0
             for u, v in zip(left[:, start : start + step], right, strict=True):
                 rows += np.multiply.outer(u, v, out=buffer[: len(rows)])
-    return total
 
 
 def between(left: np.ndarray, blocks: Array, right: np.ndarray, scale: int, bits: int) -> Array:
@@ -37,6 +37,12 @@ def between(left: np.ndarray, blocks: Array, right: np.ndarray, scale: int, bits
         return there.between(beside(blocks, left), blocks, beside(blocks, right), scale, bits)
     with np.errstate(invalid="ignore"):
         shift = bits - np.frexp(np.abs(blocks).max((1, 2), keepdims=True))[1]
-        whole = np.rint(np.ldexp(blocks.astype(np.float64), shift)) @ right
-        whole = left @ np.rint(np.ldexp(whole, -scale))
-        return np.ldexp(whole, -scale - shift).astype(np.float32)
+        whole = blocks * np.ldexp(1.0, shift)  # by a power of two, so exact
+        np.rint(whole, out=whole)
+        product = whole @ right
+        if scale:
+            product *= 2.0**-scale
+            np.rint(product, out=product)
+        whole = left @ product
+        whole *= np.ldexp(1.0, -scale - shift)
+        return whole.astype(np.float32)
