@@ -307,14 +307,14 @@ def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
     folder = sweep(tmp_path, bsp=(4.0,), ssp=(2.0,), asp=(1.0,))
     study = json.loads((folder / "sweep.json").read_text())
     study["settings"].append({"hash": "gone", "axes": {"sync": "shl", "seed": "0"}})
-    study["dropped"] = [{"hash": "00000002", "at_s": 1.5, "rung": 1, "reason": "behind ssp"}]
+    study["dropped"] = [{"hash": "00000002", "at_s": 0.0, "reason": "behind ssp"}]
     study["skipped"] = [{"overrides": ["sync=ssp", "topology=all_reduce"], "reason": "needs a server"}]
     (folder / "sweep.json").write_text(json.dumps(study))
     rmtree(folder / "00000002")  # it never began
     found = read([folder])
     assert [out.reason for out in found.left_out] == ["has not run"]
     assert [(out.name, out.reason) for out in found.dropped] == [
-        ("sync=asp seed=0 (00000002)", "after 1.5 s, rung 1, behind ssp")
+        ("sync=asp seed=0 (00000002)", "before it began, because of another seed: behind ssp")
     ]
     assert [out.name for out in found.skipped] == ["sync=ssp topology=all_reduce"]
     assert [row.label for row in rank(found).rows] == ["ssp", "bsp"]

@@ -180,9 +180,11 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str],
 
 
 def _dropped(drop: Mapping[str, Any]) -> str:
-    at_s, rung = drop.get("at_s"), drop.get("rung")
+    at_s, rung, reason = drop.get("at_s"), drop.get("rung"), str(drop.get("reason") or "")
+    if at_s == 0:
+        return f"before it began, because of another seed: {reason}"
     when = [f"after {at_s:.3g} s" if isinstance(at_s, int | float) else "", f"rung {rung}" if rung is not None else ""]
-    return ", ".join(filter(None, [*when, str(drop.get("reason") or "")]))
+    return ", ".join(filter(None, [*when, reason]))
 
 
 def read_run(folder: Path, digest: str = "", axes: Mapping[str, str] | None = None, label: str = "") -> Run:
