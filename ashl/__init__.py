@@ -7,32 +7,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import nn
+    from ashl.study.frames import Run, Runs
 
 __version__ = "0.1.0"
 
 
-def train(*overrides: str, config_dir: str | PathLike[str] | None = None, quiet: bool = True) -> dict[str, Any]:
+def train(*overrides: str, config_dir: str | PathLike[str] | None = None, quiet: bool = True) -> Run:
     """What `ashl train` does with these overrides, as in `ashl.train("sync=bsp", "runtime=sim")`.
 
-    Returns what `summary.json` holds, and as `run_dir` where that is; {} in a process of a job that does not record.
-    Raises AshlError also where the run failed or diverged, and KeyboardInterrupt; the records are complete by then.
+    Returns the run: its `summary`, its `metrics` and `events` as pandas frames, its `model()`. Raises AshlError also
+    where the run failed or diverged, and KeyboardInterrupt; the records are complete by then.
     """
     from ashl.config.compose import compose
     from ashl.run.train import run
+    from ashl.study.frames import Run
 
     config = compose(overrides, None if config_dir is None else Path(config_dir))
     with _guest():
         ran = run(config, list(overrides), quiet=quiet, silent=quiet)
-    return {} if ran.summary is None else {**ran.summary, "run_dir": str(ran.run_dir)}
+    return Run(ran.run_dir or Path(), ran.summary or {})
 
 
 def sweep(
@@ -42,15 +43,18 @@ def sweep(
     race: bool = False,
     rerun_failed: bool = False,
     quiet: bool = True,
-) -> list[dict[str, Any]]:
+) -> Runs:
     """What `ashl sweep` does with these overrides, as in `ashl.sweep("sync=bsp,ssp", "seed=0,1")`.
 
-    Returns the summary of every setting that ended, in the order of the grid and as `train` does: look at `status`.
+    Returns the runs of the settings that ended, in the order of the grid (look at `status`), their records as pandas
+    frames, and the `answer()`.
     """
     from functools import partial
 
     from ashl.config.compose import compose
+    from ashl.report.records import read
     from ashl.study import sweep as study
+    from ashl.study.frames import Runs
     from ashl.study.grid import grid_lines, make_grid
 
     folder = None if config_dir is None else Path(config_dir)
@@ -59,21 +63,17 @@ def sweep(
     place = study.folder_of(grid, first["run"]["dir"], first["name"])
     with _guest():
         study.sweep(grid, overrides, place, slots=jobs, rerun_failed=rerun_failed, race=race, quiet=quiet, silent=quiet)
-    found = ((place / setting.hash, study.read_summary(place / setting.hash)) for setting in grid.settings)
-    return [{**summary, "run_dir": str(run_dir)} for run_dir, summary in found if summary is not None]
+    return Runs(read([place]))
 
 
-def load(
-    run: str | PathLike[str], weights: Literal["final", "best"] = "final", allow_targets: Sequence[str] = ()
-) -> nn.Module:
-    """The model of a finished run with the weights that it left, ready to evaluate; needs no data set.
+def load(path: str | PathLike[str]) -> Run | Runs:
+    """A finished run by its folder, as `train` returns it; or those of a sweep or of a folder of runs, as `sweep` does.
 
-    `run` is the run folder; `allow_targets` are the packages that a model of your own may be imported from. Raises
-    UsageError where there is no such run, or where it has left no weights.
+    Raises UsageError where none is there that has ended.
     """
-    from ashl.run.weights import load
+    from ashl.study.frames import load
 
-    return load(Path(run), weights, allow_targets)
+    return load(Path(path))
 
 
 @contextmanager

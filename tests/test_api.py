@@ -18,45 +18,64 @@ SMALL = ("runtime=sim", "tracking=none", "model.hidden=[4]", "stop.epochs=1")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_train_returns_what_the_summary_holds_and_leaves_the_process_as_it_was(
+def test_train_returns_the_run_with_its_records_and_leaves_the_process_as_it_was(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = ashl.train("sync=bsp", *SMALL)
+        run = ashl.train("sync=bsp", *SMALL)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-    run_dir = Path(found.pop("run_dir"))
-    assert found == json.loads((run_dir / "summary.json").read_text())
-    assert (found["status"], capsys.readouterr()) == ("finished", ("", ""))
+    assert run.summary == json.loads((run.folder / "summary.json").read_text())
+    assert dict(run) == {**run.summary, "run_dir": str(run.folder)}
+    assert (run["status"], capsys.readouterr()) == ("finished", ("", ""))
+    assert run.metrics["test/acc"].iloc[-1] == run["final"]["test_accuracy"]
+    assert (run.events["kind"] == "round").sum() == run["commits"]
+    assert run.plan["num_workers"] == run["num_workers"]
     with pytest.raises(UsageError, match=r"did you mean bsp\?"):
         ashl.train("sync=bps")
 
 
-def test_sweep_returns_a_summary_for_each_setting_in_order(workplace: Path) -> None:
-    found = ashl.sweep("sync=asp,bsp", *SMALL, jobs=2)
-    assert [summary["name"] for summary in found] == ["asp-mlp-digits", "bsp-mlp-digits"]
-    assert all((Path(summary["run_dir"]) / "plan.json").is_file() for summary in found)
+def test_sweep_returns_the_runs_in_the_order_of_the_grid(workplace: Path) -> None:
+    runs = ashl.sweep("sync=asp,bsp", *SMALL, "stop.target_accuracy=0.2", "tracking.events=none", jobs=2)
+    assert [run["name"] for run in runs] == ["asp-mlp-digits", "bsp-mlp-digits"]
+    assert list(runs.summary["sync"]) == ["asp", "bsp"]
+    assert list(runs.summary["steps"]) == [run["steps"] for run in runs]
+    assert set(runs.metrics["setting"]) == {"asp", "bsp"}
+    assert len(runs.metrics) == sum(len(run.metrics) for run in runs)
+    with pytest.raises(UsageError, match="None of these runs has events"):
+        _ = runs.events
+    with pytest.raises(UsageError, match=r"events\.jsonl is missing or broken; tracking\.events=all keeps it"):
+        _ = runs[1].events
+    assert runs.answer(target=0.1).startswith("asp leads: time to 10.0 % accuracy")
+    assert [run.folder for run in ashl.load(runs[0].folder.parent)] == [run.folder for run in runs]
+    (runs[1].folder / "metrics.jsonl").unlink()
+    again = ashl.load("runs")
+    with pytest.warns(UserWarning, match=r"left out .*metrics\.jsonl is missing or broken"):
+        assert len(again.metrics) == len(runs[0].metrics)
 
 
-def test_load_gives_the_model_with_the_weights_of_the_run(workplace: Path) -> None:
-    found = ashl.train("sync=bsp", *SMALL)
+def test_load_gives_a_run_and_its_model_the_weights(workplace: Path) -> None:
+    run = ashl.load(ashl.train("sync=bsp", *SMALL).folder)
     test = conf_option("dataset", "digits").load().test
     for which in ("final", "best"):
-        model = ashl.load(found["run_dir"], which)
+        model = run.model(which)
         right = model(test.inputs).argmax(dim=1) == test.targets
-        assert (float(right.double().mean()), model.training) == (found[which]["test_accuracy"], False)
-    best = Path(found["run_dir"], "best.pt")
+        assert (float(right.double().mean()), model.training) == (run[which]["test_accuracy"], False)
+    best = run.folder / "best.pt"
     torch.save(nn.Linear(3, 3).state_dict(), best)
     with pytest.raises(UsageError, match="does not fit the model"):
-        ashl.load(found["run_dir"], "best")
+        run.model("best")
     best.unlink()
     with pytest.raises(UsageError, match=r"has no best\.pt"):
-        ashl.load(found["run_dir"], "best")
-    with pytest.raises(UsageError, match=r"nowhere.plan.json cannot be read"):
+        run.model("best")
+    with pytest.raises(UsageError, match="nowhere is no folder"):
         ashl.load("nowhere")
+    (run.folder / "summary.json").unlink()
+    with pytest.raises(UsageError, match=r"no summary\.json: it has not ended"):
+        ashl.load(run.folder)
 
 
 def test_importing_is_light_and_a_script_needs_no_guard(workplace: Path) -> None:

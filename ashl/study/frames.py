@@ -1,0 +1,158 @@
+"""Finished runs for notebooks: what they recorded as pandas frames, and their models."""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from ashl.errors import UsageError
+from ashl.report import flat, records
+from ashl.report.records import SWEEP, BrokenRecordError, LeftOut, Study
+from ashl.tracking import jsonl
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from torch import nn
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Run(Mapping[str, Any]):
+    """A run folder. As a mapping it holds what its summary does, and `run_dir`; empty in a process of a job that does
+    not record."""
+
+    folder: Path
+    summary: Mapping[str, Any]  # as in summary.json
+
+    @cached_property
+    def metrics(self) -> "DataFrame":
+        """A row for each evaluation, by its time. Raises UsageError."""
+        return self._frame("metrics.jsonl")
+
+    @cached_property
+    def events(self) -> "DataFrame":
+        """A row for each event: rounds with their spans, merges, losses. Raises UsageError."""
+        return self._frame("events.jsonl")
+
+    @cached_property
+    def plan(self) -> Mapping[str, Any]:
+        """As in plan.json. Raises UsageError."""
+        try:
+            return json.loads((self.folder / "plan.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.folder / 'plan.json'} is missing or broken; run it anew.") from error
+
+    def model(self, weights: Literal["final", "best"] = "final", allow_targets: Sequence[str] = ()) -> "nn.Module":
+        """The model with the weights that the run left, ready to evaluate; needs no data set.
+
+        `allow_targets` are the packages that a model of your own may be imported from. Raises UsageError where the run
+        has left no weights.
+        """
+        from ashl.run.weights import load
+
+        return load(self.folder, weights, allow_targets)
+
+    def _frame(self, name: str) -> "DataFrame":
+        from pandas import DataFrame
+
+        try:
+            return DataFrame.from_records(list(jsonl.read(self.folder / name)))
+        except (OSError, ValueError) as error:
+            kept = "; tracking.events=all keeps it" if name == "events.jsonl" else ""
+            raise UsageError(f"{self.folder / name} is missing or broken{kept}.") from error
+
+    @cached_property
+    def _items(self) -> dict[str, Any]:
+        return {**self.summary, "run_dir": str(self.folder)} if self.summary else {}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        if not self.summary:
+            return "<Run that another process records>"
+        name, status, time_s = (self.summary[key] for key in ("name", "status", "time_s"))
+        return f"<Run {name}, {status} after {time_s:.4g} s: {self.folder}>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Runs(Sequence[Run]):
+    """The runs of a sweep, in the order of its grid, or of any folder of runs. Its frames have the columns of `ashl
+    export`: hash, setting, seed and the axes first."""
+
+    study: Study
+
+    @cached_property
+    def summary(self) -> "DataFrame":
+        """A row for each run, with each worker's values as `w0_wait_s`."""
+        return self._frame("summary")
+
+    @cached_property
+    def metrics(self) -> "DataFrame":
+        """A row for each evaluation of each run. Raises UsageError where none has any."""
+        return self._frame("metrics")
+
+    @cached_property
+    def events(self) -> "DataFrame":
+        """A row for each event of each run, spans as JSON. Raises UsageError where none has any."""
+        return self._frame("events")
+
+    def answer(self, target: float | None = None) -> str:
+        """Who reaches the target first, by how much and how sure that is, as `ashl compare` says it. `target` is an
+        accuracy; None = the one that was asked for, or the best that all reach."""
+        from ashl.report.leaderboard import rank
+        from ashl.report.phrases import answer
+
+        found = answer(rank(self.study, target=target))
+        return " ".join((found.headline, *found.sentences))
+
+    @property
+    def left_out(self) -> Sequence[LeftOut]:
+        """Folders and settings that hold no finished run, with the reason."""
+        return self.study.left_out
+
+    def _frame(self, what: str) -> "DataFrame":
+        from pandas import DataFrame
+
+        batches, bad = flat.table(self.study, what)
+        if bad:
+            named = "; ".join(f"{out.name} ({out.reason})" for out in bad)
+            warnings.warn(f"left out {named}", stacklevel=3)
+        return DataFrame.from_records(list(chain.from_iterable(batches())))
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Run]: ...
+    def __getitem__(self, index: int | slice) -> Run | Sequence[Run]:
+        found = self.study.runs[index]
+        return [_run(run) for run in found] if isinstance(found, tuple) else _run(found)
+
+    def __len__(self) -> int:
+        return len(self.study.runs)
+
+    def __repr__(self) -> str:
+        return f"<Runs: {len(self)}" + (f" of {self.study.folder}>" if self.study.folder else ">")
+
+
+def load(path: Path) -> Run | Runs:
+    """One run, or all runs of a sweep or of a folder. Raises UsageError where there is none that has ended."""
+    if not path.is_dir() or (path / SWEEP).exists() or not (path / records.CONFIG).exists():
+        return Runs(records.read([path]))
+    try:
+        return _run(records.read_run(path))
+    except BrokenRecordError as error:
+        raise UsageError(f"{path} {error}.") from error
+
+
+def _run(run: records.Run) -> Run:
+    return Run(run.folder, run.summary)
