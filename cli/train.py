@@ -92,7 +92,10 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
             continue
         group, _, name = key.partition(".")
         if group != "stop" or name not in config["stop"]:
-            raise UsageError(f"{key}: only stop.* and runtime may change when a run goes on; start a new one.")
+            raise UsageError(
+                f"{key}: only stop.* and runtime may change when a run goes on; a new one with other workers or "
+                f"settings takes its weights along with run.start_from={run_dir}."
+            )
         config["stop"][name] = asked["stop"][name]
     return {**config, "run": {**config["run"], "dir": str(run_dir)}}
 

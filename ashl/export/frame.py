@@ -40,7 +40,7 @@ SEED, BATCH, ROUNDS, WORKERS = {seed}, {batch}, {rounds}, {num_workers}{constant
 
 
 def model() -> nn.Module:
-    return {call}
+    {made}
 
 
 def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -68,6 +68,9 @@ if __name__ == "__main__":
             print(f"round {{k}}: loss {{loss:.4f}}", flush=True)
 {end}'''
 
+STARTED = """net = {call}
+    net.load_state_dict(torch.load({start!r}, map_location="cpu", weights_only=True))
+    return net"""
 INNER = """    inner = optimizer(list(net.parameters()))
 """
 BACKWARD = """inputs, targets = next(data)
@@ -221,6 +224,7 @@ def framed(run: Run, name: str, own: Own) -> str:
     groups = ("sync", "schedule", "compression", "outer", "optimizer", "overlap")
     plain = {"schedule": "single", "overlap": "none"}
     chosen = {group: plan.choices.get(group) for group in groups}
+    made = f"return {call}" if plan.start_from is None else STARTED.format(call=call, start=plan.start_from)
     return FRAME.format(
         run=run.folder,
         tool=own.tool,
@@ -235,7 +239,7 @@ def framed(run: Run, name: str, own: Own) -> str:
         batch=run.stage.plan.workers[0].batch,
         rounds=own.rounds,
         constants=f"\n{own.constants}" if own.constants else "",
-        call=call,
+        made=made,
         data=data.rstrip("\n"),
         loss=loss,
         optimizer=f"{optimizer_of(inner)}\n\n\n" if own.optimizer else "",

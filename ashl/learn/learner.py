@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ from ashl.learn.allocator import keep_pages
 from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
+from ashl.learn.weights import put_into
 from ashl.model.plain import PlainModel
 from ashl.task.contract import ACCURACY, Task
 
@@ -66,12 +68,14 @@ class Learner:
         device: str = HOST,
         precision: str = "fp32",
         graphs: bool = False,
+        start: str | None = None,
     ) -> None:
         keep_pages()
         if device != HOST:
             allow_tf32(precision == "tf32")
         self._halved = precision == "bf16"
         self._option, self._data, self._task, self._seed, self.device = model_option, data, task, seed, device
+        self.start = start
         made = model_option.make if isinstance(model_option, PlainModel) else type(model_option)
         self._name = made.__name__
         self._here = Replica(self._build, device, graphs)
@@ -97,8 +101,12 @@ class Learner:
         self._here.module.train()
 
     def init(self) -> Tensor:
-        """The first parameters, float32 [d]: a pure function of the seed."""
-        parameters = [p.detach() for p in self._build().parameters() if p.requires_grad]
+        """The first parameters, float32 [d]: a pure function of the seed, or those of the file to start from.
+
+        Raises UsageError where that cannot be read, or does not fit.
+        """
+        module = self._build() if self.start is None else put_into(self._build(), Path(self.start))
+        parameters = [p.detach() for p in module.parameters() if p.requires_grad]
         return to_device(_flatten_dense_tensors(parameters), self.device)
 
     def gradient(self, params: Tensor, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from ashl.data.dataset import Data
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
+from ashl.learn.weights import start_of
 from ashl.optimizer.schedule import with_horizon
 from ashl.plan.files import read_plan, read_profile
 from ashl.plan.plan import SCHEMA, Plan, Spec, StagePlan
@@ -118,12 +119,11 @@ def _prepared(
     check_combination(parts, config["choices"])
     num_workers = count_workers(parts, world_size)
     check_workers(parts["sync"], parts["topology"], num_workers, settings.seed)
-    data = parts["dataset"].load()
-    limits = limits_of(settings, parts["dataset"])
+    data, limits = parts["dataset"].load(), limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
     device_of(parts["runtime"])
-    learner = Learner(parts["model"], data, parts["task"], seed=settings.seed)
+    learner = learner_of(parts, data, settings)
     num_params, layout = learner.num_params, layout_of(learner.layers)
     found = check_compression(parts, config["choices"], layout, num_workers, overrides)
     batch = parts["dataset"].batch_size
@@ -148,6 +148,7 @@ def _prepared(
         limits=limits,
         stages=tuple(stages),
         notes=(*found, *implied(parts["cluster"], 4 * num_params), *free_ports.of_plan(config, num_workers), *taken),
+        start_from=learner.start,
         health_every=settings.run.health_every,
         health_layers=settings.run.health_layers,
         health_mean=settings.run.health_mean,
@@ -167,6 +168,15 @@ def _prepared(
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch, known), resolved, data)
+
+
+def learner_of(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
+    """Raises UsageError where the model does not take the data, or what it is to start from."""
+    start = start_of(settings.run.start_from)
+    learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
+    if start is not None:
+        learner.init()
+    return learner
 
 
 def usable(plan: Plan, options: Options, path: str | None) -> Parts:

@@ -37,10 +37,11 @@ class Evaluation:
 
 @option
 class Run:
-    """Where a run writes, and how often it leaves a checkpoint."""
+    """Where a run writes, what it starts from, and how often it leaves a checkpoint."""
 
     dir: str | None
     save_weights: bool | None
+    start_from: str | None
     health_every: Count | None
     health_layers: bool
     health_mean: bool

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.learn.device import to_host
+from ashl.learn.weights import BEST, FINAL
 from ashl.plan.plan import Plan, assigned
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
@@ -21,7 +22,6 @@ from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.run.measured import now, versions
 from ashl.run.metrics import Waited, metrics_line, values_of
 from ashl.run.view import view
-from ashl.run.weights import BEST, FINAL
 from ashl.runtime.records import (
     Beat,
     Border,

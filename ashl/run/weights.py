@@ -3,16 +3,14 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ashl.config.construct import own_faults
 from ashl.errors import AshlError, UsageError
+from ashl.learn.weights import put_into
 from ashl.plan.files import read_plan
 from ashl.planning.build import Options
 from ashl.runtime.packed import save
-
-FINAL, BEST = "final.pt", "best.pt"
 
 
 def write(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -34,8 +32,4 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
         raise UsageError(f"{run_dir} has no {file.name}; a run of a sweep leaves them with run.save_weights=true")
     with own_faults(allow):
         module = Options(allow).of("model", plan.model).build(plan.sample_shape, plan.num_classes)
-    try:
-        module.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:  # of many kinds, by what is broken
-        raise UsageError(f"{file} does not fit the model of this run: {' '.join(str(error).split())}") from error
-    return module.eval()
+    return put_into(module, file).eval()

@@ -1,0 +1,35 @@
+"""Weights as plain tensors, name by name as the model has them, from files of which nothing is unpickled."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ashl.errors import UsageError
+
+FINAL, BEST = "final.pt", "best.pt"
+
+
+def put_into(module: nn.Module, file: Path) -> nn.Module:
+    """The module with the file's tensors. Raises UsageError where it cannot be read, or does not fit."""
+    try:
+        module.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read on this machine ({error.strerror or error})") from error
+    except Exception as error:  # of many kinds, by what is broken
+        raise UsageError(f"{file} does not fit the model: {' '.join(str(error).split())}") from error
+    return module
+
+
+def start_of(start: str | None) -> str | None:
+    """The file that `run.start_from` names: itself, or what the run of this folder has left. Raises UsageError."""
+    if start is None:
+        return None
+    path = Path(start).expanduser().resolve()
+    found = [file for file in (path, path / FINAL, path / BEST) if file.is_file()]
+    if not found:
+        raise UsageError(
+            f"run.start_from={start} is neither a file of weights nor a run folder with {FINAL} or {BEST}; a run of a "
+            "sweep leaves them with run.save_weights=true"
+        )
+    return str(found[0])
