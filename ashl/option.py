@@ -73,9 +73,9 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
             if near or cls._strict:
                 hint = f"did you mean {near[0]!r}?" if near else "what is for its own use begins with an underscore"
                 raise UsageError(f"{who}, whose {name!r} nothing asks for; {hint}")
-        for name, said in part.__dict__.items():
+        for name, value in part.__dict__.items():
             above = next((base.__dict__[name] for base in bases if name in base.__dict__), None)
-            if name in asked and isfunction(said) and isfunction(above) and not takes(said, above):
+            if name in asked and isfunction(value) and isfunction(above) and not takes(value, above):
                 right = f"{name}({', '.join(signature(above).parameters)})"
                 raise UsageError(f"{who}, whose {name!r} is asked with other arguments; write it as {right}")
     methods = {name for part in bases for name, value in part.__dict__.items() if isfunction(value)}
@@ -88,14 +88,14 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
             raise UsageError(f"{who}, which does not say {name!r}; it has no default, so give the class one")
 
 
-def takes(said: Callable[..., Any], above: Callable[..., Any]) -> bool:
+def takes(hook: Callable[..., Any], above: Callable[..., Any]) -> bool:
     """Whether a hook can be called with all that the one above it is called with."""
     asked = signature(above).parameters.values()
     if any(par.kind in (par.VAR_POSITIONAL, par.VAR_KEYWORD) for par in asked):
         return True
     named = {par.name: None for par in asked if par.kind is par.KEYWORD_ONLY}
     try:
-        signature(said).bind(*(None for par in asked if par.name not in named), **named)
+        signature(hook).bind(*(None for par in asked if par.name not in named), **named)
     except TypeError:
         return False
     return True

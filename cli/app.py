@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in args:
             traceback.print_exc()
-        print(f"ashl: {_told(error)}", file=sys.stderr)
+        print(f"ashl: {_sentence(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, AshlError) else 1
     finally:
         _settle()
@@ -130,7 +130,7 @@ def _rephrased(error: Complaint, command: str) -> str:
     return text + hint
 
 
-def _told(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     if isinstance(error, AshlError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -49,14 +49,14 @@ def compare(
     ordered = ordering(sort)
     command = f"ashl {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["compare"] else ""
     found = compared(folders, out=out, target=target, hold=hold, baseline=baseline, command=command)
-    tell(found.board.left_out)
+    show_left_out(found.board.left_out)
     screen = console()
     show(screen, found.board, rows=ordered(found.board), top=top)
     screen.print(found.places, soft_wrap=True, markup=False)
     return 0
 
 
-def tell(left_out: "Sequence[LeftOut]") -> None:
+def show_left_out(left_out: "Sequence[LeftOut]") -> None:
     """One line on standard error about the folders that are in no figure, by name."""
     if left_out:
         named = "; ".join(f"{out.name} ({out.reason})" for out in left_out[:MAX_NAMED])

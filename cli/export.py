@@ -10,7 +10,7 @@ import typer
 
 from ashl.errors import AshlError, UsageError
 
-from .compare import Folders, tell
+from .compare import Folders, show_left_out
 from .train import Debug
 
 FORMATS, TABLES = ("csv", "parquet", "json"), ("summary", "metrics", "events")
@@ -54,7 +54,7 @@ def export(
 
     study = read(folders)
     batches, bad = flat.table(study, what)
-    tell((*study.left_out, *bad))
+    show_left_out((*study.left_out, *bad))
     flat.write(batches, kind, out or sys.stdout)
     return 0
 

@@ -62,12 +62,12 @@ def launch(
     known = group.get_command(ctx.parent, name)
     assert known is not None
     inner = known.make_context(name, [*args], parent=ctx)  # it takes what it reads out of the list
-    given = inner.params
-    own = implied(name, given["overrides"] or [], given["config_dir"])
-    given["overrides"] = [*(given["overrides"] or []), *own]
-    if given.get("cfg"):
+    params = inner.params
+    own = implied(name, params["overrides"] or [], params["config_dir"])
+    params["overrides"] = [*(params["overrides"] or []), *own]
+    if params.get("cfg"):
         return inner.command.invoke(inner)
-    with starting(given["quiet"]):
+    with starting(params["quiet"]):
         from ashl.run.ssh import Launch
 
     columns = str(shutil.get_terminal_size().columns)
@@ -75,35 +75,35 @@ def launch(
         found, split(ssh), python, folder or os.getcwd(), {"COLUMNS": columns, **copied}, np, port, verbose=verbose
     )
     if name in ("sweep", "calibrate"):
-        for option in [option for option in ("launcher", "sweeper", "jobs") if given.get(option)]:
+        for option in [option for option in ("launcher", "sweeper", "jobs") if params.get(option)]:
             raise UsageError(f"`ashl launch` brings the runs to its hosts, one at a time; drop --{option}.")
         inner.obj = where
         return inner.command.invoke(inner)
-    return start(where, name, [name, *args, *own], given)
+    return start(where, name, [name, *args, *own], params)
 
 
-def start(where: "Launch", name: str, argv: list[str], given: dict[str, Any]) -> int:
+def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -> int:
     """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
     from ashl.config.compose import compose
     from ashl.run.on_hosts import job_size, may_lose, run_job
     from ashl.run.profile import through_server
     from ashl.run.train import dry_run, is_virtual
 
-    if given.get("resume"):
-        config = resumed(given["resume"], given["overrides"], given["config_dir"])
+    if params.get("resume"):
+        config = resumed(params["resume"], params["overrides"], params["config_dir"])
     else:
-        config = compose(given["overrides"], given["config_dir"])
+        config = compose(params["overrides"], params["config_dir"])
     if is_virtual(config):
         raise UsageError("runtime=sim is virtual time, which needs no hosts; drop it, or `ashl launch`.")
     if name == "profile":
         config = through_server(config, in_job=True)
     size = job_size(config, where)
-    if given["dry_run"]:
+    if params["dry_run"]:
         for share in shared_out(where.hosts, size):
             typer.echo(f"{share.host.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
-        dry_run(config, given["overrides"] if name == "train" else [], size)
+        dry_run(config, params["overrides"] if name == "train" else [], size)
         return 0
-    if not given["quiet"] and (left := idle(where.hosts, size)):
+    if not params["quiet"] and (left := idle(where.hosts, size)):
         typer.echo(f"ashl: nothing to do for {left}", err=True)
     return run_job(where, size, argv, may_lose(config))
 

@@ -74,9 +74,9 @@ def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str]) -> str
             "option": [f"`{name}`" for name in known[group]],
             "what it is": [summary(file) for file in known[group].values()],
             "topology": [_topologies(target(file)) if group == "sync" else "" for file in known[group].values()],
-            "limits": [_said(target(file), "Limit") for file in known[group].values()],
+            "limits": [_paragraph(target(file), "Limit") for file in known[group].values()],
             "compared in": [", ".join(compared.get((group, name), ())) for name in known[group]],
-            "source": [_said(target(file), "Source") for file in known[group].values()],
+            "source": [_paragraph(target(file), "Source") for file in known[group].values()],
         }
         filled = {title: cells for title, cells in columns.items() if any(cells)}
         rows = [tuple(filled), ("---",) * len(filled), *zip(*filled.values(), strict=True)]
@@ -101,7 +101,7 @@ def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], 
     return found
 
 
-def _said(name: str, what: str) -> str:
+def _paragraph(name: str, what: str) -> str:
     """What a card says under "Limits:" or "Source:", to the end of the paragraph or to what it says next."""
     text = next((text for text in docstrings(name) if what in text), "") if name else ""
     found = re.search(rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Departs from)|\Z)", text, re.DOTALL)

@@ -186,7 +186,7 @@ def axis_of(text: str, config_dir: Path | None) -> "Axis | None":
     if len(singles) == 1:
         return None
     last = len(singles) - 1
-    given = None if change.is_delete() else change.value()
-    ordered = isinstance(given, RangeSweep) and not given.shuffle
+    assigned = None if change.is_delete() else change.value()
+    ordered = isinstance(assigned, RangeSweep) and not assigned.shuffle
     numbers = f"interval(0,{last})" if ordered else f"choice({','.join(map(str, range(last + 1)))})"
     return Axis(key, singles, numbers=numbers)

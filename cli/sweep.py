@@ -132,9 +132,9 @@ def interruptible(quiet: bool) -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def refuse(given: dict[str, object]) -> None:
+def refuse(options: dict[str, object]) -> None:
     """What makes no sense in a search."""
-    for option in [option for option, value in given.items() if value]:
+    for option in [option for option, value in options.items() if value]:
         raise UsageError(f"{option} needs to know the whole grid, and --sweeper chooses as it goes; drop one.")
 
 

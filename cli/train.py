@@ -117,5 +117,5 @@ def as_yaml(config: dict) -> str:
     Dumper.add_representer(
         list, lambda dumper, v: dumper.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True)
     )
-    said = {key: value for key, value in config.items() if key != "sync" or key in config["choices"]}
-    return yaml.dump(said, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    resolved = {key: value for key, value in config.items() if key != "sync" or key in config["choices"]}
+    return yaml.dump(resolved, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

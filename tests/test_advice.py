@@ -15,7 +15,7 @@ import pytest
 from ashl.advice import advise, candidates, contest, flips
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
 from ashl.advice.contest import Tuned, front, ranked, steadier
-from ashl.advice.flips import Racer, Way, axis_of, faster_links, said, terrain_of, with_slowest, with_workers
+from ashl.advice.flips import Racer, Way, axis_of, described, faster_links, terrain_of, with_slowest, with_workers
 from ashl.advice.rules import RULES, Rule
 from ashl.advice.scale import RATES, Scale, scale_of
 from ashl.advice.situation import Situation
@@ -246,12 +246,12 @@ def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> Non
     way = Way(axis, lambda factor: faster_links(SPEC, factor))
     ground = terrain_of([a, b], way, time_to(Target(0.9), False), lambda: False)
     assert ground is not None
-    text, record = said(ground)
+    text, record = described(ground)
     assert record["flip"] == pytest.approx(1 / 3, rel=0.03)
     assert (record["winner"], text) == ("B", f"the bandwidth: from 1 to about {record['flip']:.3g}, and B wins")
     alone = terrain_of([a, b], Way(axis, lambda factor: SPEC), time_to(Target(0.9), False), lambda: False)
     assert alone is not None
-    assert said(alone)[0] == "the bandwidth: nobody else wins from 0.0625 to 16"
+    assert described(alone)[0] == "the bandwidth: nobody else wins from 0.0625 to 16"
 
 
 # --- from the command line --------------------------------------------------------------------------------------------
@@ -317,18 +317,18 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     command = ["advise", *TINY, "--target", "0.9", "-q", "--explain"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    told = jsonl.whole(Path("study/advice.json"))
-    assert told is not None
+    record = jsonl.whole(Path("study/advice.json"))
+    assert record is not None
     assert out.startswith("ASP is first: time to 90.0 % accuracy 1.02 s (median of 3 seeds")
-    assert (told["winner"]["name"], told["winner"]["optimizer.lr"], told["winner"]["seeds"]) == ("ASP", 0.1, 3)
-    assert (told["runner_up"]["name"], told["baseline"]["name"], told["separated"]) == ("BSP", "BSP", True)
-    assert told["probability"] > 0.99
-    assert {flip["axis"] for flip in told["flips"]} == {"bandwidth", "slowness", "workers"}
-    assert {own["name"] for own in told["candidates"]} == {"BSP", "ASP"}
-    assert [out["name"] for out in told["left_out"]] == ["BSP Top-K"]
+    assert (record["winner"]["name"], record["winner"]["optimizer.lr"], record["winner"]["seeds"]) == ("ASP", 0.1, 3)
+    assert (record["runner_up"]["name"], record["baseline"]["name"], record["separated"]) == ("BSP", "BSP", True)
+    assert record["probability"] > 0.99
+    assert {flip["axis"] for flip in record["flips"]} == {"bandwidth", "slowness", "workers"}
+    assert {own["name"] for own in record["candidates"]} == {"BSP", "ASP"}
+    assert [out["name"] for out in record["left_out"]] == ["BSP Top-K"]
     assert "this pays from 0.3 on" in out
     end = r"stop.target_accuracy=0.9 stop.target_hold=2 eval.every_s=[0-9.]+ sync=asp optimizer.lr=0.1$"
-    assert re.search(end, told["command"])
+    assert re.search(end, record["command"])
     assert json.loads(Path("study/plan.json").read_text())["stages"][0]["name"] == "asp"
     before = {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")}
     assert len(before) == 2 * 3 + 3 + 2 * 3  # rates in the tuning, again with another seed but for one, seeds after it
@@ -362,12 +362,12 @@ def test_a_real_race_and_a_target_that_nobody_reaches(
 ) -> None:
     monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
     assert main(["advise", *TINY, "optimizer.lr=0.1,0.3", "--target", "0.8", "--budget", "90"]) == 0
-    told = jsonl.whole(Path("study/advice.json"))
-    assert told is not None
-    assert told["winner"]["seeds"] >= 3
-    assert told["expected"]["bytes_up"] > 0
-    assert told["command"] in capsys.readouterr().out
-    assert main([*shlex.split(told["command"])[1:], "--dry-run"]) == 0
+    record = jsonl.whole(Path("study/advice.json"))
+    assert record is not None
+    assert record["winner"]["seeds"] >= 3
+    assert record["expected"]["bytes_up"] > 0
+    assert record["command"] in capsys.readouterr().out
+    assert main([*shlex.split(record["command"])[1:], "--dry-run"]) == 0
     capsys.readouterr()
     unreached = ["--target", "0.999", "--budget", "90", "-q", "optimizer.lr=0.1", "stop.epochs=1", "run.dir=other"]
     assert main(["advise", *TINY, *unreached]) == 1

@@ -59,32 +59,32 @@ def test_how_a_process_has_ended() -> None:
 
 def attendance(**known: Any) -> tuple[Attendance, SimpleNamespace, list[Any]]:
     """Of two workers and a server, with a monitor, and what that is told."""
-    told: list[Any] = []
-    monitor = SimpleNamespace(emit=told.append, beats={})
+    emitted: list[Any] = []
+    monitor = SimpleNamespace(emit=emitted.append, beats={})
     now = time.monotonic()
     desk = SimpleNamespace(
         lives=dict.fromkeys(range(3), 0),
         heard=dict.fromkeys(range(3), now),
         drained=now,
         news=News(),
-        tell=lambda news: None,
+        publish=lambda news: None,
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, home=2)
-    return Attendance(plan, desk, {}, {}, lambda *_: None, True, True, **known), monitor, told
+    return Attendance(plan, desk, {}, {}, lambda *_: None, True, True, **known), monitor, emitted
 
 
 def test_what_a_lost_worker_had_still_said_counts_once() -> None:
     """Its last beat may be heard after its end; what its next life says is added to it."""
-    seen, monitor, told = attendance()
+    seen, monitor, emitted = attendance()
     beat = nothing_yet(1)._replace(time_ns=5, steps=7)
     monitor.beats[1] = beat
     seen.without(monitor, 1, "was killed by SIGKILL")
     seen.hear(monitor, beat, None)
-    assert told[1:] == [beat]
+    assert emitted[1:] == [beat]
     seen.expect(monitor, 1)
     seen.hear(monitor, Joined(1, 9), None)
     seen.hear(monitor, beat, None)
-    assert told[-1].steps == 14
+    assert emitted[-1].steps == 14
 
 
 def test_who_is_missed_and_silent_has_vanished() -> None:

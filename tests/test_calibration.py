@@ -81,16 +81,16 @@ def test_a_difference_is_named() -> None:
 
 
 def test_rows_become_a_verdict_and_a_page() -> None:
-    told = verdict(
+    result = verdict(
         [row(measured=100.0), row("ASP", 80.0, wait_s=0.4), row("SSP", 98.0, "lenet"), row("ring <b>", 101.0)]
     )
-    assert (told.worst.name, told.weakest) == ("ASP", "port")
-    assert told.median_error == pytest.approx((1 / 0.98 - 1 + 1 - 1 / 1.01) / 2)
-    assert told.spread("steps_per_s")["0"] == pytest.approx(0.8)
-    assert told.models["mlp"].count == 3
-    assert told.held_back == 4
+    assert (result.worst.name, result.weakest) == ("ASP", "port")
+    assert result.median_error == pytest.approx((1 / 0.98 - 1 + 1 - 1 / 1.01) / 2)
+    assert result.spread("steps_per_s")["0"] == pytest.approx(0.8)
+    assert result.models["mlp"].count == 3
+    assert result.held_back == 4
     record = {"made": "2026-11-22", "versions": {"ashl": "0"}}
-    html = page(told, [], record, "ashl calibrate")
+    html = page(result, [], record, "ashl calibrate")
     assert "ASP (port)" in html
     assert "<b>" not in html
     assert html.count("<tr>") == 5

@@ -211,12 +211,12 @@ def test_a_topology_is_two_files(examples: Path, capsys: pytest.CaptureFixture[s
     """Found by every loop, judge, record and both kernels; its limit holds to the bit, and what it lacks is refused."""
     mode = ("sync=local_sgd", "sync.local_steps=2", "cluster.step_s=0.001", "cluster.exchange_s=0.001")
     whole = outcome("whole", *mode, "topology=all_reduce", "runtime=sim")
-    told = outcome("told", *mode, "topology=broadcast", "runtime=sim")
-    assert told["params_sha256"] == whole["params_sha256"]
-    assert told["bytes_up"] == 2 * whole["bytes_up"]  # n(n − 1) models instead of a ring's 2(n − 1), for n = 4
+    broadcast = outcome("broadcast", *mode, "topology=broadcast", "runtime=sim")
+    assert broadcast["params_sha256"] == whole["params_sha256"]
+    assert broadcast["bytes_up"] == 2 * whole["bytes_up"]  # n(n − 1) models instead of a ring's 2(n − 1), for n = 4
     real = outcome("real", *mode, "topology=broadcast", "runtime=local")
     assert real["params_sha256"] == whole["params_sha256"]
-    assert real["measures"]["update_norm"] == told["measures"]["update_norm"], "the page's metric"
+    assert real["measures"]["update_norm"] == broadcast["measures"]["update_norm"], "the page's metric"
     own = ["--config-dir", "options", "allow_targets=[mine]", "runtime=sim", "--dry-run"]
     assert main(["train", *own, *mode, "topology=broadcast", "compression=topk"]) == 2
     assert "compression=topk makes no sense" in capsys.readouterr().err

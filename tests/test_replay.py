@@ -47,16 +47,16 @@ def test_a_replay_takes_the_same_steps(place: Path, capsys) -> None:
     assert main(["replay", "run", "sync=ssp", "sync.local_steps=4"]) == 0
     said = capsys.readouterr().out
     (found,) = Path("runs/replays").glob("run-*")
-    told = json.loads((found / "replay.json").read_text())
-    assert told["replayed"]["time_s"] == pytest.approx(told["measured"]["time_s"], rel=0.005)
-    assert told["replayed"]["wait_share"] == pytest.approx(told["measured"]["wait_share"], abs=0.01)
+    record = json.loads((found / "replay.json").read_text())
+    assert record["replayed"]["time_s"] == pytest.approx(record["measured"]["time_s"], rel=0.005)
+    assert record["replayed"]["wait_share"] == pytest.approx(record["measured"]["wait_share"], abs=0.01)
     own, again, changed = (computed(run) for run in (Path("run"), found / "replayed", found / "changed"))
     assert [sum(map(len, steps)) for steps in (own, again)] == [120, 120]
     for rank in range(2):
         assert again[rank] == pytest.approx(own[rank], abs=2e-9)
         count = min(len(own[rank]), len(changed[rank]) - 1)  # the end cuts the last one
         assert changed[rank][:count] == pytest.approx(own[rank][:count], abs=2e-9)
-    assert told["changed"]["time_s"] < told["replayed"]["time_s"]
+    assert record["changed"]["time_s"] < record["replayed"]["time_s"]
     assert "The replay is off by" in said
     assert "On the same steps and transfers, sync=ssp sync.local_steps=4 alone would have been" in said
     shutil.rmtree(found)
@@ -66,9 +66,9 @@ def test_other_bytes_go_by_the_lines_of_a_profile(place: Path, capsys) -> None:
     """As in a run on the cluster itself."""
     assert main(["replay", "-q", "run", "compression=topk", "profile=profile.json"]) == 0
     (found,) = Path("runs/replays").glob("run-*")
-    told = json.loads((found / "replay.json").read_text())
+    record = json.loads((found / "replay.json").read_text())
     ran = simulated(*TIMED, *RUN, "compression=topk")
-    assert told["changed"]["time_s"] == pytest.approx(ran.time_ns / 1e9, rel=0.02)
+    assert record["changed"]["time_s"] == pytest.approx(ran.time_ns / 1e9, rel=0.02)
     shutil.rmtree(found)
 
 
@@ -118,6 +118,6 @@ def test_processes_are_replayed(workplace, capsys) -> None:
     )
     assert main(["train", "-q", "runtime=local", *real.split(), "run.dir=run"]) == 0
     assert main(["replay", "run", "sync=asp"]) == 0
-    told = json.loads(next(Path("runs/replays").glob("run-*/replay.json")).read_text())
-    assert told["replayed"]["time_s"] == pytest.approx(told["measured"]["time_s"], rel=0.05)
-    assert told["changed"]["wait_share"] < told["replayed"]["wait_share"]
+    record = json.loads(next(Path("runs/replays").glob("run-*/replay.json")).read_text())
+    assert record["replayed"]["time_s"] == pytest.approx(record["measured"]["time_s"], rel=0.05)
+    assert record["changed"]["wait_share"] < record["replayed"]["wait_share"]

@@ -201,9 +201,9 @@ def test_without_accuracies_they_are_judged_at_an_equal_time(tmp_path) -> None:
 @pytest.mark.parametrize(("higher", "first"), [(False, "asp"), (True, "bsp")])
 def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(tmp_path, higher: bool, first: str) -> None:
     for sync, values in {"bsp": (0.4, 0.3), "asp": (0.3, 0.2)}.items():
-        told = {"metric": "mae", "higher_is_better": higher, "best": {}}
-        told["final"] = {"train_loss": 0.3, "test_loss": 0.1, "test_metric": values[-1]}
-        folder = write_run(tmp_path / sync, target=None, choices={"sync": sync}, **told)
+        summary = {"metric": "mae", "higher_is_better": higher, "best": {}}
+        summary["final"] = {"train_loss": 0.3, "test_loss": 0.1, "test_metric": values[-1]}
+        folder = write_run(tmp_path / sync, target=None, choices={"sync": sync}, **summary)
         rows = [
             {"time_s": t, "step": t, "train/loss": 1.0, "test/mae": mae} for t, mae in zip((1, 2), values, strict=True)
         ]

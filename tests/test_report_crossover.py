@@ -79,9 +79,9 @@ def test_who_never_gets_there_loses_and_is_not_interpolated(tmp_path) -> None:
     change = flip(ground, (0,))
     assert change is not None
     assert not change.exact
-    told = " ".join(statement(ground))
-    assert "from 1 to at the latest 4" in told
-    assert "Of 2 clusters, bsp wins 1, ssp wins 1" in told
+    text = " ".join(statement(ground))
+    assert "from 1 to at the latest 4" in text
+    assert "Of 2 clusters, bsp wins 1, ssp wins 1" in text
 
 
 def test_a_map_whose_winner_flips_on_the_diagonal_only(tmp_path) -> None:

@@ -16,7 +16,7 @@ from ashl.run.evaluation import Evaluation, best_of
 from tests.support import simulated
 
 
-class Given:
+class FixedModel:
     """A model option: one module, made anew."""
 
     def __init__(self, make):
@@ -46,23 +46,23 @@ def outputs_of(learner, option, params, split):
 def test_r2_and_mae_are_those_of_the_whole_test_set():
     """650 samples are two batches of an evaluation, of unequal size."""
     data = Data(values(20, 2, 0), values(650, 2, 0), sample_shape=(3,), num_classes=2)
-    option = Given(lambda: nn.Linear(3, 2))
+    option = FixedModel(lambda: nn.Linear(3, 2))
     for metric in ("r2", "mae"):
         learner = Learner(option, data, conf_option("task", "regression", metric=metric), seed=0)
         params = learner.init()
         error = (outputs_of(learner, option, params, data.test) - data.test.targets).double()
         spread = (data.test.targets - data.test.targets.double().mean(0)).square().sum()
-        told = {"r2": 1 - error.square().sum() / spread, "mae": error.abs().mean()}[metric]
+        expected = {"r2": 1 - error.square().sum() / spread, "mae": error.abs().mean()}[metric]
         found = learner.evaluate(params)
         assert found["test_accuracy"] is None
-        assert found["test_metric"] == pytest.approx(float(told), rel=1e-6)
+        assert found["test_metric"] == pytest.approx(float(expected), rel=1e-6)
         assert found["test_loss"] == pytest.approx(float(error.square().mean()) / 2, rel=1e-5)
 
 
 def test_perplexity_counts_tokens_and_leaves_out_what_is_marked():
     data = Data(tokens(8, 5, 7, 0), tokens(11, 5, 7, 1), sample_shape=(5,), num_classes=7)
     data.test.targets[0, 1:] = -100
-    option = Given(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)))
+    option = FixedModel(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)))
     learner = Learner(option, data, conf_option("task", "language_model"), seed=0)
     params = learner.init()
     outputs = outputs_of(learner, option, params, data.test)
@@ -78,7 +78,7 @@ def test_the_language_model_learns_what_comes_next():
     """The next token is the last one plus one: an embedding and a matrix can know it for certain."""
     drawn = torch.randint(6, (60, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(9)
     split = Split(drawn[:, :-1] % 6, drawn[:, 1:] % 6)
-    option = Given(lambda: nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 6)))
+    option = FixedModel(lambda: nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 6)))
     learner = Learner(option, Data(split, split, (8,), 6), conf_option("task", "language_model"), seed=0)
     params = learner.init()
     before = learner.evaluate(params)["test_metric"]

@@ -19,9 +19,9 @@ def test_a_run_follows_its_trace_as_it_would_events(tmp_path: Path) -> None:
     file.write_text("time_s,worker,step_s,mbit_s\n0.1,0,0.06,\n0.2,,,50\n")
     links = ", ".join(f"{{time_s: 0.2, worker: {worker}, link: 2}}" for worker in (0, 1))
     said = f"[{{time_s: 0.1, worker: 0, compute: 3}}, {links}]"
-    recorded, told = (simulated(*RUN, *LINKS, by) for by in (f"cluster.trace={file}", f"cluster.events={said}"))
-    assert recorded.plan.cluster == told.plan.cluster
-    assert recorded.time_ns == told.time_ns > simulated(*RUN, *LINKS).time_ns
+    recorded, declared = (simulated(*RUN, *LINKS, by) for by in (f"cluster.trace={file}", f"cluster.events={said}"))
+    assert recorded.plan.cluster == declared.plan.cluster
+    assert recorded.time_ns == declared.time_ns > simulated(*RUN, *LINKS).time_ns
 
 
 def test_what_a_line_leaves_open_stays_as_it_is(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_a_task_without_accuracy_is_told_by_its_own_metric():
     with Progress(console, name="demo") as progress:
         progress.update(frame(0.0, metric=("perplexity", 21.37)))
     assert "perplexity 21.4  loss 0.123" in text(console)
-    told = ending(summary(final={"test_metric": 0.141, "train_loss": 0.2}, metric="mae", time_to_target_s=None))
-    assert told == "finished after 10 s, mae 0.141"
+    shown = ending(summary(final={"test_metric": 0.141, "train_loss": 0.2}, metric="mae", time_to_target_s=None))
+    assert shown == "finished after 10 s, mae 0.141"
 
 
 def test_no_color_is_respected(monkeypatch):

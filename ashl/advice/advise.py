@@ -66,9 +66,9 @@ def advise(
         tries = tuned(field, scale, place, TUNING * budget_s)
         scale = judged(field, scale, place)
         found = final(field, tries, scale, place, RACING * budget_s)
-        told = answered(field, tries, scale, found, real, deadline)
-        keep(folder, told, scale)
-    show(console, field, told, folder, explain=explain)
+        result = answered(field, tries, scale, found, real, deadline)
+        keep(folder, result, scale)
+    show(console, field, result, folder, explain=explain)
 
 
 def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
@@ -142,7 +142,7 @@ def scaled(field: Field, wanted: Asked, place: Place) -> Scale:
     return scale
 
 
-def keep(folder: Path, told: Answered, scale: Scale) -> None:
-    """The plan of the winner, and all that was told, for machines."""
-    (folder / "plan.json").write_text(told.plan.to_json(), encoding="utf-8")
-    jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), **told.record})
+def keep(folder: Path, result: Answered, scale: Scale) -> None:
+    """The plan of the winner, and all that was printed, for machines."""
+    (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
+    jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), **result.record})

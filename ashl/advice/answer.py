@@ -94,7 +94,7 @@ def answered(
     command = shlex.join(["ashl", "train", *kept, *evaluated, *own.overrides, f"optimizer.lr={rate:g}"])
     plan = make_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
-    said, notes, sure = answer(board), notes_of(scale), board.second.probability if board.second else None
+    words, notes, sure = answer(board), notes_of(scale), board.second.probability if board.second else None
     up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
     value += give_or_take(plan.predicted_error if board.measure.is_time else None)
@@ -109,7 +109,7 @@ def answered(
         "runner_up": row_record(others[0]) if others else None,
         "baseline": row_record(board.baseline) if board.baseline else None,
         "measure": board.measure.title,
-        "headline": said.headline,
+        "headline": words.headline,
         "separated": not others or not unsure(board),
         "probability": sure,
         "flips": [each for _, each in flips],
@@ -121,7 +121,7 @@ def answered(
         "candidates": [candidate_record(own, board) for own in tries],
         "left_out": [out._asdict() for out in field.left_out],
     }
-    return Answered(board, (said.headline, *said.sentences, *notes), tuple(lines), plan, record)
+    return Answered(board, (words.headline, *words.sentences, *notes), tuple(lines), plan, record)
 
 
 def named(field: Field, row: Row) -> Candidate:
@@ -202,17 +202,17 @@ def nobody(board: Leaderboard, deadline: Deadline) -> str:
     )
 
 
-def show(console: Console, field: Field, told: Answered, folder: Path, *, explain: bool) -> None:
+def show(console: Console, field: Field, result: Answered, folder: Path, *, explain: bool) -> None:
     """The answer on the terminal, and where the rest of it lies."""
-    console.print(told.sentences[0], style="bold", markup=False, soft_wrap=True)
-    for sentence in told.sentences[1:]:
+    console.print(result.sentences[0], style="bold", markup=False, soft_wrap=True)
+    for sentence in result.sentences[1:]:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print()
-    for key, text in (*told.lines, ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}")):
+    for key, text in (*result.lines, ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}")):
         console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
     if explain:
         console.print()
-        show_time(console, told.board)
+        show_time(console, result.board)
         show_field(console, field)
 
 

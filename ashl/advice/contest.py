@@ -91,7 +91,7 @@ def run(
     folder: Path,
     place: Place,
     until_s: float,
-    tell: Callable[[Setting], None] = lambda setting: None,
+    to_mlflow: Callable[[Setting], None] = lambda setting: None,
     seeds: int = 1,
 ) -> None:
     """Race what is missing of a grid in its folder, as long as the budget lets it. With more `seeds` than there are in
@@ -109,7 +109,7 @@ def run(
         waiting,
         partial(run_all, place.slots),
         progress,
-        tell,
+        to_mlflow,
         stays=label(grid.settings[0], without="seed") if seeds == 1 else "",
         over=lambda: place.deadline.spent_s >= until_s,
         seeds=seeds,
@@ -239,10 +239,10 @@ def final(field: Field, tries: Sequence[Tuned], scale: Scale, place: Place, unti
         return grid_of(settings, field.left_out)
 
     wait_s = lambda: max(1.0, place.deadline.left_s / 2)  # noqa: E731
-    with copied_to_mlflow(grid_now(), place.folder, place.command, place.console, wait_s) as tell:
+    with copied_to_mlflow(grid_now(), place.folder, place.command, place.console, wait_s) as to_mlflow:
         for further in (*ROUNDS[1:], 0):
             began_s = place.deadline.spent_s
-            run(grid_now(), place.folder, place, until_s, tell)
+            run(grid_now(), place.folder, place, until_s, to_mlflow)
             now_s, found = place.deadline.spent_s, compared(place)
             second = found.board.second
             if second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:

@@ -144,7 +144,7 @@ def terrain_of(racers: Sequence[Racer], way: Way, measure: Measure, over: Callab
     return Terrain((way.axis,), names, cells, measure) if (way.axis.first,) in cells else None
 
 
-def said(ground: Terrain) -> tuple[str, dict[str, Any]]:
+def described(ground: Terrain) -> tuple[str, dict[str, Any]]:
     """Where the winner changes along this axis, in a sentence and as a record."""
     axis, base = ground.axes[0], ground.base
     assert base is not None
@@ -164,4 +164,4 @@ def flips_of(racers: Sequence[Racer], measure: Measure, over: Callable[[], bool]
     plan = racers[0].candidate.plan
     spec = {**plan.cluster, "num_workers": plan.num_workers}
     grounds = [None if over() else terrain_of(racers, way, measure, over) for way in ways(spec)]
-    return [said(ground) for ground in grounds if ground is not None and len(ground.cells) > 1]
+    return [described(ground) for ground in grounds if ground is not None and len(ground.cells) > 1]

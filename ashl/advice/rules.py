@@ -28,8 +28,8 @@ class Rule:
     def reason(self, s: Situation) -> str:
         """Why it is taken or left out, in a sentence."""
         if self.taken(s):
-            return f"{self.why}: {'; '.join(condition.said(s) for condition in self.when)}."
-        return f"{next(c for c in self.when if not c.holds(s)).said(s)}."
+            return f"{self.why}: {'; '.join(condition.reason(s) for condition in self.when)}."
+        return f"{next(c for c in self.when if not c.holds(s)).reason(s)}."
 
 
 def read() -> tuple[Rule, ...]:

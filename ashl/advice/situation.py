@@ -71,7 +71,7 @@ class Condition(NamedTuple):
     yes: str
     no: str
 
-    def said(self, s: Situation) -> str:
+    def reason(self, s: Situation) -> str:
         return (self.yes if self.holds(s) else self.no).format(s=s)
 
 

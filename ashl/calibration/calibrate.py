@@ -69,48 +69,57 @@ def calibrate(
     where: Launch | None = None,
 ) -> None:
     """Raises UsageError and DataMissingError for what cannot be calibrated, AshlError where nothing can be compared."""
-    typed, given = sorted_out(overrides, config_dir, where)
+    typed, by_model = sorted_out(overrides, config_dir, where)
     tasks, first = tasks_of(typed), {}
     for task in tasks:
         config = compose([*usual(typed), *task, *next(iter(chosen(typed).values()))], config_dir)
         first[config["choices"]["model"]] = task, config
-    if strangers := given.keys() - first.keys():
+    if strangers := by_model.keys() - first.keys():
         raise UsageError(
-            f"profile={given[min(strangers)]} is of the model {min(strangers)}, and what is calibrated is "
+            f"profile={by_model[min(strangers)]} is of the model {min(strangers)}, and what is calibrated is "
             f"{' and '.join(first)}; say model= and dataset= as it was profiled with, or give another profile"
         )
-    place = Place(folder_of(first, given), tuple(typed), config_dir, seconds, Deadline(budget_s), console, quiet, where)
+    place = Place(
+        folder_of(first, by_model),
+        tuple(typed),
+        config_dir,
+        seconds,
+        Deadline(budget_s),
+        console,
+        quiet,
+        where,
+    )
     if dry_run:
         show_pairs(console, first, chosen(typed), seconds, place.folder)
         return
     with locked(place.folder):
         before = load()
-        profiles = {name: given.get(name) or profiled(name, *first[name], place) for name in first}
+        profiles = {name: by_model.get(name) or profiled(name, *first[name], place) for name in first}
         record = taken_up(place, profiles, before)
         pairs, left_out = planned(place, profiles, {name: task for name, (task, _) in first.items()})
         if not quiet:
             announce(console, pairs, left_out, place.folder, budget_s, before)
         run_pairs(pairs, place)
         rows = concluded(pairs, left_out, place, profiles)
-        told = verdict(rows)
-        stored = store(told, profiles)
-        document = {**record, "status": "whole" if len(rows) == len(pairs) else "part", **as_record(told, left_out)}
+        result = verdict(rows)
+        stored = store(result, profiles)
+        document = {**record, "status": "whole" if len(rows) == len(pairs) else "part", **as_record(result, left_out)}
         jsonl.write_json(place.folder / FILE, {**document, "load": {"before": before, "after": load()}})
-        (place.folder / PAGE).write_text(page(told, left_out, document, " ".join(["ashl calibrate", *overrides])))
-    show(console, told, left_out, stored, place.folder / PAGE, len(pairs))
+        (place.folder / PAGE).write_text(page(result, left_out, document, " ".join(["ashl calibrate", *overrides])))
+    show(console, result, left_out, stored, place.folder / PAGE, len(pairs))
 
 
 def sorted_out(
     overrides: Sequence[str], config_dir: Path | None, where: Launch | None
 ) -> tuple[list[str], dict[str, Path]]:
     """(what holds for every run, profiles by their models). Raises UsageError."""
-    typed, given = list[str](), dict[str, Path]()
+    typed, by_model = list[str](), dict[str, Path]()
     for text in {key_of(text): text for text in overrides}.values():
         values = alternatives(text, config_dir)
         if key_of(text) == "profile":
             for value in values:
                 path = Path(value.partition("=")[2])
-                given[read_profile(str(path)).model] = path
+                by_model[read_profile(str(path)).model] = path
         elif len(values) > 1:
             raise UsageError(f"{text} gives several values, and all runs of a calibration have one; give one")
         elif key_of(text) == "stop" or key_of(text).startswith("stop."):
@@ -128,17 +137,17 @@ def sorted_out(
     if "cluster" not in keys:
         typed.append("cluster=real")
     if "cluster=real" in typed and not keys & {"cluster.num_workers", "cluster.hosts"}:
-        found = {str(path): read_profile(str(path)).num_workers for path in given.values()}
+        found = {str(path): read_profile(str(path)).num_workers for path in by_model.values()}
         typed.append(f"cluster.num_workers={next(iter(found.values()))}" if found else WORKERS)
-    return typed, given
+    return typed, by_model
 
 
-def folder_of(first: dict[str, tuple[tuple[str, ...], dict[str, Any]]], given: dict[str, Path]) -> Path:
+def folder_of(first: dict[str, tuple[tuple[str, ...], dict[str, Any]]], by_model: dict[str, Path]) -> Path:
     """Where it lies: named by the task, the cluster, and the profiles that were given."""
     configs = [config for _, config in first.values()]
     if configs[0]["run"]["dir"]:
         return Path(configs[0]["run"]["dir"]).expanduser()
-    text = "".join([*map(config_hash, configs), *sorted(map(str, given.values()))])
+    text = "".join([*map(config_hash, configs), *sorted(map(str, by_model.values()))])
     return CALIBRATIONS / f"{configs[0]['name'] or 'calibration'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -198,10 +207,12 @@ def planned(
     with place.console.status("planning") as status:
         for name, path in profiles.items():
 
-            def tell(what: str, name: str = name) -> None:
+            def show_progress(what: str, name: str = name) -> None:
                 status.update(f"planning {name}: {what}")
 
-            found, out = pairs_of(tasks[name], place.typed, path, place.seconds, place.config_dir, tell, processes)
+            found, out = pairs_of(
+                tasks[name], place.typed, path, place.seconds, place.config_dir, show_progress, processes
+            )
             pairs += found
             left_out += [LeftOut(f"{name}: {own.name}", own.reason) for own in out]
     if len(pairs) < 2:
@@ -252,32 +263,37 @@ def concluded(
     return rows
 
 
-def store(told: Verdict, profiles: dict[str, Path]) -> dict[str, Profile]:
+def store(result: Verdict, profiles: dict[str, Path]) -> dict[str, Profile]:
     """The profiles with the error of their model, written where they were."""
     stored = {}
     for name, path in profiles.items():
         known = read_profile(str(path))
-        own = told.models.get(name)
+        own = result.models.get(name)
         if own is None:
             continue
         calibration = Calibration(
-            made=now(), of=known.digest, model=own, overall=told.overall, inside=told.inside, held_back=told.held_back
+            made=now(),
+            of=known.digest,
+            model=own,
+            overall=result.overall,
+            inside=result.inside,
+            held_back=result.held_back,
         )
         stored[name] = replace(known, calibration=calibration)
         jsonl.write_json(path, asdict(stored[name]))
     return stored
 
 
-def as_record(told: Verdict, left_out: Sequence[LeftOut]) -> dict[str, Any]:
+def as_record(result: Verdict, left_out: Sequence[LeftOut]) -> dict[str, Any]:
     """For machines."""
     return {
-        "combinations": [row.record for row in told.rows],
+        "combinations": [row.record for row in result.rows],
         "left_out": [own._asdict() for own in left_out],
-        "measured_over_predicted": {of: told.spread(of) for of in ("steps_per_s", "step_bytes", "round_s")},
-        "wait_share_difference": told.spread("wait_share"),
-        "median_error": told.median_error,
-        "worst": {"name": f"{told.worst.model}: {told.worst.name}", "ratio": told.worst.ratio},
-        "component": told.weakest,
-        "errors": {"overall": asdict(told.overall), **{model: asdict(own) for model, own in told.models.items()}},
-        "held_back": {"inside": told.inside, "of": told.held_back},
+        "measured_over_predicted": {of: result.spread(of) for of in ("steps_per_s", "step_bytes", "round_s")},
+        "wait_share_difference": result.spread("wait_share"),
+        "median_error": result.median_error,
+        "worst": {"name": f"{result.worst.model}: {result.worst.name}", "ratio": result.worst.ratio},
+        "component": result.weakest,
+        "errors": {"overall": asdict(result.overall), **{model: asdict(own) for model, own in result.models.items()}},
+        "held_back": {"inside": result.inside, "of": result.held_back},
     }

@@ -75,11 +75,11 @@ def tasks_of(typed: Sequence[str]) -> list[tuple[str, ...]]:
 
 def chosen(typed: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The combinations that agree with what was typed. Raises UsageError where fewer than two do."""
-    said = {key_of(text): text for text in typed}
+    by_key = {key_of(text): text for text in typed}
     found = {
         name: tuple(text for text in line.split() if text not in typed)
         for name, line in COMBINATIONS.items()
-        if all(said.get(key_of(text), text) == text for text in line.split())
+        if all(by_key.get(key_of(text), text) == text for text in line.split())
     }
     if len(found) < 2:
         left = f"only {next(iter(found))}" if found else "nothing"
@@ -103,8 +103,8 @@ def codec_names(found: dict[str, tuple[str, ...]]) -> list[str]:
 
 def usual(typed: Sequence[str]) -> list[str]:
     """What was typed, and what holds where nothing is."""
-    said = {key_of(text) for text in typed}
-    return [*(text for text in USUAL if key_of(text) not in said), *typed]
+    keys = {key_of(text) for text in typed}
+    return [*(text for text in USUAL if key_of(text) not in keys), *typed]
 
 
 def pairs_of(

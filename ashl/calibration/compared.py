@@ -138,9 +138,9 @@ class Verdict:
         """Quantiles of measured / predicted of one figure, or of the difference of wait shares."""
         pairs = [(asdict(row.predicted)[of], asdict(row.measured)[of]) for row in self.rows]
         if of == "wait_share":
-            values = sorted(own - said for said, own in pairs)
+            values = sorted(measured - predicted for predicted, measured in pairs)
         else:
-            values = sorted(own / said if said else 1.0 for said, own in pairs)
+            values = sorted(measured / predicted if predicted else 1.0 for predicted, measured in pairs)
         return {f"{share:g}": quantile(values, share) for share in (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)}
 
 

@@ -14,9 +14,9 @@ WIDTH, HEIGHT, LEFT, TOP, LEGEND = 940, 520, 80, 16, 200
 NAMED = 1.1  # those that are further off than this have their name written beside them
 
 
-def scatter(told: Verdict) -> str:
+def scatter(result: Verdict) -> str:
     """Steps per second: on the diagonal prediction and measurement agree; the dashes are the interval."""
-    rates = [rate for row in told.rows for rate in (row.predicted.steps_per_s, row.measured.steps_per_s)]
+    rates = [rate for row in result.rows for rate in (row.predicted.steps_per_s, row.measured.steps_per_s)]
     low, high = min(rates) / 1.3, max(rates) * 1.3
     across = Scale(low, high, LEFT, WIDTH - LEGEND, log=True)
     up = Scale(low, high, HEIGHT - 50, TOP, log=True)
@@ -25,14 +25,14 @@ def scatter(told: Verdict) -> str:
         y_axis(up, LEFT, "steps/s measured, logarithmic", right=WIDTH - LEGEND),
         line(across(low), up(low), across(high), up(high), stroke=SOFT),
     ]
-    bound = max(told.overall.bound, 1e-3)
+    bound = max(result.overall.bound, 1e-3)
     factor = 2.718281828459045**bound
     if factor < 1.3:
         for a, b in ((factor, 1.0), (1.0, factor)):
             ends = across(low * a), up(low * b), across(high / b), up(high / a)
             parts.append(line(*ends, stroke=SOFT, stroke_dasharray="3 3"))
-    models = list(told.models)
-    for row in told.rows:
+    models = list(result.models)
+    for row in result.rows:
         style = models.index(row.model) % len(COLORS)
         x, y = across(row.predicted.steps_per_s), up(row.measured.steps_per_s)
         parts.append(marker(MARKERS[style], x, y, COLORS[style], 5.0))
@@ -45,17 +45,17 @@ def scatter(told: Verdict) -> str:
     return drawing(WIDTH, HEIGHT, "predicted and measured steps per second", *parts)
 
 
-def page(told: Verdict, left_out: Sequence[LeftOut], record: Mapping[str, Any], command: str) -> str:
+def page(result: Verdict, left_out: Sequence[LeftOut], record: Mapping[str, Any], command: str) -> str:
     """The whole page."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(told, len(told.rows)))
+    words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(result, len(result.rows)))
     head = "".join(f"<th>{escape(title)}</th>" for title in TITLES)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>" for row in told.rows)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>" for row in result.rows)
     out = "".join(f"<li><code>{escape(own.name)}</code> {escape(own.reason)}</li>" for own in left_out)
     made = ", ".join([str(record["made"]), *(f"{name} {version}" for name, version in record["versions"].items())])
     body = [
         "<h1>ashl: predicted and measured</h1>",
-        f'<div class="answer">{said}</div>',
-        f"<section><h2>Steps per second</h2>{scatter(told)}"
+        f'<div class="answer">{words}</div>',
+        f"<section><h2>Steps per second</h2>{scatter(result)}"
         '<p class="note">Above the line the cluster was faster than predicted; what is off by 10 % is named.</p>'
         "</section>",
         f'<section><h2>Combinations</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'

@@ -36,8 +36,8 @@ def replay(
 ) -> None:
     """Raises UsageError for what cannot be replayed."""
     record = read_run(folder)
-    changes, given = sorted_out(overrides)
-    known = read_profile(str(given)) if given else None
+    changes, profile = sorted_out(overrides)
+    known = read_profile(str(profile)) if profile else None
     before = composed(record, (), config_dir, None, gradients)
     after = composed(record, changes, config_dir, None, gradients)
     refuse_unmeasured(record, before, after, known)
@@ -57,11 +57,11 @@ def replay(
 
 def sorted_out(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
     """(what is changed, a profile of the same cluster). Raises UsageError for a change that no replay can make."""
-    changes, given = list[str](), None
+    changes, profile = list[str](), None
     for text in overrides:
         group = key_of(text).partition(".")[0]
         if group == "profile":
-            given = Path(text.partition("=")[2])
+            profile = Path(text.partition("=")[2])
         elif group in CHANGES:
             changes.append(text)
         else:
@@ -69,7 +69,7 @@ def sorted_out(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
                 f"{text} is not replayed: a run measured its own model on its own cluster; changed may be "
                 f"{', '.join(CHANGES)}, with profile=FILE of the same cluster where that says more"
             )
-    return changes, given
+    return changes, profile
 
 
 def composed(

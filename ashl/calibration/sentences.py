@@ -60,7 +60,7 @@ def announce(
 
 def show(
     console: Console,
-    told: Verdict,
+    result: Verdict,
     left_out: Sequence[LeftOut],
     stored: Mapping[str, Profile],
     page: Path,
@@ -68,16 +68,16 @@ def show(
 ) -> None:
     """The rows, the quantiles, and what follows."""
     table = Table(*TITLES, box=None, padding=(0, 1, 0, 0))
-    for row in told.rows:
+    for row in result.rows:
         table.add_row(*cells(row))
     console.print(table)
     for own in left_out:
         console.print(f"left out: {own.name}: {own.reason}", soft_wrap=True, markup=False)
     table = Table("measured / predicted", "least", "5 %", "25 %", "median", "75 %", "95 %", "most", box=None)
     for of, title in SPREADS.items():
-        table.add_row(title, *(f"{value:.3g}" for value in told.spread(of).values()))
+        table.add_row(title, *(f"{value:.3g}" for value in result.spread(of).values()))
     console.print(table)
-    for sentence in sentences(told, count):
+    for sentence in sentences(result, count):
         console.print(sentence, soft_wrap=True, markup=False)
     for name, profile in stored.items():
         console.print(f"predictions for {name} are{give_or_take(profile.error)} from now on", soft_wrap=True)
@@ -85,35 +85,35 @@ def show(
 
 
 def cells(row: Compared) -> list[str]:
-    said, own = row.predicted, row.measured
+    predicted, measured = row.predicted, row.measured
     return [
         f"{row.model}: {row.name}",
-        number(said.steps_per_s),
-        number(own.steps_per_s),
-        f"{own.steps_per_s / said.steps_per_s:.3f}",
-        percent(said.wait_share),
-        percent(own.wait_share),
-        number(said.step_bytes / 1e3),
-        number(own.step_bytes / 1e3),
-        milliseconds(said.round_s),
-        milliseconds(own.round_s),
+        number(predicted.steps_per_s),
+        number(measured.steps_per_s),
+        f"{measured.steps_per_s / predicted.steps_per_s:.3f}",
+        percent(predicted.wait_share),
+        percent(measured.wait_share),
+        number(predicted.step_bytes / 1e3),
+        number(measured.step_bytes / 1e3),
+        milliseconds(predicted.round_s),
+        milliseconds(measured.round_s),
         row.component,
     ]
 
 
-def sentences(told: Verdict, count: int) -> list[str]:
+def sentences(result: Verdict, count: int) -> list[str]:
     """What it comes to."""
-    worst = told.worst
+    worst = result.worst
     found = [
-        f"Predicted times are off by {percent(told.median_error)} in the median, {percent(abs(worst.ratio - 1))} at "
-        f"worst ({worst.model}: {worst.name}: {worst.component}); wait shares by at most {told.wait_error:.3f}.",
-        f"Most of what is off is: {told.weakest}.",
+        f"Predicted times are off by {percent(result.median_error)} in the median, {percent(abs(worst.ratio - 1))} at "
+        f"worst ({worst.model}: {worst.name}: {worst.component}); wait shares by at most {result.wait_error:.3f}.",
+        f"Most of what is off is: {result.weakest}.",
     ]
-    if told.held_back:
+    if result.held_back:
         found.append(
-            f"Of {told.held_back} combinations that were held back in turn, {told.inside} lie inside the interval that "
-            f"the other half gives (± {percent(math.expm1(told.overall.bound), 0)} of all)."
+            f"Of {result.held_back} combinations that were held back in turn, {result.inside} lie inside the interval "
+            f"that the other half gives (± {percent(math.expm1(result.overall.bound), 0)} of all)."
         )
-    if len(told.rows) < count:
-        found.append(f"{count - len(told.rows)} of {count} are missing: the same command runs them.")
+    if len(result.rows) < count:
+        found.append(f"{count - len(result.rows)} of {count} are missing: the same command runs them.")
     return found

@@ -121,8 +121,8 @@ def profile_of(record: Record, known: Profile | None) -> Profile:
             nbytes = own[key] / max(1, own["commits"])
             line = None if full is None or not record.server else getattr(full.workers[rank], way)
             ways[way] = flat(seconds) if line is None else scaled(line, nbytes, seconds)
-        given = {"count": len(times), "noise_s": 0.0, "drift": 0.0, "in_order": True}
-        step = StepTimes(batch=batch, median_s=middle, mean_s=mean, times_s=tuple(times), **given)
+        shared = {"count": len(times), "noise_s": 0.0, "drift": 0.0, "in_order": True}
+        step = StepTimes(batch=batch, median_s=middle, mean_s=mean, times_s=tuple(times), **shared)
         costs.append(WorkerCosts(steps=(step,), alone_s=None, **ways))
         workers.append(in_short(step, ways["push"], ways["pull"], encoding_s(record, rank), 4 * plan.num_params))
     server = served(record) if record.server else None

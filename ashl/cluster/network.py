@@ -175,7 +175,7 @@ class Ports:
         return start, start + stands + latency, start + takes + latency
 
     def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        """The same, and `arrive` will be told when the head is there."""
+        """The same, and `arrive` is called with the moment at which the head is there."""
         start, head, tail = self.leave(src, dst, nbytes, now_ns)
         self._posted += 1
         coming = self._coming.setdefault(self.port(dst, "in", self.inner(src, dst)), [])

@@ -100,7 +100,7 @@ class Naming(Protocol):
 
 
 def _names_sync(config: Mapping) -> bool:
-    """Whether the schedule says which sync mode each stage has. What is wrong with it is told when it is planned."""
+    """Whether the schedule says which sync mode each stage has. What is wrong with it is reported by planning."""
     with suppress(UsageError):
         schedule = found(config["schedule"].get("_target_", ""), "schedule", config["allow_targets"])
         return isinstance(schedule, Naming) and schedule.names_sync

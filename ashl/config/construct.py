@@ -97,17 +97,17 @@ def construct(spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), pl
         raise UsageError(f"{where} names {target!r}, which cannot be made: {fault(error, allow)}") from error
 
 
-def arguments(make: Maker, keys: Mapping[str, Any], where: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class or function of the user's own is called with: its keys, and what it may be told and has a parameter
-    for. Raises UsageError where they do not fit."""
+def arguments(make: Maker, keys: Mapping[str, Any], where: str, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class or function of the user's own is called with: its keys, and those of `offered` that it has a
+    parameter for. Raises UsageError where they do not fit."""
     known = signature(make).parameters
-    given = {name: value for name, value in told.items() if name in known} | dict(keys)
+    passed = {name: value for name, value in offered.items() if name in known} | dict(keys)
     try:
-        signature(make).bind(**given)
+        signature(make).bind(**passed)
     except TypeError as error:
-        takes = ", ".join(name for name in known if name not in told) or "none"
+        takes = ", ".join(name for name in known if name not in offered) or "none"
         raise UsageError(f"{where}: {make.__name__}() {error}; its keys are: {takes}") from error
-    return given
+    return passed
 
 
 def found(target: str, where: str, allow: Sequence[str]) -> Maker:
@@ -138,7 +138,7 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
 
 @contextmanager
 def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Generator[None]:
-    """What a class of the user's own raises in here is told as that, with its file and line; it is no bug of ours."""
+    """What a class of the user's own raises in here is reported as theirs, with file and line; it is no bug of ours."""
     try:
         yield
     except AshlError:

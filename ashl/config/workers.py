@@ -9,7 +9,7 @@ LISTS = ("compute", "link", "node")
 MAX_WORKERS = 100_000
 
 
-def sized(spec: Mapping[str, Any], given: Sequence[Collection[str]]) -> dict[str, Any]:
+def sized(spec: Mapping[str, Any], set_keys: Sequence[Collection[str]]) -> dict[str, Any]:
     """A cluster's spec with `num_workers` filled in and a list of that length wherever there is a list.
 
     `given` has the keys that were set, those that count most first: on the command line, by an experiment. The first
@@ -24,16 +24,16 @@ def sized(spec: Mapping[str, Any], given: Sequence[Collection[str]]) -> dict[str
     known = {} if number is None else {"num_workers": number}
     known |= {name: len(values) for name, values in lists.items()}
     own = dict([next(iter(known.items()))])
-    said = next((found for keys in given if (found := {k: known[k] for k in known if k in keys})), own)
-    first, *others = said
+    named = next((found for keys in set_keys if (found := {k: known[k] for k in known if k in keys})), own)
+    first, *others = named
     for other in others:
-        if said[other] != said[first]:
+        if named[other] != named[first]:
             has = "is {}" if first == "num_workers" else "has {} entries"
             raise UsageError(
-                f"cluster.{other} has {said[other]} entries and cluster.{first} {has.format(said[first])}; give one "
+                f"cluster.{other} has {named[other]} entries and cluster.{first} {has.format(named[first])}; give one "
                 "entry per worker, or one of them alone: the number of workers follows from it"
             )
-    n = said[first]
+    n = named[first]
     return {**spec, "num_workers": n, **{name: repeated(name, values, n) for name, values in lists.items()}}
 
 

@@ -83,11 +83,11 @@ def apportion(total: int, shares: Sequence[float] | np.ndarray) -> np.ndarray:
 
 def sized(total: int, shares: Sequence[float], batch: Sequence[int]) -> np.ndarray:
     """The same, but a batch at least for everybody where that can be, so that shares planned on the way end no run."""
-    given, least = np.asarray(shares, float), np.asarray(batch)
-    short = np.zeros(len(given), bool)
+    share_of, least = np.asarray(shares, float), np.asarray(batch)
+    short = np.zeros(len(share_of), bool)
     while True:
         sizes = np.where(short, least, 0)
-        sizes[~short] = apportion(total - int(sizes.sum()), given[~short])
+        sizes[~short] = apportion(total - int(sizes.sum()), share_of[~short])
         if (sizes >= least).all() or least.sum() > total:
             return sizes
         short |= sizes < least  # never all of them: what is left is enough for the others

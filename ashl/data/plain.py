@@ -50,8 +50,8 @@ def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:
     if isinstance(part, type) and not issubclass(part, TorchDataset):
         return None
     own = known_fields(Dataset)
-    given = {key: value for key, value in keys.items() if key in own}
-    return PlainDataset(make=part, keys={key: value for key, value in keys.items() if key not in own}, **given)
+    own_keys = {key: value for key, value in keys.items() if key in own}
+    return PlainDataset(make=part, keys={key: value for key, value in keys.items() if key not in own}, **own_keys)
 
 
 class Items:

@@ -310,10 +310,10 @@ def model_of(plan: Plan) -> tuple[str, str]:
     imported = f"from {module} import {name}"
     if not module.startswith("ashl."):
         return imported, f"{name}({arguments(keys)})  # as you make it"
-    told: Mapping[str, Any] = {"sample_shape": plan.sample_shape, "num_classes": plan.num_classes}
+    sizes: Mapping[str, Any] = {"sample_shape": plan.sample_shape, "num_classes": plan.num_classes}
     if isinstance(Options(()).of("model", plan.model), PlainModel):
-        return imported, f"{name}({arguments({**keys, **told})})"
-    return imported, f"{name}({arguments(keys)}).build({arguments(told)})"
+        return imported, f"{name}({arguments({**keys, **sizes})})"
+    return imported, f"{name}({arguments(keys)}).build({arguments(sizes)})"
 
 
 def arguments(values: Mapping[str, Any]) -> str:

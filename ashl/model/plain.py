@@ -19,8 +19,8 @@ class PlainModel:
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Of the two arguments those are passed on for which there is a parameter and no key. Raises UsageError."""
-        told = {"sample_shape": sample_shape, "num_classes": num_classes}
-        module = self.make(**arguments(self.make, self.keys, "model", told))
+        offered = {"sample_shape": sample_shape, "num_classes": num_classes}
+        module = self.make(**arguments(self.make, self.keys, "model", offered))
         if not isinstance(module, nn.Module):
             raise UsageError(
                 f"model: {self.make.__name__} returns {type(module).__name__}, and should return a torch.nn.Module"

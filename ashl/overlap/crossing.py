@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 from ashl.option import option
 from ashl.overlap.chain import Chain
 from ashl.overlap.contract import Overlap
-from ashl.overlap.merged import CAPS, Counts, as_given, by_bytes, optimal
+from ashl.overlap.merged import CAPS, Counts, as_listed, by_bytes, optimal
 
 
 class Crossing(Overlap, contract=True):
@@ -31,7 +31,7 @@ class Crossing(Overlap, contract=True):
 
     def messages(self, chain: Chain) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_given(self.plan, len(chain.ready_ns))
+            return as_listed(self.plan, len(chain.ready_ns))
         if self.plan == "bytes":
             return by_bytes(chain, (CAPS[1], CAPS[1]))
         return min(plans(chain), key=lambda plan: self.whole_ns(chain, plan)) if self.plan == "tuned" else each(chain)

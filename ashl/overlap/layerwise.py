@@ -34,7 +34,7 @@ from ashl.errors import UsageError
 from ashl.option import Ratio, option
 from ashl.overlap.chain import Chain, Compressed
 from ashl.overlap.contract import Overlap
-from ashl.overlap.merged import Counts, as_given, greedy, optimal
+from ashl.overlap.merged import Counts, as_listed, greedy, optimal
 
 
 @option
@@ -53,7 +53,7 @@ class Layerwise(Overlap):
 
     def messages(self, chain: Chain) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_given(self.plan, len(chain.ready_ns))
+            return as_listed(self.plan, len(chain.ready_ns))
         each = (1,) * len(chain.ready_ns)
         return each if self.plan == "none" else {"greedy": greedy, "optimal": optimal}[self.plan](chain)
 

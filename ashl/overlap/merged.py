@@ -45,14 +45,14 @@ class Merged(Overlap):
 
     def messages(self, chain: Chain) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_given(self.plan, len(chain.ready_ns))
+            return as_listed(self.plan, len(chain.ready_ns))
         return {"greedy": greedy, "optimal": optimal, "bytes": by_bytes}[self.plan](chain)
 
     def planned(self, chain: Chain) -> Merged:
         return replace(self, plan=self.messages(chain))
 
 
-def as_given(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
+def as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
     """A plan that somebody gave for so many layer groups. Raises UsageError."""
     if sum(plan) != groups:
         raise UsageError(

@@ -26,7 +26,7 @@ from ashl.plan.line import Line
 from ashl.plan.plan import Spec
 
 SLOWED = 1.1  # what takes so many times as long as alone shows that there are too few cores
-GIVEN = 0.9  # of a core, at least, or there is a quota
+WHOLE_CORE = 0.9  # of a core, at least, or there is a quota
 TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing shows it
 PERIOD_S = 0.1  # of a quota, where nothing shows it
 PLENTY = 64.0  # cores, where nobody has counted them
@@ -120,7 +120,7 @@ def quota_of(ranks: Sequence[WorkerCosts | ServerCosts]) -> dict[str, float] | N
     where one of them was never held back."""
     held = [own for own in ranks if own.used]
     most = max(held, key=lambda own: own.used or 0.0, default=None)
-    if most is None or not most.used or most.used >= GIVEN or any(own.halt_s == 0 for own in held):
+    if most is None or not most.used or most.used >= WHOLE_CORE or any(own.halt_s == 0 for own in held):
         return None
     return {"cores": most.used, "period_s": most.halt_s or PERIOD_S}
 

@@ -134,8 +134,8 @@ class Plan:
         """Raises ValueError, KeyError or TypeError on anything that is not a plan of this schema."""
         data: Any = json.loads(text)
         if not isinstance(data, dict) or data.get("schema", SCHEMA) != SCHEMA:
-            said = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
-            raise ValueError(f"{said} where schema {SCHEMA} was expected")
+            found = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
+            raise ValueError(f"{found} where schema {SCHEMA} was expected")
         data["stages"] = tuple(_stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages")))
         data["limits"] = _made(Limits, data["limits"], "limits")
         data["layers"] = tuple((name, tuple(shape)) for name, shape in data.get("layers", ()))

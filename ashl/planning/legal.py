@@ -44,12 +44,12 @@ NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}  # rules 
 
 def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
     """A schedule that says which sync mode each stage has leaves nothing for `sync=` to say."""
-    given = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
-    if given:
+    typed = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
+    if typed:
         raise UnusedKeyError(
-            f"schedule={schedule} names the sync mode of each of its stages, so {given[0]} has no say; drop it, or "
+            f"schedule={schedule} names the sync mode of each of its stages, so {typed[0]} has no say; drop it, or "
             "take schedule=single",
-            key_of(given[0]),
+            key_of(typed[0]),
         )
 
 
@@ -352,30 +352,30 @@ def check_quorum(sync: Rule, num_workers: int) -> None:
 def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
     """How many workers there are. Raises UsageError where the job's size says otherwise."""
     cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
-    given, extra = cluster.num_workers, extra_ranks(topology, parts["sync"], cluster.node)
+    num_workers, extra = cluster.num_workers, extra_ranks(topology, parts["sync"], cluster.node)
     if isinstance(cluster, RealCluster):
         check_places(cluster, runtime.name, extra)
     if runtime.name != "torchrun":
-        if given is None:
+        if num_workers is None:
             raise UsageError("cluster=real needs the number of processes: give cluster.num_workers=2, say")
-        return given
+        return num_workers
     if world_size is None:
         raise UsageError("runtime=torchrun needs a job to join: start it as `torchrun … -m ashl.cli train …`")
-    if given is None and world_size - extra >= 1:
+    if num_workers is None and world_size - extra >= 1:
         return world_size - extra
-    if given is None or given + extra != world_size:
+    if num_workers is None or num_workers + extra != world_size:
         beside = " and a server" if topology.has_server else " and a coordinator"
         raise UsageError(
-            f"the job has {world_size} processes, but {given or 1} workers{beside if extra else ''} need "
-            f"{(given or 1) + extra}; change --nproc-per-node or the cluster"
+            f"the job has {world_size} processes, but {num_workers or 1} workers{beside if extra else ''} need "
+            f"{(num_workers or 1) + extra}; change --nproc-per-node or the cluster"
         )
-    return given
+    return num_workers
 
 
 def check_places(cluster: RealCluster, runtime: str, extra: int) -> None:
     """Refuse hosts where nobody can be sent to them."""
-    for key, given in (("hosts", cluster.hosts), ("server_host", cluster.server_host)):
-        if given is not None and runtime != "torchrun":
+    for key, value in (("hosts", cluster.hosts), ("server_host", cluster.server_host)):
+        if value is not None and runtime != "torchrun":
             raise UsageError(
                 f"cluster.{key} says where processes of a job are, and runtime={runtime} has none but its own; start "
                 f"the command on these hosts, by torchrun say, or drop cluster.{key}"

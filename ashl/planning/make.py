@@ -217,7 +217,7 @@ def sized(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
 
 
 def choices_of(
-    config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, layout: Layout, given: Profile | None
+    config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, layout: Layout, profile: Profile | None
 ) -> Choices:
     """What the schedule is given to make stages of."""
     batch, num_params = parts["dataset"].batch_size, size_of(layout)
@@ -228,10 +228,10 @@ def choices_of(
         batch=batch,
         num_workers=num_workers,
         planner=planner_for(parts["overlap"], parts["planner"]),
-        profile=given or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
+        profile=profile or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
         payload=payload_of(parts["compression"], layout),
         ratio=parts["compression"].ratio,
-        given=given is not None,
+        profiled=profile is not None,
     )
 
 

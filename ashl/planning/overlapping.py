@@ -42,13 +42,13 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if isinstance(own.overlap, Delayed):
             check_delayed(stage, own, own.overlap, plan.choices)
-            said = (
+            text = (
                 f"overlap={plan.choices['overlap']} changes what is learned: a round takes as long as the longer of "
                 "its steps and its exchange, and what is exchanged lands one round late"
             )
             if own.overlap.fragments:
-                said = streamed(plan, stage, own.overlap)
-            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
+                text = streamed(plan, stage, own.overlap)
+            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, text))))
     if not any(own.sync.by_part or not own.overlap.serial for own in parts.stages):
         return plan
     plan = as_measured(replace(plan, work=plan.work or learner.work()), known)
@@ -127,14 +127,14 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
     what = "a step, its push and its pull" if topology.has_server else "a step and its sum"
     sent = f"{count} message{'s' * (count > 1)}"
     least = "at least " * (chosen.crosses and (chain.slows or (topology.has_server and not chosen.pulls)))
-    said = f"{what} take {least}{chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
+    text = f"{what} take {least}{chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
-        said += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
+        text += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
     if chain.slows:
-        said += f"; while it sums a worker computes {100 * chain.lost:.2g} % slower, as measured"
+        text += f"; while it sums a worker computes {100 * chain.lost:.2g} % slower, as measured"
     if cluster.exchange_s is not None:
-        said += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
-    return said
+        text += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
+    return text
 
 
 def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: Mapping[str, str]) -> None:

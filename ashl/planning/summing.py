@@ -81,9 +81,9 @@ def sums_of(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
         best = summing.known(group, nbytes)
         if best.algorithm not in {known.algorithm for known in taken}:
             taken.append(best)
-        said = f"topology.algorithm={algorithm}" + (f" picks {best.algorithm}" if algorithm == "auto" else "")
+        text = f"topology.algorithm={algorithm}" + (f" picks {best.algorithm}" if algorithm == "auto" else "")
         times = ", ".join(f"{known.algorithm} {known.cost_ns / 1e6:.4g}" for known in taken)
-        found.append(f"{said}: a sum of {nbytes} bytes takes {best.cost_ns / 1e6:.4g} ms (ms: {times})")
+        found.append(f"{text}: a sum of {nbytes} bytes takes {best.cost_ns / 1e6:.4g} ms (ms: {times})")
     if isinstance(parts.cluster, RealCluster) and parts.runtime.name != "sim" and parts.runtime.sums == "exact":
         found.append(
             f"topology.algorithm={algorithm} with runtime.sums=exact carries terms unsummed to whoever adds them up in "

@@ -178,9 +178,9 @@ def rank(
     values = {s: {k: measure.value(run) for k, run in s.by_seed().items() if run in usable} for s in settings}
     settings = tuple(setting for setting in settings if values[setting])
     rows = _rows(axes, settings, values, measure, baseline)
-    told = _target_note(study, *own) if own else []
+    target_note = _target_note(study, *own) if own else []
     notes = (
-        *told,
+        *target_note,
         *_race_note(study),
         *_clock_note(counted),
         *_stopped_note(counted, None if target is None else asked),
@@ -352,8 +352,10 @@ def _pace_note(rows: Sequence[Row]) -> list[str]:
     if not slow:
         return []
     worst = percent(max(row.late or 0.0 for row in slow), 0)
-    told = "they are not ranked" if len(slow) < len(rows) else "they show what this machine could do, not that cluster"
-    return [f"{len(slow)} of {len(rows)} settings did not keep the declared pace (up to {worst} slower): {told}."]
+    effect = (
+        "they are not ranked" if len(slow) < len(rows) else "they show what this machine could do, not that cluster"
+    )
+    return [f"{len(slow)} of {len(rows)} settings did not keep the declared pace (up to {worst} slower): {effect}."]
 
 
 def _target_note(study: Study, target: Target, behind: int) -> list[str]:

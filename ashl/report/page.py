@@ -101,13 +101,13 @@ def figures(board: Leaderboard) -> list[Figure]:
 
 def leaderboard(board: Leaderboard) -> str:
     """The answer and the leaderboard as Markdown, which MLflow shows as a table."""
-    said = answer(board)
+    answered = answer(board)
     columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in board.rows)]
     rows = [[title for title, _ in columns], ["---"] * len(columns)]
     rows += [[cell(row).replace("|", "\\|") for _, cell in columns] for row in board.rows[:TABLE_ROWS]]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
     common = f"All: {board.common}\n\n" if board.common else ""
-    return f"**{said.headline}**\n\n{' '.join(said.sentences)}\n\n{common}{table}\n\n{method(board)}\n"
+    return f"**{answered.headline}**\n\n{' '.join(answered.sentences)}\n\n{common}{table}\n\n{method(board)}\n"
 
 
 def booktabs(board: Leaderboard) -> str:
@@ -133,9 +133,9 @@ def _drawn(board: Leaderboard, most: int) -> list[Row]:
 
 
 def _answer(board: Leaderboard) -> str:
-    said = answer(board)
-    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in said.sentences)
-    return f'<div class="answer"><p><b>{escape(said.headline)}</b></p>{rest}</div>'
+    answered = answer(board)
+    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in answered.sentences)
+    return f'<div class="answer"><p><b>{escape(answered.headline)}</b></p>{rest}</div>'
 
 
 def _table(board: Leaderboard, home: Path) -> str:
@@ -176,8 +176,8 @@ def _linked(row: Row, name: str, home: Path) -> str:
 
 
 def _section(title: str, figure: str, note: str = "") -> str:
-    said = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{figure}{said}</section>"
+    answered = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{figure}{answered}</section>"
 
 
 def _few(board: Leaderboard, main: Leaderboard, drawn: Sequence[Row]) -> str:

@@ -29,11 +29,11 @@ def answer(board: Leaderboard) -> Answer:
     parts = board.environments
     if len(parts) == 1:
         return _answer(board)
-    said = {part.rows[0].environment: _answer(replace(part, notes=())) for part in parts[:MAX_ENVIRONMENTS]}
+    answers = {part.rows[0].environment: _answer(replace(part, notes=())) for part in parts[:MAX_ENVIRONMENTS]}
     leaders = dict.fromkeys(part.rows[0].label for part in parts)
     headline = f"Over {len(parts)} environments, first is " + (" or ".join(leaders)) + "."
-    more = [f"{len(parts) - len(said)} more environments are in the table."] if len(parts) > len(said) else []
-    return Answer(headline, (*(f"{name}: {one.headline}" for name, one in said.items()), *more, *board.notes))
+    more = [f"{len(parts) - len(answers)} more environments are in the table."] if len(parts) > len(answers) else []
+    return Answer(headline, (*(f"{name}: {one.headline}" for name, one in answers.items()), *more, *board.notes))
 
 
 def _answer(board: Leaderboard) -> Answer:

@@ -67,7 +67,7 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Replicates, ...]]:
 
 
 def common_to(study: Study) -> str:
-    """What all runs share, told once and in no label: model, data and cluster, and what else was typed for all."""
+    """What all runs share, said once and in no label: model, data and cluster, and what else was typed for all."""
     names = {
         key: {str(run.config.get(key)) for run in study.runs} - {"None"} for key in ("model", "dataset", "cluster")
     }
@@ -77,8 +77,8 @@ def common_to(study: Study) -> str:
     kinds = {str(run.summary.get("time_kind")) for run in study.runs}
     words += ["virtual time"] if kinds == {"virtual"} else ["real processes"] if kinds == {"wall"} else []
     typed = map(str, (study.sweep or {}).get("overrides") or ())
-    told = {*one, "runtime", *NOT_AXES, *((study.sweep or {}).get("axes") or ())}
-    words += [text for text in typed if not {key_of(text), key_of(text).split(".")[0]} & told]
+    covered = {*one, "runtime", *NOT_AXES, *((study.sweep or {}).get("axes") or ())}
+    words += [text for text in typed if not {key_of(text), key_of(text).split(".")[0]} & covered]
     return ", ".join(filter(None, words))
 
 

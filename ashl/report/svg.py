@@ -13,7 +13,7 @@ INK, SOFT, FAINT = "#1a1a1a", "#5f5f5f", "#d9d9d9"
 FONT = 12  # px
 GLYPH = 6.6  # px: a wide guess at the mean width of a character at FONT
 
-# A series is told by colour, dash and marker: the last two are enough on grey paper. Okabe and Ito's colours, darkened.
+# A series has a colour, a dash and a marker: the last two are enough on grey paper. Okabe and Ito's colours, darkened.
 COLORS = ("#0060a8", "#c44e00", "#00815d", "#a8437f", "#7a6a00", "#2f8fc4", "#8a3b12", "#5a5a9e")
 DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "12 4", "4 2", "1 3", "6 2 1 2 1 2")
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "ring", "box", "wedge")

@@ -33,9 +33,9 @@ Column = tuple[str, Callable[[Row], str]]
 
 def show(console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = None, top: int = 20) -> None:
     """Print the answer in words, the leaderboard (`rows` in another order than the board's own) and what went wrong."""
-    said = answer(board)
-    console.print(Text(said.headline, style="bold"))
-    for sentence in said.sentences:
+    answered = answer(board)
+    console.print(Text(answered.headline, style="bold"))
+    for sentence in answered.sentences:
         console.print(Text(sentence))
     shown = board.rows if rows is None else rows
     columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
@@ -131,16 +131,16 @@ def measured(board: Leaderboard) -> list[Column]:
 
 
 def own_metrics(board: Leaderboard) -> list[Column]:
-    """What tasks without an accuracy are told by: final mean and standard deviation over the seeds."""
+    """What tasks without an accuracy are reported by: final mean and standard deviation over the seeds."""
 
-    def told(row: Row, name: str) -> str:
+    def cell(row: Row, name: str) -> str:
         if row.metric is None or row.metric[0] != name:
             return "-"
         _, mean, deviation = row.metric
         return number(mean) + (f" ± {number(deviation)}" if len(row.values) > 1 else "")
 
     names = dict.fromkeys(row.metric[0] for row in board.rows if row.metric)
-    return [(name, lambda row, name=name: told(row, name)) for name in names]
+    return [(name, lambda row, name=name: cell(row, name)) for name in names]
 
 
 def accuracy(row: Row) -> str:

@@ -51,7 +51,7 @@ from ashl.runtime.records import (
     UpdateShown,
 )
 
-KILLED = "was killed by"  # how it is told, followed by the signal's name
+KILLED = "was killed by"  # how it is reported, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
 QUIET_S = 0.7  # of a rank that speaks five times a second, when another has lost the link to it: it has vanished
@@ -98,11 +98,11 @@ class Attendance:
                 self.left.add(record.rank)
             case Ready(rank) if rank in self.coming:
                 self.coming[rank] = True
-                self.tell()
+                self.publish()
             case Joined(rank, time_ns) if rank in self.coming:
                 self.earlier[rank] = away_until(self.earlier[rank], time_ns)
                 del self.coming[rank], self.lost[rank]
-                self.tell()
+                self.publish()
                 monitor.emit(record)
             case Lost(rank, why=why) if rank not in self.processes:
                 self.without(monitor, rank, why)
@@ -174,7 +174,7 @@ class Attendance:
         """The run goes on without this worker."""
         self.coming.pop(rank, None)
         if rank in self.lost:
-            return self.tell()
+            return self.publish()
         self.lost[rank], self.lost_at = how, time.monotonic()
         now_ns = time.monotonic_ns() - (self.zero_ns or 0)
         if how == DECLARED:
@@ -182,12 +182,12 @@ class Attendance:
             # home's clock may be a little behind
             now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
         monitor.emit(Lost(rank, now_ns, "declared" if how == DECLARED else how))
-        self.tell()
+        self.publish()
 
     def give_up(self, rank: int) -> None:
         """A worker that was coming will not."""
         self.coming.pop(rank, None)
-        self.tell()
+        self.publish()
 
     def bring_back(self, monitor: Monitor, respawn: int) -> None:
         """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
@@ -211,15 +211,15 @@ class Attendance:
         self.desk.heard[rank] = time.monotonic()
         self.coming[rank] = False
         self.missed.pop(rank, None)
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Let all know who is there."""
         lives = self.desk.lives
         self.desk.away = self.lost.keys() - self.coming.keys()
         lost = tuple((rank, lives[rank] - (rank in self.coming)) for rank in self.lost)
         ready = tuple((rank, lives[rank]) for rank, is_ready in self.coming.items() if is_ready)
-        self.desk.tell(self.desk.news._replace(lost=lost, ready=ready[:1]))  # one after the other
+        self.desk.publish(self.desk.news._replace(lost=lost, ready=ready[:1]))  # one after the other
 
     def silent(self, for_s: float) -> list[int]:
         """Of whom nothing was heard for longer than that, as far as home has listened; longest first."""
@@ -243,27 +243,27 @@ def attend(
     timeout_s, by_rank = runtime.timeout_s, {place.rank: place for place in places}
     seen = Attendance(plan, desk, processes, by_rank, start, goes_on(parts), lets_in(parts))
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
-    desk.tell(desk.news._replace(scores=monitor.scores))  # of before, where it goes on
-    told, failed_at, interrupted_at = None, None, None
+    desk.publish(desk.news._replace(scores=monitor.scores))  # of before, where it goes on
+    announced, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
     while len(seen.left.union(seen.lost)) < plan.num_ranks:
         drained = desk.drained  # what was said until then is heard now
         for record, vector in desk.received():
             seen.hear(monitor, record, vector)
             if isinstance(record, Snapshot):
-                desk.tell(desk.news._replace(scores=monitor.scores))
+                desk.publish(desk.news._replace(scores=monitor.scores))
             elif isinstance(record, Kept):
                 savings.hear(record, monitor)
         now = time.monotonic()
         unanswered_s += min(now - looked, AWAKE_S) if desk.answered == answered else -unanswered_s
         looked, answered = now, desk.answered
-        if monitor.stopping and not told:
-            told, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
-            desk.tell(desk.news._replace(stopping=told))
+        if monitor.stopping and not announced:
+            announced, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
+            desk.publish(desk.news._replace(stopping=announced))
         late = seen.silent(timeout_s)
         if savings.every_s is None:  # else the run is gone on with from its last checkpoint
             seen.lose(monitor, timeout_s, late)
-            if not told and monitor.final is None:
+            if not announced and monitor.final is None:
                 seen.bring_back(monitor, runtime.respawn)
         while desk.asks:
             number, ask = desk.asks.popleft()
@@ -285,7 +285,7 @@ def attend(
         check_late(plan, monitor, seen, timeout_s, bool({*late} - seen.lost.keys()))
         savings.settle(monitor)
         if wanted := savings.name(monitor.beats.get(plan.home)):
-            desk.tell(desk.news._replace(wanted=wanted))
+            desk.publish(desk.news._replace(wanted=wanted))
         monitor.tick()
         time.sleep(POLL_S)
     if monitor.final is None and seen.lost:

@@ -14,7 +14,7 @@ kept its own (all of them, where there are several); what is on its way then is 
 (`ashl.topology.membership`). EACH: workers have
 models of their own and meet in groups or pairs, and each keeps its state when it hears of it
 (`ashl.topology.broken_groups`, `ashl.topology.pairs`). ROUND: the same, but all at the begin of one round of their own,
-which is the version; so what is told from there on tells of itself that it is later.
+which is the version; so whatever comes from there on shows that it is later.
 
 What the records hold of later moments is forgotten when the run goes on, and written anew.
 
@@ -72,7 +72,7 @@ class Savings:
     ahead_s: float = AHEAD_S
     wanted: tuple[int, int] | None = None
     kept: dict[int, Kept] = field(default_factory=dict)
-    seen: tuple[int, int] | None = None  # the last version that home's rank told of, and when
+    seen: tuple[int, int] | None = None  # the last version that home's rank reported, and when
     warning: str | None = None
 
     def name(self, beat: Beat | None) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.run import vectors
 from ashl.run.doors import ASKS, Answer, Ask, answers_to
-from ashl.run.reporter import NOTED, RECORDS, news_of, said_by
+from ashl.run.reporter import NOTED, RECORDS, news_of, sender_of
 from ashl.run.sealed import Sealed
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
@@ -39,7 +39,7 @@ class Desk:
         self.answered = now  # when the store answered last
         self.store = f"the job's store at {store.address}"
         self._store, self._sizes = store, dict.fromkeys(range(num_ranks), num_params) | dict(held or {})
-        self.news = self._told = News()
+        self.news = self._sent = News()
         self._due = 0.0
         self._letters: deque[tuple[str, bytes]] = deque()  # to be pushed
         self.asks: deque[tuple[int, Ask]] = deque()  # of newcomers, each by its number
@@ -69,7 +69,7 @@ class Desk:
         if self._error is not None:
             raise AshlError(f"{self.store} is gone: {first_line(self._error)}") from self._error
 
-    def tell(self, news: News) -> None:
+    def publish(self, news: News) -> None:
         """From now on these are the news."""
         self.news = news
         self._wake.set()
@@ -84,7 +84,7 @@ class Desk:
         store may end with this process. Where the run has failed, whoever is silent is not waited for."""
         quiet = {rank for rank, at in self.heard.items() if end.code and self.drained - at > LAST_WORD_S}
         self._missing = {*self.heard} - {*here} - quiet - self.away
-        self.tell(self.news._replace(end=end))
+        self.publish(self.news._replace(end=end))
         self._thread.join(LAST_WORD_S if end.code else PATIENCE_S)
         self._missing = set()
 
@@ -93,7 +93,7 @@ class Desk:
             while not self._over:
                 if self._missing is None:
                     self._take_in()
-                self._tell()
+                self._send()
                 self.answered = time.monotonic()
                 self._wake.wait(POLL_S)
                 self._wake.clear()
@@ -115,7 +115,7 @@ class Desk:
             if item is None:
                 self.drained = self.answered
                 return
-            (rank, life), lines = said_by(item[0]), item[1]
+            (rank, life), lines = sender_of(item[0]), item[1]
             for line in lines.splitlines():
                 record = loads(line)
                 if record.rank != rank or rank not in self.heard:
@@ -131,18 +131,18 @@ class Desk:
                     self._from[queue] += vector is not None
                 self._came.append((record, vector))
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         while self._missing and (item := self._store.pop(NOTED)):
-            rank, life = said_by(item[0])
+            rank, life = sender_of(item[0])
             if life == self.lives.get(rank):  # and not that it was dropped
                 self._missing.discard(rank)
         while self._letters:
             queue, text = self._letters.popleft()
             self._store.push(queue, HOME, text)
         news = self.news._replace(taken=dict(self._from))
-        if news != self._told or time.monotonic() > self._due:
-            self._told, self._due = news, time.monotonic() + PULSE_S
+        if news != self._sent or time.monotonic() > self._due:
+            self._sent, self._due = news, time.monotonic() + PULSE_S
             text = news.dumps().encode()
             for rank in self.heard.keys() - self.away:
                 self._store.push(news_of(rank, self.lives[rank]), HOME, text)
-        self._over = bool(self._told.end and not self._missing)
+        self._over = bool(self._sent.end and not self._missing)

@@ -74,10 +74,10 @@ def publish(store: Sealed, own: Hello, plan: str = "") -> None:
 def read(text: str | bytes, rank: int) -> Hello:
     """What the process of that rank said. Raises AshlError where it is nothing that one of ours would say."""
     try:
-        said = checker().validate_json(text, strict=True)
-        if said.rank != rank:
-            raise ValueError(f"it is said by rank {said.rank}")
-        return said
+        greeting = checker().validate_json(text, strict=True)
+        if greeting.rank != rank:
+            raise ValueError(f"it is said by rank {greeting.rank}")
+        return greeting
     except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
@@ -112,31 +112,31 @@ def gathered(store: Sealed, job: Membership, timeout_s: float) -> tuple[Hello, .
 def absent(came: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
     """Who did not come, and who did."""
     late = [rank for rank in range(world_size) if rank not in came]
-    said = ", ".join(f"rank {rank} on {came[rank].host}" for rank in sorted(came))
+    present = ", ".join(f"rank {rank} on {came[rank].host}" for rank in sorted(came))
     who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
     return (
         f"{who} of the {world_size} processes did not come within {timeout_s:g} s (runtime.timeout_s); there "
-        f"{'is' if len(came) == 1 else 'are'} {said}; start all of them, each with a rank of its own"
+        f"{'is' if len(came) == 1 else 'are'} {present}; start all of them, each with a rank of its own"
     )
 
 
 def refuse(store: Sealed, came: Mapping[int, Hello]) -> None:
     """Raises AshlError where one of these cannot run, or not with that of rank 0."""
-    for rank, said in sorted(came.items()):
-        if said.error is not None:
-            raise ERRORS.get(said.exit_code, AshlError)(f"rank {rank} on {said.host}: {said.error}")
+    for rank, greeting in sorted(came.items()):
+        if greeting.error is not None:
+            raise ERRORS.get(greeting.exit_code, AshlError)(f"rank {rank} on {greeting.host}: {greeting.error}")
     if 0 not in came:
         return
     first = came[0]
-    for rank, said in sorted(came.items()):
-        pairs = [(f"{name} {getattr(said, name)}", f"{name} {getattr(first, name)}") for name in VERSIONS]
+    for rank, greeting in sorted(came.items()):
+        pairs = [(f"{name} {getattr(greeting, name)}", f"{name} {getattr(first, name)}") for name in VERSIONS]
         own, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
         fix = "install the same on both"
-        if own is None and said.plan != first.plan:
+        if own is None and greeting.plan != first.plan:
             own, other = difference(*(store.get(f"plan/{of}").decode(errors="replace") for of in (rank, 0)))
             fix = "give every process the same overrides"
         if own is not None:
-            raise UsageError(f"rank {rank} on {said.host} has {own} and rank 0 on {first.host} has {other}; {fix}")
+            raise UsageError(f"rank {rank} on {greeting.host} has {own} and rank 0 on {first.host} has {other}; {fix}")
 
 
 def alike(config: Mapping[str, Any], plan: str) -> str:
@@ -164,8 +164,8 @@ def difference(own: str, other: str) -> tuple[str, str]:
         return "another configuration", "its own"
     for name in sorted({*ours, *theirs}, key=lambda name: (name[:8] != "choices.", name[:5] == "plan.", name)):
         if ours.get(name) != theirs.get(name):
-            said = (f"{name.removeprefix('choices.')}={of.get(name, 'null')}" for of in (ours, theirs))
-            first, second = (plain(text[:200]) for text in said)
+            values = (f"{name.removeprefix('choices.')}={of.get(name, 'null')}" for of in (ours, theirs))
+            first, second = (plain(text[:200]) for text in values)
             return first, second
     return "another configuration", "its own"
 

@@ -100,10 +100,10 @@ def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[st
     or as NAME=VALUE. Raises UsageError for a name that is not set."""
     found = {name: value for name, value in env.items() if name.startswith(COPIED)}
     for text in wanted:
-        name, given, value = text.partition("=")
-        if not name or (not given and name not in env):
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in env):
             raise UsageError(f"--env {text}: it is not set here; give it a value, as in --env {name or 'NAME'}=1.")
-        found[name] = value if given else env[name]
+        found[name] = value if equals else env[name]
     return found
 
 

@@ -1,6 +1,6 @@
 """Which network interface a rank's messages go through, for gloo and NCCL alike.
 
-gloo advertises the address of the interface that it is told, and of itself what the machine's own name resolves to:
+gloo advertises the address of the interface that it is set to, and of itself what the machine's own name resolves to:
 with the `127.0.1.1 name` of a Debian that is loopback, and no other machine reaches it.
 """
 

@@ -67,12 +67,12 @@ def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) 
         check_interfaces(came)
         processes, note = seated(plan, parts, config["profile"], came)
         check_gpus(came, processes[: plan.num_workers], bool(runtime.share_gpu))
-        gpus = [said.gpu and (said.machine, said.gpu) for said in (came[process] for process in processes)]
+        gpus = [peer.gpu and (peer.machine, peer.gpu) for peer in (came[process] for process in processes)]
         apart = one_each(gpus, runtime)
     except UsageError:
         leave(store, job)
         raise
-    elsewhere = [said.address for said in came if said.machine != own.machine]
+    elsewhere = [peer.address for peer in came if peer.machine != own.machine]
     rank = processes.index(job.rank)
     if rank >= plan.num_workers and gpus[rank] in gpus[:rank]:
         device = HOST  # the GPU is a worker's
@@ -86,13 +86,13 @@ def seated(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The process of each rank of the plan, and what is to be said of the one that is no worker's."""
     profile = read_profile(path) if path else None
-    wanted = wanted_by(profile, came, given(parts), str(path))
+    wanted = wanted_by(profile, came, wanted_places(parts), str(path))
     processes = placed(came, plan.num_workers, plan.num_ranks, wanted)
     check_profile(profile, came, processes, str(path))
     return processes, server_notes(plan, came[processes[-1]].host, wanted, profile, str(path))
 
 
-def given(parts: Parts) -> Wanted:
+def wanted_places(parts: Parts) -> Wanted:
     """Where workers and server are wanted by the configuration."""
     cluster = parts.cluster
     return Wanted(cluster.hosts, server=cluster.server_host) if isinstance(cluster, RealCluster) else Wanted()
@@ -100,7 +100,7 @@ def given(parts: Parts) -> Wanted:
 
 def foreseen(plan: Plan, parts: Parts, path: str | None) -> tuple[str, ...]:
     """What is to be said of the server before the processes have met."""
-    wanted, profile = given(parts), read_profile(path) if path else None
+    wanted, profile = wanted_places(parts), read_profile(path) if path else None
     host = wanted.server
     if profile is not None and profile.server_host is not None and wanted == Wanted():
         host, wanted = profile.server_host, Wanted((), f"profile={path}")
@@ -116,12 +116,12 @@ def server_notes(plan: Plan, host: str | None, wanted: Wanted, profile: Profile 
 
 
 def check_interfaces(came: tuple[Hello, ...]) -> None:
-    """Raises UsageError where one was told to use loopback, and others are on other machines."""
-    for said in came:
-        there = next((other for other in came if other.machine != said.machine), None)
-        if there and said.interface_by and said.address and interface.is_loopback(said.address):
+    """Raises UsageError where one is set to use loopback, and others are on other machines."""
+    for peer in came:
+        there = next((other for other in came if other.machine != peer.machine), None)
+        if there and peer.interface_by and peer.address and interface.is_loopback(peer.address):
             raise UsageError(
-                f"{said.interface_by} of rank {said.rank} on {said.host} names loopback, and rank {there.rank} is on "
+                f"{peer.interface_by} of rank {peer.rank} on {peer.host} names loopback, and rank {there.rank} is on "
                 f"{there.host}; name the interface between them, or drop it"
             )
 
@@ -154,7 +154,7 @@ def within(limit_s: float, act: Callable[[], T], late: str) -> T:
 
 @contextmanager
 def waited_for(plan: Plan, seat: Seat | None) -> Generator[None]:
-    """What keeps the process of rank 0 from beginning, once all have met, is told to the others."""
+    """What keeps the process of rank 0 from beginning, once all have met, is reported to the others."""
     try:
         yield
     except AshlError as error:
@@ -167,7 +167,7 @@ def waited_for(plan: Plan, seat: Seat | None) -> Generator[None]:
 
 @contextmanager
 def telling(job: Membership | None) -> Generator[None]:
-    """What keeps this process from taking part is told to the others, who would wait for it."""
+    """What keeps this process from taking part is reported to the others, who would wait for it."""
     try:
         yield
     except AshlError as error:

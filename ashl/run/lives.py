@@ -15,19 +15,19 @@ def away_until(before: Beat, time_ns: int) -> Beat:
     return before._replace(totals_ns=before.totals_ns | {"down": down})
 
 
-def with_earlier(before: Beat, said: Beat | LedgerTotals | Border) -> Beat | LedgerTotals | Border:
+def with_earlier(before: Beat, record: Beat | LedgerTotals | Border) -> Beat | LedgerTotals | Border:
     """What a worker says of its present life, and what it had done before."""
-    totals = {kind: before.totals_ns[kind] + ns for kind, ns in said.totals_ns.items()}
-    if isinstance(said, Border):
-        return said._replace(totals_ns=totals)
-    said = said._replace(
+    totals = {kind: before.totals_ns[kind] + ns for kind, ns in record.totals_ns.items()}
+    if isinstance(record, Border):
+        return record._replace(totals_ns=totals)
+    record = record._replace(
         totals_ns=totals,
-        bytes_up=before.bytes_up + said.bytes_up,
-        bytes_down=before.bytes_down + said.bytes_down,
-        collective_ns=before.collective_ns + said.collective_ns,
-        measures=measured(before.measures, said.measures),
+        bytes_up=before.bytes_up + record.bytes_up,
+        bytes_down=before.bytes_down + record.bytes_down,
+        collective_ns=before.collective_ns + record.collective_ns,
+        measures=measured(before.measures, record.measures),
     )
-    return said._replace(steps=before.steps + said.steps) if isinstance(said, Beat) else said
+    return record._replace(steps=before.steps + record.steps) if isinstance(record, Beat) else record
 
 
 def measured(before: Measures, now: Measures) -> dict[str, Measured]:

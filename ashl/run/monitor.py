@@ -160,7 +160,7 @@ class Monitor:
             case LedgerTotals():
                 self.ledgers[record.rank] = record
             case StageEnd() if record.stage < self.books.ended:
-                pass  # from who stands in for a home rank that was lost when it had told us so, and nobody else
+                pass  # from who stands in for a home rank that was lost after it had reported to us, and to nobody else
             case StageEnd():
                 self.books.stages.append(record)
                 self.recorder.event(as_event(record))
@@ -179,7 +179,7 @@ class Monitor:
                 self.recorder.document("plan.json", self.plan.to_json())
 
     def measured_where(self, profile: str) -> str:
-        """A profile with the host and the device of each worker, and the server's host, where ranks have told them."""
+        """A profile with the host and the device of each worker, and the server's host, where ranks reported them."""
         known = Profile.from_json(profile)
         workers = list(known.workers)
         for rank, placed in self.hosts.items():
@@ -289,14 +289,14 @@ class Monitor:
         """The share of the collectives' time in which their workers did something else; None where nothing overlaps."""
         if not any(stage.messages or stage.delayed for stage in self.job.stages):
             return None
-        said = [said for rank, said in (self.beats | self.ledgers).items() if rank < self.plan.num_workers]
-        moving = sum(of.collective_ns for of in said)
-        shown = sum(of.totals_ns["push"] + of.totals_ns["pull"] for of in said)
+        beats = [beats for rank, beats in (self.beats | self.ledgers).items() if rank < self.plan.num_workers]
+        moving = sum(of.collective_ns for of in beats)
+        shown = sum(of.totals_ns["push"] + of.totals_ns["pull"] for of in beats)
         return max(0.0, 1 - shown / moving) if moving else None
 
     def measures(self) -> list[Measures]:
         """What the ranks have measured, as they said last."""
-        return [said.measures for _, said in sorted((self.beats | self.ledgers).items())]
+        return [beat.measures for _, beat in sorted((self.beats | self.ledgers).items())]
 
     def workers(self) -> list[Beat]:
         """How each worker stands."""

@@ -22,7 +22,7 @@ from ashl.run.attendance import how_ended
 from ashl.run.hosts import master_address, ranks_environment, shared_out
 from ashl.run.node_agent import GRACE_S, KILL, PULSE, SILENCE_S, STOP
 from ashl.run.sealed import SECRET
-from ashl.run.ssh import Connection, Heard, Inbox, Launch, Wish, command, connected, greeted, heard, printable
+from ashl.run.ssh import Connection, Inbox, Launch, OutputLine, Wish, command, connected, greeted, next_line, printable
 from ashl.run.train import is_virtual
 from ashl.run.watch import DROPPED, handled
 from ashl.stage.rule import CHURN, extra_ranks
@@ -36,7 +36,7 @@ MAX_LINES = 10  # of each rank but 0: a library that fails says much, all of it 
 CODES = (1, 2, 3, 130)  # what a command of ours ends with, if not well
 
 
-class Said(BaseModel):
+class AgentRecord(BaseModel):
     """What it says later: one of these, of a rank or of itself."""
 
     rank: int = 0
@@ -76,7 +76,7 @@ def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = Fals
         for group, connection in enumerate(connections):
             own = ranks_environment(connection.share, group, size, (address, first.port))
             connection.running = set(own)
-            connection.tell(json.dumps({**order, "ranks": list(own.items())}).encode())
+            connection.send(json.dumps({**order, "ranks": list(own.items())}).encode())
         return attend(connections, inbox, wish, Report(where.verbose), may_lose)
 
 
@@ -161,15 +161,15 @@ def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: 
     while any(connection.open for connection in connections):
         now = time.monotonic()
         if wish.times > 1 or (asked_at is not None and now - asked_at > GRACE_S + SETTLE_S):
-            tell(connections, KILL)
+            send(connections, KILL)
             break
         if asked_at is None and (wish.times or (failure is not None and now - failure.at > SETTLE_S)):
             asked_at, report.ending = now, True
-            tell(connections, STOP)
+            send(connections, STOP)
         if now - pulse_at > PULSE_S:
             pulse_at = now
-            tell(connections, PULSE)
-        if (found := heard(inbox, 0.1)) and (wrong := take_in(found, report, may_lose)) and failure is None:
+            send(connections, PULSE)
+        if (found := next_line(inbox, 0.1)) and (wrong := take_in(found, report, may_lose)) and failure is None:
             failure = wrong
     explained = report.close()
     if wish.times:
@@ -181,7 +181,7 @@ def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: 
     return failure.code
 
 
-def take_in(found: Heard, report: Report, may_lose: bool) -> Failure | None:
+def take_in(found: OutputLine, report: Report, may_lose: bool) -> Failure | None:
     """Show what a host says; returns what has gone wrong there, if something has that ends the job."""
     connection, line, error = found
     name, now = connection.name, time.monotonic()
@@ -197,27 +197,27 @@ def take_in(found: Heard, report: Report, may_lose: bool) -> Failure | None:
         words = connection.last_words or "the connection has ended"
         return Failure(1, f"{name} {LOST} ({words}); what ran there ends by itself within {SILENCE_S:g} s", now)
     try:
-        said = Said() if error else Said.model_validate_json(line)
+        record = AgentRecord() if error else AgentRecord.model_validate_json(line)
     except ValidationError:
-        error, said = True, Said()
+        error, record = True, AgentRecord()
     if error:
         connection.words.append(line)
-    for text, is_error in ((said.out, False), (said.err, True)):
+    for text, is_error in ((record.out, False), (record.err, True)):
         if text is not None:
-            report.show(name, said.rank, printable(text), is_error)
-    if said.failed is not None:
+            report.show(name, record.rank, printable(text), is_error)
+    if record.failed is not None:
         connection.running.clear()
-        return Failure(2, f"{name}: {plain(said.failed)}; name a folder that every host has by --folder", now)
-    if said.code is None:
+        return Failure(2, f"{name}: {plain(record.failed)}; name a folder that every host has by --folder", now)
+    if record.code is None:
         return None
-    connection.running.discard(said.rank)
-    if said.code == 0:
+    connection.running.discard(record.rank)
+    if record.code == 0:
         return None
-    if may_lose and said.rank != HOME and (said.code < 0 or said.code == DROPPED):  # likewise
-        write(sys.stderr, f"ashl: rank {said.rank} on {name} {how_ended(said.code)}")
+    if may_lose and record.rank != HOME and (record.code < 0 or record.code == DROPPED):  # likewise
+        write(sys.stderr, f"ashl: rank {record.rank} on {name} {how_ended(record.code)}")
         return None
-    what = f"rank {said.rank} on {name} {how_ended(said.code)}"
-    return Failure(said.code if said.code in CODES else 1, what, now)
+    what = f"rank {record.rank} on {name} {how_ended(record.code)}"
+    return Failure(record.code if record.code in CODES else 1, what, now)
 
 
 def fetch(where: Launch, run_dir: Path) -> bool:
@@ -236,6 +236,6 @@ def fetch(where: Launch, run_dir: Path) -> bool:
     return count > 0
 
 
-def tell(connections: Sequence[Connection], line: bytes) -> None:
+def send(connections: Sequence[Connection], line: bytes) -> None:
     for connection in connections:
-        connection.tell(line)
+        connection.send(line)

@@ -45,25 +45,25 @@ def placed(came: Sequence[Hello], num_workers: int, num_ranks: int, wanted: Want
 def fitting(came: Sequence[Hello], name: str, by: str) -> list[int]:
     """The processes that a name stands for. Raises UsageError where there are none, or not on one machine."""
     host, colon, local = name.partition(":")
-    found = [said for said in came if host in (said.host, said.host.partition(".")[0], said.address)]
+    found = [peer for peer in came if host in (peer.host, peer.host.partition(".")[0], peer.address)]
     if not found:
-        there = Counter(said.host for said in came)
+        there = Counter(peer.host for peer in came)
         listed = ", ".join(f"{other} ({count} process{'es' if count > 1 else ''})" for other, count in there.items())
         raise UsageError(f"{by} names {host}, and no process of the job is there; there are: {listed}")
-    if len({said.machine for said in found}) > 1:
-        known = ", ".join(dict.fromkeys(said.address or "?" for said in found))
+    if len({peer.machine for peer in found}) > 1:
+        known = ", ".join(dict.fromkeys(peer.address or "?" for peer in found))
         raise UsageError(f"{by} names {host}, and several machines call themselves so; take their addresses: {known}")
     if not colon:
-        return [said.rank for said in found]
-    exact = [said.rank for index, said in enumerate(found) if str(local_rank(said, index)) == local]
+        return [peer.rank for peer in found]
+    exact = [peer.rank for index, peer in enumerate(found) if str(local_rank(peer, index)) == local]
     if not exact:
         raise UsageError(f"{by} names {name}, and {host} has {len(found)} process{'es' if len(found) > 1 else ''}")
     return exact
 
 
-def local_rank(said: Hello, index: int) -> int:
+def local_rank(peer: Hello, index: int) -> int:
     """As its starter says, else by its place among the processes of its machine."""
-    return index if said.local_rank is None else said.local_rank
+    return index if peer.local_rank is None else peer.local_rank
 
 
 def crowded(named: dict[int, str], by: str, rank: int, num_workers: int, there: int) -> str:
@@ -84,7 +84,7 @@ def crowded(named: dict[int, str], by: str, rank: int, num_workers: int, there: 
 
 def wanted_by(profile: Profile | None, came: Sequence[Hello], wanted: Wanted, path: str) -> Wanted:
     """The same, with the workers where a profile has measured them, if it says where and these hosts are in the job."""
-    there = {said.host for said in came}
+    there = {peer.host for peer in came}
     hosts = [worker.host for worker in profile.workers if worker.host in there] if profile else []
     if profile is None or wanted.hosts is not None or len(hosts) < profile.num_workers:
         return wanted
@@ -94,7 +94,7 @@ def wanted_by(profile: Profile | None, came: Sequence[Hello], wanted: Wanted, pa
 def check_profile(profile: Profile | None, came: Sequence[Hello], processes: Sequence[int], path: str) -> None:
     """Raises UsageError where a worker is on a host of the job that is not the one where the profile has measured it:
     what is known are another machine's costs."""
-    there = {said.host for said in came}
+    there = {peer.host for peer in came}
     for rank, worker in enumerate(profile.workers if profile else ()):
         host = came[processes[rank]].host
         if worker.host in there and worker.host != host:
@@ -108,12 +108,12 @@ def check_gpus(came: Sequence[Hello], workers: Sequence[int], share: bool) -> No
     """Raises UsageError where two workers take one GPU and nobody has said that they may."""
     taken: dict[tuple[str, str], int] = {}
     for process in workers:
-        said = came[process]
-        if said.gpu is None or share:
+        peer = came[process]
+        if peer.gpu is None or share:
             continue
-        if (other := taken.setdefault((said.machine, said.gpu), process)) != process:
+        if (other := taken.setdefault((peer.machine, peer.gpu), process)) != process:
             raise UsageError(
-                f"ranks {other} and {process} on {said.host} both take its GPU {said.gpu}; give each process a GPU of "
+                f"ranks {other} and {process} on {peer.host} both take its GPU {peer.gpu}; give each process a GPU of "
                 "its own by LOCAL_RANK, or say runtime.share_gpu=true or runtime.device=cpu"
             )
 
@@ -126,11 +126,11 @@ def server_note(who: str, host: str | None, wanted: Wanted, profile: Profile | N
         why = f"the process that {wanted.hosts_by} leaves"
     else:
         why = "the node of process 0; no profile says which link is best, and cluster.server_host chooses another"
-    said = f"{who} runs on {why}" if host is None else f"{who} runs on host {host}: {why}"
+    text = f"{who} runs on {why}" if host is None else f"{who} runs on host {host}: {why}"
     better = profile.better_host if profile is not None and wanted.server is None else None
     if better is None:
-        return said
+        return text
     return (
-        f"{said}; by profile={path} the link of {better} is no worse, perhaps better: `ashl profile "
+        f"{text}; by profile={path} the link of {better} is no worse, perhaps better: `ashl profile "
         f"cluster.server_host={better}` would tell"
     )

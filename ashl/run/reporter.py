@@ -110,10 +110,10 @@ class Reporter:
             size = 0
             while self._out:
                 record, vector = self._out.popleft()
-                said = record if vector is None else self._posted(record, vector)
-                if said is None:
+                line = record if vector is None else self._posted(record, vector)
+                if line is None:
                     continue
-                lines.append(dumps(said))
+                lines.append(dumps(line))
                 size += len(lines[-1])
                 if size > CHUNK:
                     self._push(lines)
@@ -173,7 +173,7 @@ def sender(rank: int, life: int) -> int:
     return life * LIVES + rank
 
 
-def said_by(number: int) -> tuple[int, int]:
+def sender_of(number: int) -> tuple[int, int]:
     """Rank and life of a sender."""
     life, rank = divmod(number, LIVES)
     return rank, life

@@ -74,13 +74,13 @@ class Connection:
     def last_words(self) -> str:
         return next((plain(text) for text in reversed(self.words) if text.strip()), "")
 
-    def tell(self, line: bytes) -> None:
+    def send(self, line: bytes) -> None:
         with suppress(OSError):  # it is gone, as its output will say
             self.stdin.write(line + b"\n")
             self.stdin.flush()
 
 
-class Heard(NamedTuple):
+class OutputLine(NamedTuple):
     """A line of a connection's output or of its errors; None where its output ends."""
 
     connection: Connection
@@ -88,7 +88,7 @@ class Heard(NamedTuple):
     error: bool = False
 
 
-Inbox = queue.SimpleQueue[Heard]
+Inbox = queue.SimpleQueue[OutputLine]
 
 
 class Wish:
@@ -152,12 +152,12 @@ def connected(where: Launch, shares: Sequence[Seats]) -> Generator[tuple[list[Co
 def listen(connection: Connection, stream: IO[bytes], error: bool, inbox: Inbox) -> None:
     with stream:
         for line in iter(lambda: stream.readline(8 * MAX_LINE), b""):
-            inbox.put(Heard(connection, line.decode(errors="replace").rstrip("\r\n"), error))
+            inbox.put(OutputLine(connection, line.decode(errors="replace").rstrip("\r\n"), error))
     if not error:
-        inbox.put(Heard(connection, None))
+        inbox.put(OutputLine(connection, None))
 
 
-def heard(inbox: Inbox, wait_s: float) -> Heard | None:
+def next_line(inbox: Inbox, wait_s: float) -> OutputLine | None:
     try:
         return inbox.get(timeout=wait_s)
     except queue.Empty:
@@ -171,7 +171,7 @@ def greeted(connections: Sequence[Connection], inbox: Inbox, wish: Wish, python:
     while any(c.open and c.greeting is None for c in connections) and time.monotonic() < end:
         if wish.times:
             return []
-        if (found := heard(inbox, 0.1)) is None:
+        if (found := next_line(inbox, 0.1)) is None:
             continue
         connection, line, error = found
         if line is None:

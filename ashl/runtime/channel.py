@@ -3,7 +3,7 @@
 Rule: every member posts the team's collectives in the same order, of the same kinds and with the same keys. Of those
 that all members have posted, the lowest key is committed first, and of equal keys the one posted first. A collective
 is committed while fewer than its `credit` bytes are, the one under way among them, and without credit once nothing is.
-What is committed goes in that order, and nothing that comes later goes before it. Who breaks the rule is told so in
+What is committed goes in that order, and nothing that comes later goes before it. Who breaks the rule is answered in
 virtual time; on real processes the ranks that differ would hang or mix their data, as with any library of collectives.
 
 So members that know how many all have posted know what is next, which takes one number from everybody; and nobody need

@@ -298,7 +298,7 @@ class Replay:
 
 class Deaf:
     """Records and snapshots were taken the first time. What the ranks see of the monitor is what it says now: they ask
-    right after they have told it something, so it has not changed since."""
+    right after they have sent it something, so it has not changed since."""
 
     rounds = False
 

@@ -69,7 +69,7 @@ class Churn:
         self._places = count(FIRST)
         self._still: dict[int, tuple[int, Mailbox]] = {}  # who stands still, until when, and its own mailbox
         self.teams = Teams(sim, len(cluster.compute), self._still)
-        self._untold: set[tuple[int, int, int, str]] = set()  # who has not heard yet that who is lost, since when, why
+        self._uninformed: set[tuple[int, int, int, str]] = set()  # (a peer, who is lost, since when, why)
         for event in cluster.events:
             if event.server_fail:
                 self._at(event.time_s, self._server_fails, event)
@@ -149,40 +149,40 @@ class Churn:
         sim.nodes[rank].counter = None
         sim.observer.emit(Lost(rank, now, why))
         assert self.cluster.detect_s is not None
-        told = self.links(rank)
-        self.teams.lose(rank, told)
+        peers = self.links(rank)
+        self.teams.lose(rank, peers)
         if not self.served and not self.teams.knowing:
             raise AshlError(
                 f"worker {rank} is lost at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)} workers are left "
                 "that have the model: the run ends here"
             )
-        for peer in told:
-            self._untold.add(item := (peer, rank, now, why))
-            self._at_ns(now + round(self.cluster.detect_s * 1e9), self._told, item)
+        for peer in peers:
+            self._uninformed.add(item := (peer, rank, now, why))
+            self._at_ns(now + round(self.cluster.detect_s * 1e9), self._inform, item)
 
-    def _told(self, item: tuple[int, int, int, str]) -> None:
+    def _inform(self, item: tuple[int, int, int, str]) -> None:
         """A peer hears that a worker is lost, unless it has already."""
         sim, (peer, rank, since_ns, why) = self.sim, item
-        if item not in self._untold:
+        if item not in self._uninformed:
             return
         if isinstance(aside := sim._mail[peer], Aside) and peer in self._still:
             aside.held.append(item)  # between what came before and what comes after
             return None
-        self._untold.remove(item)
+        self._uninformed.remove(item)
         loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.teams.losses[rank] - 1)
         for task, value in sim._mail[peer].lose(loss, since_ns):
             if task.main:
                 task.node.ledger.idle(sim.now_ns)
             sim._resume(task, value)
-        self.teams.told(peer, rank)
+        self.teams.noticed_by(peer, rank)
 
     def come(self, rank: int) -> None:
         """A worker that is gone is back, and knows nothing."""
         sim = self.sim
         if rank not in sim.gone or self.over:
             return
-        for item in sorted(item for item in self._untold if item[1] == rank):
-            self._told(item)
+        for item in sorted(item for item in self._uninformed if item[1] == rank):
+            self._inform(item)
         self.teams.without(rank)
         self._forget(rank)
         sim.gone.remove(rank)
@@ -282,4 +282,4 @@ class Churn:
             elif isinstance(item, int):
                 mail.lost.pop(item, None)
             else:
-                self._told(item)
+                self._inform(item)

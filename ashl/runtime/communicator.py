@@ -272,19 +272,19 @@ class Communicator:
 
     def _agree(self, end: End, free_ns: int) -> tuple[int, int]:
         """(how many collectives all have posted, when the ports of all are free); clocks were started together."""
-        team, told = end.team, torch.tensor([-end.posted, free_ns])
+        team, numbers = end.team, torch.tensor([-end.posted, free_ns])
         if not self._loose(team, end.lives):
-            told = self._greatest(told, team)
+            numbers = self._greatest(numbers, team)
         else:
             try:
-                told = subset_sum.greatest(told, *self._between(team, end.lives))
+                numbers = subset_sum.greatest(numbers, *self._between(team, end.lives))
             except RuntimeError:
                 if self._agreement is None:
                     raise  # else the others wait for its part in a sum that comes to nothing
-        return -int(told[0]), int(told[1])
+        return -int(numbers[0]), int(numbers[1])
 
-    def _greatest(self, told: torch.Tensor, team: Team) -> torch.Tensor:
-        return collectives.all_reduce(told, team, "max", self._groups.get(team), self._exact, self._wait(team))
+    def _greatest(self, numbers: torch.Tensor, team: Team) -> torch.Tensor:
+        return collectives.all_reduce(numbers, team, "max", self._groups.get(team), self._exact, self._wait(team))
 
     def _wait(self, team: Team) -> collectives.Wait | None:
         return None if self._agreement is None else partial(self._agreement.wait, team)

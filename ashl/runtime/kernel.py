@@ -135,8 +135,8 @@ class Mailbox:
         peer = (ANY, loss.rank)
         stuck = [task for task in self.waiters if task.waiting.src in peer and LOST not in task.waiting.tags]
         self.waiters = [task for task in self.waiters if task not in stuck]
-        told = self.put(message := Message(loss.rank, LOST, None, (loss.life,), since_ns))
-        return [*((task, loss) for task in stuck), *([(told, message)] if told else [])]
+        woken = self.put(message := Message(loss.rank, LOST, None, (loss.life,), since_ns))
+        return [*((task, loss) for task in stuck), *([(woken, message)] if woken else [])]
 
     def drop(self, tags: tuple[Tag, ...]) -> None:
         self.dropped.update(tags)

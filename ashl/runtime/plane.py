@@ -198,14 +198,14 @@ class Links:
             self._pairs[peer].lose(why)
 
     def meet(self, peer: int, life: int, group: dist.ProcessGroup, place: int, back: Callable[[], object]) -> None:
-        """The peer has come anew, and is reached by this group. Its loss is told first, if it was not, then `back` is
-        put into the inbox, then what it says."""
+        """The peer has come anew, and is reached by this group. Into the inbox go its loss, if it is not known, then
+        `back`, then what it says."""
         self.lose(peer, "it has come anew")
         self.inbox.put(back)
         self._pairs[peer] = Pair(self, peer, group, place, life)
 
     def goodbye(self, timeout_s: float) -> None:
-        """Send what is still queued, then tell each peer that nothing more will come, and wait to be told the same."""
+        """Send what is still queued, then send each peer that nothing more will come, and wait for the same from it."""
         until = time.monotonic() + timeout_s
         for pair in self._pairs.values() if self.bodies.last_to_leave else ():
             pair.join(until, heard=True)  # what they still send has to be granted

@@ -24,8 +24,8 @@ def throttled(own: Path = OWN, root: Path = ROOT) -> int | None:
             if not folder.is_relative_to(root / kinds):
                 break
             try:
-                said = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+                counters = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
             except (OSError, ValueError):
                 continue
-            counts.append(int(said.get("nr_throttled", 0)))  # where it is missing, no quota can be set
+            counts.append(int(counters.get("nr_throttled", 0)))  # where it is missing, no quota can be set
     return sum(counts) if counts else None

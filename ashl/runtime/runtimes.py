@@ -6,7 +6,7 @@ from pydantic import Field
 
 from ashl.option import Count, Natural, Positive, option
 
-Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is told, until the machine gives up
+Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is asked for, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
 OnLoss = Literal["forget", "reshard"]  # what becomes of a lost worker's data
 Graphs = Literal["auto", "off", "on"]  # of steps, see ashl.learn.graphs; auto is off until they have run on a device

@@ -30,7 +30,7 @@ from ashl.runtime.node import Node, Observer
 from ashl.runtime.sim import LAST, Sim
 from ashl.runtime.sums import chunk
 
-Span = tuple[float, Callable[[int], None]]  # work in ns of a core, and what happens at its end, told when it began
+Span = tuple[float, Callable[[int], None]]  # work in ns of a core, and what is called at its end, with when it began
 
 
 class OnCores(Compute):

@@ -43,11 +43,11 @@ class SharedPorts:
         while True:
             known: dict[str, Any] = json.loads(self._text) if self._text else {"free": [], "begun": {}}
             network.go_on(({(rank, way, inner): at for rank, way, inner, at in known["free"]}, {}, 0))
-            said = change(known["begun"])
+            result = change(known["begun"])
             self._changes += 1
             free = [[*port, at] for port, at in network.saved()[0].items()]
             by = [self._rank, self._changes]  # no two texts are the same, or two could believe that theirs is the one
             text = json.dumps({"by": by, "free": free, "begun": known["begun"]})
             self._text = self._store.compare_set(KEY, self._text, text).decode()
             if self._text == text:
-                return said
+                return result

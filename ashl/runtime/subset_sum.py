@@ -32,13 +32,13 @@ Ways = Mapping[int, tuple[dist.ProcessGroup, int]]  # to ranks that came later, 
 
 
 def greatest(
-    told: Tensor, group: tuple[int, ...], rank: int, team: int, ways: Ways, lost: Collection[int] = ()
+    numbers: Tensor, group: tuple[int, ...], rank: int, team: int, ways: Ways, lost: Collection[int] = ()
 ) -> Tensor:
     """The maximum over the group of a few numbers, each by itself; returns once all members have come. `team` marks the
     group's messages. Raises RuntimeError where one is lost, as those are that are known to be."""
     g, me = len(group), group.index(rank)
-    from_all = [told if i == me else torch.empty_like(told) for i in range(g)]
-    if error := _swap([told] * g, from_all, group, rank, tag(team, MEET), ways, lost):
+    from_all = [numbers if i == me else torch.empty_like(numbers) for i in range(g)]
+    if error := _swap([numbers] * g, from_all, group, rank, tag(team, MEET), ways, lost):
         raise error
     return torch.stack(from_all).amax(0)
 

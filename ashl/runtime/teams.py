@@ -39,7 +39,7 @@ class Teams:
         self._stuck: dict[int, list[tuple[Task, Collective]]] = {}  # by rank: in what can come to nothing any more
         self._under_way: list[tuple[int, tuple[int, ...]]] = []  # sums: until when, and of whom
         self._unnoticed: set[int] = set()  # who is lost, and nobody has noticed
-        self._unheard: set[tuple[int, int]] = set()  # (rank, who is lost, and it has not noticed)
+        self._uninformed: set[tuple[int, int]] = set()  # (rank, who is lost, and it has not noticed)
         sim._post, sim._begin, sim.mark = self.post, self.begin, self.mark  # type: ignore[method-assign]
 
     def post(self, task: Task, effect: Collective | Regroup) -> None:
@@ -62,7 +62,7 @@ class Teams:
         lost = [other for other in effect.group if self.losses[other] > known[other]] if self.losses else []
         if not lost:
             return type(self.sim)._post(self.sim, task, effect)
-        heard = [other for other in lost if (rank, other) not in self._unheard]
+        heard = [other for other in lost if (rank, other) not in self._uninformed]
         if heard:
             self._at(task, Broken(heard[0]))
         else:
@@ -95,13 +95,13 @@ class Teams:
         now = self.sim.now_ns
         self.sim._at(self.still.get(task.node.rank, (now, None))[0], task, value)
 
-    def lose(self, rank: int, told: Sequence[int]) -> None:
+    def lose(self, rank: int, peers: Sequence[int]) -> None:
         """A worker is gone, and these will notice."""
         sim, now = self.sim, self.sim.now_ns
         self.losses[rank] += 1
         self._unnoticed.add(rank)
-        self._unheard |= {(peer, rank) for peer in told}
-        self._unheard = {pair for pair in self._unheard if pair[0] != rank}
+        self._uninformed |= {(peer, rank) for peer in peers}
+        self._uninformed = {pair for pair in self._uninformed if pair[0] != rank}
         self.knowing.discard(rank)
         self._asked.pop(rank, None)
         self._stuck.pop(rank, None)
@@ -124,10 +124,10 @@ class Teams:
         sim._heap[:] = [event for event in sim._heap if event[2] not in waiting]
         heapify(sim._heap)
 
-    def told(self, peer: int, rank: int) -> None:
+    def noticed_by(self, peer: int, rank: int) -> None:
         """This peer has noticed that this worker is gone."""
         sim = self.sim
-        self._unheard.discard((peer, rank))
+        self._uninformed.discard((peer, rank))
         stuck = self._stuck.pop(peer, [])
         for task, effect in stuck:
             if rank in effect.group:

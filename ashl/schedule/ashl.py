@@ -53,7 +53,7 @@ def profiling(
     spec |= {"full": full, "codecs": list(codecs)}
     return (
         [choices.stage("profile", sync=spec, local_steps=1, overlap=SERIAL.copy())]
-        if steps and not choices.given
+        if steps and not choices.profiled
         else []
     )
 

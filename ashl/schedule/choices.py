@@ -24,7 +24,7 @@ class Choices:
     profile: Profile | None  # None = not known before the run
     payload: Callable[[float | None], float]  # bytes on the wire of a compressed update / of a dense one
     ratio: float | None  # the codec's own; None = it sends everything
-    given: bool  # whether the user gave the profile, so that it need not be measured during the run
+    profiled: bool  # whether the user gave the profile, so that it need not be measured during the run
 
     def stage(
         self,

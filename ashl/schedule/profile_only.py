@@ -23,6 +23,6 @@ class ProfileOnly(Schedule):
     codecs: tuple[dict[str, Any], ...]
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        if choices.given:
+        if choices.profiled:
             raise UsageError("costs are given, so there is nothing to measure; drop profile=")
         return profiling(choices, self.profile_steps, self.by_part, self.full, self.codecs)

@@ -114,7 +114,7 @@ class Link:
     def _moved(self, state: State) -> State:
         """What another codec kept, where this one works."""
         if isinstance(state, Tensor):
-            return self.given(self.codec, state)
+            return self.placed(self.codec, state)
         return type(state)(*map(self._moved, state)) if isinstance(state, tuple) else state
 
     # --- up
@@ -122,12 +122,12 @@ class Link:
     def encode(self, ends: Ends, x: Vector, turn: Turn) -> Body:
         if isinstance(x, SizeOnly):
             return SizeOnly(self.codec.payload(self.codec.share(turn), self.d))
-        ends.sender, body = self.codec.encode(ends.sender, self.given(self.codec, x), turn)
+        ends.sender, body = self.codec.encode(ends.sender, self.placed(self.codec, x), turn)
         if turn.round == 0:
             self.check_size(body, turn)
         return body
 
-    def given(self, codec: Codec, x: Tensor) -> Tensor:
+    def placed(self, codec: Codec, x: Tensor) -> Tensor:
         """A vector, or a body, where a codec works."""
         if self.device == HOST:
             return x
@@ -139,11 +139,11 @@ class Link:
 
     def check_size(self, body: Tensor, turn: Turn) -> None:
         """A first message is as long as the codec says: by that runs are planned and timed. Raises UsageError."""
-        said, most = self.codec.payload(self.codec.share(turn), self.d), self.flags.variable
-        if body.nbytes > said or (body.nbytes < said and not most):
+        size, most = self.codec.payload(self.codec.share(turn), self.d), self.flags.variable
+        if body.nbytes > size or (body.nbytes < size and not most):
             name, at = type(self.innermost).__name__, "at most " if most else ""
             raise UsageError(
-                f"{name} wrote {body.nbytes} bytes for {self.d} elements, and its payload says {at}{said}; make them "
+                f"{name} wrote {body.nbytes} bytes for {self.d} elements, and its payload says {at}{size}; make them "
                 "agree, or set variable in its flags and let payload be the most"
             )
 
@@ -161,7 +161,7 @@ class Link:
         if isinstance(body, SizeOnly):
             return self.unread
         ends.receivers[worker], x = self.innermost.decode(
-            ends.receivers.get(worker), self.given(self.innermost, body), self.d
+            ends.receivers.get(worker), self.placed(self.innermost, body), self.d
         )
         return self.made(x)
 
@@ -171,7 +171,7 @@ class Link:
 
     def reduce(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
         """What the bodies of a merge are together, with `flags.reduces`. Raises BodyError."""
-        real = [self.given(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
+        real = [self.placed(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
         if len(real) < len(bodies):
             return self.unread
         assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
@@ -199,18 +199,18 @@ class Link:
         if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
             return self.unread
         assert isinstance(self.innermost, Linear)
-        whole = self.innermost.summed(body, self.given(self.innermost, total))
+        whole = self.innermost.summed(body, self.placed(self.innermost, total))
         if self.flags.reduces:
             return self.reduce(ends, [whole], [1.0])
         return self.made(self.innermost.decode(None, whole, self.d)[1])
 
     def before(self, ends: Ends, x: Tensor, turn: Turn) -> CodecInput:
         """What a protocol of the codec's own is given of x."""
-        return before(self.codec, ends.sender, self.given(self.codec, x), turn)
+        return before(self.codec, ends.sender, self.placed(self.codec, x), turn)
 
     def after(self, ends: Ends, x: Tensor, turn: Turn, outcome: Outcome) -> Tensor:
         """The update that the protocol came to; the sender keeps what of x is not in it."""
-        ends.sender = after(self.codec, ends.sender, self.given(self.codec, x), turn, outcome)
+        ends.sender = after(self.codec, ends.sender, self.placed(self.codec, x), turn, outcome)
         return self.made(outcome.update)
 
     # --- differences between models
@@ -219,7 +219,7 @@ class Link:
         """x by the codec alone, without state."""
         if isinstance(x, SizeOnly):
             return SizeOnly(self.innermost.payload(turn.ratio, self.d))
-        return self.innermost.encode(None, self.given(self.innermost, x), turn)[1]
+        return self.innermost.encode(None, self.placed(self.innermost, x), turn)[1]
 
     def added(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
         """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
@@ -237,7 +237,7 @@ class Link:
             return model
         if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
             return SizeOnly(self.down.payload(turn.ratio, self.d))
-        _, body = self.down.encode(None, self.given(self.down, model - held), turn)
+        _, body = self.down.encode(None, self.placed(self.down, model - held), turn)
         ends.held[worker] = self.pulled(held, body)
         return body
 
@@ -257,7 +257,7 @@ class Link:
         total = vector.clone()
         for body, weight in bodies:
             assert isinstance(body, Tensor)
-            body = self.given(codec, body)
+            body = self.placed(codec, body)
             if not codec.on_host or self.device == HOST:
                 codec.add(total, body, weight)  # which need not make the whole vector of a sparse body
             else:

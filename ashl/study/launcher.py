@@ -43,7 +43,7 @@ def run_elsewhere(
     waiting = dict(enumerate(jobs))
     if not waiting:
         return
-    documents = {name(number): said(job) for number, job in waiting.items()}
+    documents = {name(number): record_of(job) for number, job in waiting.items()}
     with at_work(folder, documents, lambda place: launch(place, len(jobs))) as (place, process):
         ended = False
         while waiting and not ended:
@@ -144,7 +144,7 @@ def run_while(leave: Path, mark: Path, jobs: Sequence[Job], slots: int) -> None:
         mark.unlink(missing_ok=True)
 
 
-def said(job: Job) -> dict[str, Any]:
+def record_of(job: Job) -> dict[str, Any]:
     """What a job's file says."""
     return {"folder": str(job.folder), "config": job.config, "overrides": job.overrides}
 

@@ -121,14 +121,14 @@ def search(
         typed = " ".join(["ashl sweep", *command])
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         with (
-            sweep.copied_to_mlflow(corners, folder, typed, console) as tell,
+            sweep.copied_to_mlflow(corners, folder, typed, console) as to_mlflow,
             at_work(folder, {ASKED: document}, explore) as (place, process),
         ):
             ended = False
             try:
                 while not ended:
                     ended = over(process)
-                    tried.take_in(place, progress, tell)
+                    tried.take_in(place, progress, to_mlflow)
             finally:
                 progress.close()
             sweep.conclude(folder, typed, console)
@@ -153,16 +153,16 @@ class Tried:
             self.settings[entry["hash"]] = Setting(**known, config={})
         self.write()
 
-    def take_in(self, place: Path, progress: SweepProgress, tell: Callable[[Setting], None]) -> None:
+    def take_in(self, place: Path, progress: SweepProgress, to_mlflow: Callable[[Setting], None]) -> None:
         """What trials have said since."""
         fresh = sorted((path for path in place.glob("trial-*.json") if path.name not in self.read), key=number_of)
         for path in fresh:
-            said = json.loads(path.read_text(encoding="utf-8"))
+            record = json.loads(path.read_text(encoding="utf-8"))
             self.read.add(path.name)
-            settings = [Setting(**entry) for entry in said["settings"]]
+            settings = [Setting(**entry) for entry in record["settings"]]
             self.running |= {s.hash: s for s in settings}
             self.settings |= {s.hash: s for s in settings}
-            for point, reason in said["skipped"]:
+            for point, reason in record["skipped"]:
                 self.skipped[" ".join(point)] = Skipped(tuple(point), reason)
                 progress.say(f"skipped: {' '.join(point)}: {reason}")
         if fresh:
@@ -172,7 +172,7 @@ class Tried:
             if summary is not None and summary["status"] in ENDED:
                 del self.running[setting.hash]
                 progress.ended(label(setting), summary)
-                tell(setting)
+                to_mlflow(setting)
         progress.show([label(s) for s in self.running.values() if (self.folder / s.hash / LOG).exists()])
 
     def write(self) -> None:
@@ -196,26 +196,26 @@ def play_trial(place: Path, number: int, values: Sequence[float], compose: Compo
     """
     leave = place / ASKED
     try:
-        said = json.loads(leave.read_text(encoding="utf-8"))
+        record = json.loads(leave.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WithdrawnError from None
-    axes = tuple(Axis(**axis) for axis in said["search"].pop("axes"))
-    asked = Search(axes=axes, **said["search"])
+    axes = tuple(Axis(**axis) for axis in record["search"].pop("axes"))
+    asked = Search(axes=axes, **record["search"])
     point = [axis.single(value) for axis, value in zip(asked.axes, values, strict=True)]
     try:
-        settings, skipped = made(asked, said["keys"], point, compose), []
+        settings, skipped = made(asked, record["keys"], point, compose), []
     except UsageError as error:
         settings, skipped = [], [(point, str(error))]
     jsonl.write_json(place / f"trial-{number}.json", {"settings": [asdict(s) for s in settings], "skipped": skipped})
     if not settings:
         return 2 * NEVER
-    folder = Path(said["folder"])
+    folder = Path(record["folder"])
     missing = [s for s in settings if not sweep.ended(folder / s.hash, False)]
     mine = [s for s in missing if taken(place / f"{s.hash}.taken")]
     for setting in mine:
         sweep.clear(folder / setting.hash)
     jobs = [Job(path := folder / s.hash, sweep.inside(s.config, path), s.overrides) for s in mine]
-    run_while(leave, place / begun(number), jobs, said["slots"])
+    run_while(leave, place / begun(number), jobs, record["slots"])
     while not all(sweep.ended(folder / s.hash, False) for s in missing):  # another trial has chosen the same
         if not leave.exists():
             raise WithdrawnError

@@ -76,11 +76,11 @@ def sweep(
             announce(console, grid, folder, len(missing))
         command = " ".join(["ashl sweep", *overrides])
         progress = SweepProgress(console, len(missing), quiet=quiet)
-        with copied_to_mlflow(grid, folder, command, console) as tell:
+        with copied_to_mlflow(grid, folder, command, console) as to_mlflow:
             own = partial(run_all, slots or slots_for(grid), run=run or here)
             run_jobs = partial(run_elsewhere, folder, launch) if launch else own
             stays = kept_in(grid, baseline)
-            fill(grid, record, folder, missing, run_jobs, progress, tell, stays if race else None)
+            fill(grid, record, folder, missing, run_jobs, progress, to_mlflow, stays if race else None)
             conclude(folder, command, console, baseline)
         return [summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None]
 
@@ -100,7 +100,7 @@ def fill(
     missing: Sequence[Setting],
     run_jobs: RunJobs,
     progress: SweepProgress,
-    tell: Callable[[Setting], None] = lambda setting: None,
+    to_mlflow: Callable[[Setting], None] = lambda setting: None,
     stays: str | None = None,
     over: Callable[[], bool] = lambda: False,
     seeds: int = 1,
@@ -111,11 +111,11 @@ def fill(
         clear(folder / setting.hash)
     for setting in grid.settings:
         if setting not in missing:
-            tell(setting)
+            to_mlflow(setting)
     contest = None if stays is None else Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
     order = [s for s in contest.order if s in missing and s.hash not in contest.gone] if contest else missing
     try:
-        run_on(folder, run_jobs, progress, tell, order, contest, over)
+        run_on(folder, run_jobs, progress, to_mlflow, order, contest, over)
     finally:
         progress.close()
         jsonl.write_json(folder / SWEEP, record)
@@ -165,11 +165,11 @@ def copied_to_mlflow(
     writer = mlflow_study.start(folder, store=RUNS, name=folder.name, axes=list(grid.axes), command=command)
     try:
 
-        def tell(setting: Setting) -> None:
+        def to_mlflow(setting: Setting) -> None:
             common = label(setting, without="seed") if "seed" in setting.axes else ""
             mlflow_study.add(writer, folder / setting.hash, label(setting), setting.config, common)
 
-        yield tell
+        yield to_mlflow
     finally:
         link, warning = mlflow.finish(writer, wait_s())
         if warning:
@@ -183,7 +183,7 @@ def run_on(
     folder: Path,
     run_jobs: RunJobs,
     progress: SweepProgress,
-    tell: Callable[[Setting], None],
+    to_mlflow: Callable[[Setting], None],
     settings: Sequence[Setting],
     race: Race | None,
     over: Callable[[], bool],
@@ -206,7 +206,7 @@ def run_on(
         summary, setting = read_summary(job.folder), by_folder[job.folder]
         if summary is not None and summary["status"] in ENDED:
             progress.ended(label(setting), summary)
-            tell(setting)
+            to_mlflow(setting)
         if race:
             race.judge()
 

@@ -26,7 +26,7 @@ from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.rule import CHURN, CODEC
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import report_health, turn_of
 from ashl.topology.mixing import mixed
@@ -68,7 +68,7 @@ class Choco(RoundRule):
         """Replicas of the lost are forgotten, and all begin anew with the next round's models."""
         return Replicas(None, None)
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
         link, (own, others, _) = stage.link, state.rule_state
         targets = graph_of(stage).round(stage, k).targets[node.rank]

@@ -18,7 +18,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.mixing import mixed
 
 
@@ -33,7 +33,7 @@ class DPSGD(RoundRule):
     def early(self) -> bool:
         return self.order == "awc"
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         if delta is not None:
             state.params = state.params + delta
         return {rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[node.rank]}

@@ -17,7 +17,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.mixing import mixed
 
 
@@ -29,7 +29,7 @@ class GossipPGA(RoundRule):
     local_steps: Count | Literal["plan"]
     period: Count | None
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
         body = state.params
         if self._all_meet(k):

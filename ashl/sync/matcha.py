@@ -25,7 +25,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Edge, matchings_of
 from ashl.topology.mixing import mixed
 from ashl.topology.remaining import relabelled
@@ -56,7 +56,7 @@ class Matcha(RoundRule):
         own = ranks.index(rank) if stage.gone else rank
         return tuple(sorted(ranks[plan.peers[m][own]] for m in used(plan, stage.seed, k) if own in plan.peers[m]))
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
         return {j: (state.params, ()) for j in self.sources(stage, node.rank, k)}
 

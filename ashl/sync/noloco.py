@@ -25,7 +25,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector, halves, joined
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import matching
 from ashl.topology.remaining import relabelled
 
@@ -48,7 +48,7 @@ class NoLoCo(RoundRule):
         own = ranks.index(rank) if stage.gone else rank
         return (ranks[met[own]],) if own in met else ()
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         peers = self.sources(stage, node.rank, k)
         return {j: (joined(delta, state.params), ()) for j in peers}
 

@@ -54,8 +54,8 @@ from ashl.sync.timing.exchanges import (
     UP,
     OverError,
     answers,
+    instruct,
     repeated,
-    tell,
     time_apply,
     time_exchange,
     time_sum,
@@ -199,11 +199,11 @@ async def measured(
     steps = await answers(node, stage, members)
     while not all(enough(rows) for rows in times.values()):  # in turn, so that all see the same weather
         for rank in members:
-            await tell(node, stage, (rank,), GO)
+            await instruct(node, stage, (rank,), GO)
             times[rank].append((await answers(node, stage, (rank,)))[rank])
     loaded = []
     for _ in range(REPEATS if len(members) > 1 else 0):
-        await tell(node, stage, members, GO)
+        await instruct(node, stage, members, GO)
         loaded.append(await answers(node, stage, members))
     workers = []
     for rank in members:
@@ -237,7 +237,7 @@ async def line(node: Node, stage: Stage, what: int, members: Sequence[int], budg
     while not times or (node.now < end_s and not all(map(enough, times.values()))):
         for nbytes in sizes:
             start = node.now
-            await tell(node, stage, members, what, nbytes)
+            await instruct(node, stage, members, what, nbytes)
             found = (await answers(node, stage, members)).values()
             kinds = 1 if what == SUM else 2
             times.setdefault(nbytes, []).append(tuple(min(own[kind] for own in found) for kind in range(kinds)))

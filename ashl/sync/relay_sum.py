@@ -27,14 +27,14 @@ from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
 from ashl.topology.mixing import numbers_of
 from ashl.topology.remaining import relabelled
 
 
 class Relay(NamedTuple):
-    """x_0, and what each neighbour has told last."""
+    """x_0, and what each neighbour has sent last."""
 
     first: Any
     heard: dict[int, Relayed]
@@ -66,18 +66,18 @@ class RelaySum(RoundRule):
         """Others relay from now on: sums begin anew."""
         return Relay(state.params, {})
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
-        told = {j: relayed(state.params, state.rule_state.heard, j) for j in self.sources(stage, node.rank, k)}
-        return {j: (body, (count,)) for j, (body, count) in told.items()}
+        outgoing = {j: relayed(state.params, state.rule_state.heard, j) for j in self.sources(stage, node.rank, k)}
+        return {j: (body, (count,)) for j, (body, count) in outgoing.items()}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
-        told = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
+        latest = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
         first = state.rule_state.first
-        state.rule_state = Relay(first, told)
-        total, count = relayed(state.params, told)
+        state.rule_state = Relay(first, latest)
+        total, count = relayed(state.params, latest)
         n = len(stage.workers)
         missing = n - count
         total = total + first * missing if missing else total

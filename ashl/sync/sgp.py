@@ -22,7 +22,7 @@ from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule, RoundState, Told, graph_of
+from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.mixing import numbers_of
 
 
@@ -53,7 +53,7 @@ class SGP(RoundRule):
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Mass:
         return Mass(state.params, 1.0)
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         now, rank = graph_of(stage).round(stage, k), node.rank
         x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}

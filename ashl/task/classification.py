@@ -1,4 +1,4 @@
-"""Classification: cross entropy is learned, accuracy is told.
+"""Classification: cross entropy is learned, accuracy is reported.
 
 Rule: loss = −log softmax(outputs)[class], accuracy = share of samples whose largest output is that of their class.
 Source: Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.

@@ -1,4 +1,4 @@
-"""What a task is: the loss that is learned, and the metric that is told of the test set."""
+"""What a task is: the loss that is learned, and the metric that is reported on the test set."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ ACCURACY = "accuracy"  # the metric that `stop.target_accuracy` and stages that 
 class Task(Contract, group="task", strict=True):
     """The loss of a batch, and a metric that is a function of means over the test set's samples.
 
-    `metric` is the metric's name in records and tables, and "" where the loss alone is told.
+    `metric` is the metric's name in records and tables, and "" where the loss alone is reported.
     """
 
     metric: ClassVar[str] = ""

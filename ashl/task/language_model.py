@@ -1,4 +1,4 @@
-"""Language modelling: cross entropy of each next token is learned, perplexity or accuracy is told.
+"""Language modelling: cross entropy of each next token is learned, perplexity or accuracy is reported.
 
 Rule: loss = mean over tokens of −log softmax(outputs)[token], perplexity = exp(that mean over the whole test set);
 tokens of target −100 do not count. Source: Jelinek et al., "Perplexity: a measure of the difficulty of speech

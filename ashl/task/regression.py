@@ -1,4 +1,4 @@
-"""Regression: the squared error is learned, R² or the mean absolute error is told.
+"""Regression: the squared error is learned, R² or the mean absolute error is reported.
 
 Rule: loss = ½·mean (output − target)², R² = 1 − Σ (output − target)² / Σ (target − mean target)² over the test set.
 Source: Wright, "Correlation and causation", Journal of Agricultural Research 20, 1921.

@@ -8,8 +8,8 @@ processes it may have ended at some of them alone, and the rest average without 
 Rule of a join: the coordinator names a worker of the next group that begins, which sends its model once it has
 averaged; where nobody has one any more, the newcomer begins with the first model. It counts as having asked as often as
 whoever has asked least, its optimizer begins anew, and its data go on behind what was counted of it. Groups that it is
-in are told how often each of their members had been lost: so nobody takes one for its earlier life. Who comes at a
-border takes part from the next stage on, and who comes when the run is over is told so. A life is known by the moment
+in learn how often each of their members had been lost: so nobody takes one for its earlier life. Who comes at a
+border takes part from the next stage on, and who comes when the run is over learns it. A life is known by the moment
 at which it asked to take part, and what answers it has that as its tag.
 
 From a checkpoint on processes all come anew, each as it was at the top of its loop, with its own model and data. The
@@ -42,7 +42,7 @@ NOBODY = -1
 OWN = -2  # minus a worker: in place of its last group, where its model is nobody else's
 
 
-class Told(NamedTuple):
+class Admission(NamedTuple):
     """What the coordinator tells a newcomer."""
 
     word: float  # GO; STOP where the run is over
@@ -190,8 +190,10 @@ async def admit(node: Node, stage: Stage, state: MakerState, heir: int, giver: i
         tally.come(heir)
         generator.come(state.groups, heir)
         state.last[heir] = OWN - heir
-    told = Told(GO, 0, stage.index, giver, tally.samples, tally.steps_by[heir] + tally.dropped_by[heir], state.ticks)
-    await node.send(heir, welcomed(state.lives[heir]), None, told)
+    admission = Admission(
+        GO, 0, stage.index, giver, tally.samples, tally.steps_by[heir] + tally.dropped_by[heir], state.ticks
+    )
+    await node.send(heir, welcomed(state.lives[heir]), None, admission)
 
 
 async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerState) -> tuple[int, MakerState]:
@@ -211,16 +213,16 @@ async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerSt
         tally.come(rank)
         state.lives[rank] = life
     for rank in stage.workers:
-        told = Told(GO, 0, stage.index, NOBODY, tally.samples, tick=state.ticks)
-        await node.send(rank, welcomed(state.lives[rank]), None, told)
+        admission = Admission(GO, 0, stage.index, NOBODY, tally.samples, tick=state.ticks)
+        await node.send(rank, welcomed(state.lives[rank]), None, admission)
     return index, state
 
 
 async def close_doors(node: Node, state: MakerState) -> None:
-    """Once all others are let go: whoever has come, or comes, is told that the run is over."""
+    """Once all others are let go: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.heirs:
-            await node.send(rank, welcomed(state.lives[rank]), None, Told(STOP, state.tally.end_ns))
+            await node.send(rank, welcomed(state.lives[rank]), None, Admission(STOP, state.tally.end_ns))
         state.heirs.clear()
         message = await node.recv(JOIN, LOST)
         if message.tag == JOIN:
@@ -247,21 +249,21 @@ async def come(node: Node, stages: Sequence[Stage], state: Replica, kept: bool =
             pass  # what was before is of no concern
         state.life = int(float(node.now_ns)) + (state.life == node.now_ns)
         await node.send(stages[0].home, JOIN, None, (state.life, *done))
-        told = Told(*(await node.recv(welcomed(state.life), src=stages[0].home)).meta)
-        if told.word == STOP:
-            node.ledger.close(int(told.end_ns))
+        admission = Admission(*(await node.recv(welcomed(state.life), src=stages[0].home)).meta)
+        if admission.word == STOP:
+            node.ledger.close(int(admission.end_ns))
             return None
-        if told.giver == NOBODY:
+        if admission.giver == NOBODY:
             break
-        message = await node.recv(model_for(state.life), LOST, src=int(told.giver))
+        message = await node.recv(model_for(state.life), LOST, src=int(admission.giver))
         if message.tag != LOST:
             state.params = message.body
             break
-    stage = stages[int(told.stage)]
-    state.samples, state.tick = int(told.samples), int(told.tick)
+    stage = stages[int(admission.stage)]
+    state.samples, state.tick = int(admission.samples), int(admission.tick)
     if kept:
         return stage.index, state
     state.enter(stage, node.rank)
-    state.step = state.round = int(told.done)
+    state.step = state.round = int(admission.done)
     state.drawn = state.step * state.batch
     return stage.index, state

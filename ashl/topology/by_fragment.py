@@ -22,7 +22,7 @@ from ashl.topology.delayed import AT_ONCE_S
 from ashl.topology.ending import leave
 from ashl.topology.local_work import WorkerState, encoded
 from ashl.topology.merging import merged, rule_of
-from ashl.topology.replies import Pull, said
+from ashl.topology.replies import Pull, parsed
 from ashl.topology.streaming import ends_of, finish_piece, fragment_at, steps
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         beside = overlap.beside(total) if state.rest is None or state.rest[0] > 0 else 0
         ahead, asked = await steps(node, stage, state, beside) if beside else None, node.now
         message = await answer
-        reply = said(Pull, message.meta)
+        reply = parsed(Pull, message.meta)
         word = reply.word
         if message.body is not None:
             landed = part.link.pulled(held.params, message.body)

@@ -41,7 +41,7 @@ class Coding:
     version: int
     ends: list[Ends]  # of each message
     turns: list[Turn]
-    given: dict[int, Vector] = field(default_factory=dict)  # what was to be sent
+    vectors: dict[int, Vector] = field(default_factory=dict)  # what was to be sent
     bodies: dict[int, Body] = field(default_factory=dict)  # ... and what is
     finite: bool = True
 
@@ -65,7 +65,7 @@ class Coding:
 
     def encode(self, k: int, x: Vector) -> Body:
         """The body of message k. Of a gradient that is not finite nothing is made, see `ended`."""
-        self.given[k], link = x, self.stage.links[k]
+        self.vectors[k], link = x, self.stage.links[k]
         if not isinstance(x, SizeOnly) and not all_finite(x):
             x, self.finite = torch.zeros_like(x), False
         if link.flags.linear:
@@ -77,12 +77,12 @@ class Coding:
         """Everything has been encoded: whether it was finite."""
         node, stage, state, every = self.team.node, self.stage, self.state, self.stage.health_every
         state.ends.sender = joined([ends.sender for ends in reversed(self.ends)])
-        if isinstance(self.given[0], SizeOnly):
+        if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
-            not_finite(node, stage, state, in_order(self.given))
+            not_finite(node, stage, state, in_order(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
-            x, weight = in_order(self.given), self.team.weight if stage.link.flags.linear else 1.0
+            x, weight = in_order(self.vectors), self.team.weight if stage.link.flags.linear else 1.0
             sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
             report_health(node, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
@@ -99,10 +99,10 @@ class Coding:
     async def decoded(self, came: Sequence[Any]) -> Vector:
         """The weighted sum of everybody's gradients, of what came of each message."""
         team, stage = self.team, self.stage
-        if isinstance(self.given[0], SizeOnly):
+        if isinstance(self.vectors[0], SizeOnly):
             return SizeOnly(4 * stage.link.d)
         if team.lost:
-            return torch.zeros_like(in_order(self.given))
+            return torch.zeros_like(in_order(self.vectors))
         update = await team.compute(partial(self.sum, came))
         if reports_mean(stage, self.version) and team.node.rank == 0:
             team.node.show_update(update, of=None, tick=self.version)

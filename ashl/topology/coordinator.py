@@ -177,13 +177,13 @@ async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, 
 
 def obey(node: Node, state: RoamingState, message: Message) -> bool:
     """A worker takes in a word; returns whether it may leave."""
-    said = Word(*message.meta)
-    if said.word == SNAPSHOT:
-        node.snapshot(state.params, tick=int(said.tick))
-    elif said.word == BYE:
-        state.end_ns, state.gone = int(said.end_ns), True
+    word = Word(*message.meta)
+    if word.word == SNAPSHOT:
+        node.snapshot(state.params, tick=int(word.tick))
+    elif word.word == BYE:
+        state.end_ns, state.gone = int(word.end_ns), True
     else:
-        state.word = int(said.word)
+        state.word = int(word.word)
     return state.gone
 
 

@@ -37,11 +37,11 @@ from ashl.topology.knowledge import NOTHING_HEARD, GossipHeader
 from ashl.topology.local_work import WorkerState, local_work
 from ashl.topology.partners import come, gather, taken_up
 from ashl.topology.remaining import remaining
-from ashl.topology.rounds import Lives, View, gone_in, last_view, said_in, turned
+from ashl.topology.rounds import Lives, View, gone_in, last_view, round_tag, turned
 from ashl.topology.views import Team, finish, hear_those_left, learn, team_of
 
 VERDICTS = (*REASONS, "diverged")
-Told = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
+Outgoing = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
 
 
 class GossipRule(Rule, contract=True):
@@ -76,7 +76,7 @@ class RoundRule(GossipRule, contract=True):
         """Whom a rank hears from in round k."""
         return graph_of(stage).round(stage, k).sources[rank]
 
-    async def tell(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Told:
+    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         """What is sent in round k; Δ is None where models leave early."""
         raise NotImplementedError
 
@@ -332,9 +332,9 @@ def over(stage: Stage, state: RoundState) -> str | None:
 
 async def post(node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> None:
     """Tell whoever listens in round k, and pass on what rank 0 has decided."""
-    told = await rule_in(stage).tell(node, stage, state, k, delta)
-    for rank, (body, numbers) in told.items():
-        await node.send(rank, said_in(stage, state, node.rank, k), body, (*state.header, *numbers))
+    messages = await rule_in(stage).outgoing(node, stage, state, k, delta)
+    for rank, (body, numbers) in messages.items():
+        await node.send(rank, round_tag(stage, state, node.rank, k), body, (*state.header, *numbers))
 
 
 async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int, Message]:

@@ -119,10 +119,10 @@ def named(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
 def rows_of(sources: Sources, weights: str) -> tuple[dict[int, float], ...]:
     """metropolis, uniform or columns; what is missing to 1 is the weight of a rank's own model."""
     n = len(sources)
-    told = [0] * n
+    out_degrees = [0] * n
     for heard in sources:
         for j in heard:
-            told[j] += 1
+            out_degrees[j] += 1
     degrees = [len(heard) for heard in sources]
     rows = []
     for i, heard in enumerate(sources):
@@ -131,8 +131,8 @@ def rows_of(sources: Sources, weights: str) -> tuple[dict[int, float], ...]:
         elif weights == "uniform":
             row = dict.fromkeys(heard, 1 / (1 + degrees[i]))
         else:
-            row = {j: 1 / (1 + told[j]) for j in heard}
-        row[i] = 1 / (1 + told[i]) if weights == "columns" else own_weight(row.values())
+            row = {j: 1 / (1 + out_degrees[j]) for j in heard}
+        row[i] = 1 / (1 + out_degrees[i]) if weights == "columns" else own_weight(row.values())
         rows.append(dict(sorted(row.items())))
     return tuple(rows)
 
@@ -212,8 +212,8 @@ def _rounds_of(graph: str, weights: str, degree: int, n: int, seed: int, stamp: 
     if graph in NAMES:
         rounds = tuple(round_of(rows_of(sources, weights)) for sources in named(graph, n, degree, seed))
     else:
-        sources, given = read_file(graph, n)
-        rounds = (round_of(given_rows(given, n, weights == "columns") if given else rows_of(sources, weights)),)
+        sources, weight_of = read_file(graph, n)
+        rounds = (round_of(given_rows(weight_of, n, weights == "columns") if weight_of else rows_of(sources, weights)),)
     check_rounds(rounds, f"topology.graph={graph}", weights)
     return rounds
 

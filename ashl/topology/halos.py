@@ -264,8 +264,8 @@ async def summit(node: Node, stage: Stage, state: SummitState) -> int:
         before, (word, reason) = state.word, verdict(node, stage, tally)
         if word == STOP or before == GO:
             state.word, state.reason = word, reason
-        told = (message.src,) if state.word == GO else regions if before != state.word else ()
-        for rank in told:
+        receivers = (message.src,) if state.word == GO else regions if before != state.word else ()
+        for rank in receivers:
             body = state.params if state.word == GO else None
             await node.send(rank, word_tag(stage), body, (state.word, tally.steps, tally.samples))
     return await end(node, stage, state, regions)

@@ -29,7 +29,7 @@ NOTHING_HEARD = GossipHeader(math.nan)
 
 
 class Knowledge(NamedTuple):
-    """What is told where somebody is lost, or comes."""
+    """What ranks send each other where somebody is lost, or comes."""
 
     views: tuple[View, ...]  # or the last ones of them
     known: Lives

@@ -83,11 +83,11 @@ class WorkerState:
             self.moments = stage.trainer.moments()
         self.ends = stage.entered(self.ends, self.samples)
 
-    def follow(self, said: Pull | Welcome) -> None:
+    def follow(self, orders: Pull | Welcome) -> None:
         """Go on as a server says."""
-        self.version, self.steps, self.samples = said.version, said.steps, said.samples
-        self.local_steps, self.ratio, self.interval_s = said.local_steps, said.ratio, said.interval_s
-        self.batch = said.batch or self.batch
+        self.version, self.steps, self.samples = orders.version, orders.steps, orders.samples
+        self.local_steps, self.ratio, self.interval_s = orders.local_steps, orders.ratio, orders.interval_s
+        self.batch = orders.batch or self.batch
 
     def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
         """Its H in the next round, or so many later, which may be the last one and cut short."""

@@ -12,7 +12,7 @@ heard. So a pass visits each of them once, at one worker; who comes back has its
 
 Rule of a join: the worker gets the stage, the model, and its orders. It counts as far as the slowest is; its optimizer
 and its compressor begin anew, and its data go on where the server has last heard of them. Who comes at a border takes
-part from the next stage on, and who comes when the run is over is told so. A life is known by the moment at which it
+part from the next stage on, and who comes when the run is over learns it. A life is known by the moment at which it
 asked to take part, and what the server sends to it has that as its tag: nothing is mistaken for an answer to another.
 
 From a checkpoint of workers that go at their own pace all come anew, to the server as it was: what it had merged is
@@ -37,7 +37,7 @@ from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.topology.local_work import WorkerState
 from ashl.topology.members import as_members, away
 from ashl.topology.merging import merge, orders_of, rule_of
-from ashl.topology.replies import said
+from ashl.topology.replies import parsed
 
 if TYPE_CHECKING:
     from ashl.topology.parameter_server import ServerState
@@ -51,7 +51,7 @@ def welcomed(life: int) -> Tag:
 
 
 class Welcome(NamedTuple):
-    """What a newcomer is told beside the model."""
+    """What a newcomer receives beside the model."""
 
     word: int  # GO; STOP where the run is over
     end_ns: int  # of the run, with STOP
@@ -134,14 +134,14 @@ async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> No
     planned, rows = state.assigned or (0, None)
     done = tally.steps_by[rank] + tally.dropped_by[rank]
     applied, what = (tally.version, tally.steps, tally.samples), orders_of(stage, state, rank)
-    told = Welcome(GO, 0, stage.index, *applied, done, planned, *what)
-    await node.send(rank, welcomed(state.lives[rank]), state.params, (*told, *away(stage, tally.gone)))
+    greeting = Welcome(GO, 0, stage.index, *applied, done, planned, *what)
+    await node.send(rank, welcomed(state.lives[rank]), state.params, (*greeting, *away(stage, tally.gone)))
     if rows is not None:
         await node.send(rank, PLANNED, rows)
 
 
 async def close_doors(node: Node, state: ServerState, end_ns: int) -> None:
-    """At the server, once nobody else is to be answered: whoever has come, or comes, is told that the run is over."""
+    """At the server, once nobody else is to be answered: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.newcomers:
             await node.send(rank, welcomed(state.lives[rank]), None, Welcome(STOP, end_ns))
@@ -175,21 +175,21 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
     life = int(float(node.now_ns))
     await node.send(stages[0].server, JOIN, None, (life,))
     message = await node.recv(welcomed(life))
-    told = said(Welcome, message.meta)
-    if told.word == STOP:
-        node.ledger.close(told.end_ns)
+    greeting = parsed(Welcome, message.meta)
+    if greeting.word == STOP:
+        node.ledger.close(greeting.end_ns)
         return None
     params, moments = stages[0].trainer.init()
     state = WorkerState(params if message.body is None else message.body, moments if kept is None else kept.moments)
-    state.steps, state.samples = told.steps, told.samples
-    if told.planned:
-        state.assigned = told.planned, (await node.recv(PLANNED)).body
+    state.steps, state.samples = greeting.steps, greeting.samples
+    if greeting.planned:
+        state.assigned = greeting.planned, (await node.recv(PLANNED)).body
         stages = reassigned(stages, *state.assigned)
-    stage, state.life, state.away = stages[told.stage], life, as_members(message.meta[WELCOME:])
+    stage, state.life, state.away = stages[greeting.stage], life, as_members(message.meta[WELCOME:])
     state.enter(stage, node.rank)
     if kept is not None:
         state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
-    state.follow(told)
-    state.step = state.round = told.done
+    state.follow(greeting)
+    state.step = state.round = greeting.done
     state.drawn = state.step * state.batch
     return stage.index, state

@@ -30,7 +30,7 @@ from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, 
 from ashl.topology.gossip import RoamingRule
 from ashl.topology.local_work import local_work
 from ashl.topology.membership import welcomed
-from ashl.topology.partners import heed
+from ashl.topology.partners import note_presence
 
 
 class PairRule(RoamingRule, contract=True):
@@ -109,7 +109,7 @@ async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> N
     while state.asked is not None:
         message = await node.recv(stage.tag("answer"), LOST)
         if message.tag == LOST:
-            await heed(node, stage, state, message)
+            await note_presence(node, stage, state, message)
         elif message.src == state.asked and message.meta == (state.life, state.round):
             state.asked = None
             if message.body is not None:
@@ -134,6 +134,6 @@ async def answer(node: Node, stage: Stage, state: RoamingState) -> None:
             await node.send(message.src, stage.tag("answer"), body, message.meta)
             merge(rule, state, message, state.params)
         elif message.tag != word:
-            await heed(node, stage, state, message)
+            await note_presence(node, stage, state, message)
         elif obey(node, state, message):
             return

@@ -37,7 +37,7 @@ from ashl.topology.local_work import Work, WorkerState, encoded, local_work
 from ashl.topology.members import as_members
 from ashl.topology.membership import come, gather, membership, welcome
 from ashl.topology.merging import CLOSE, close, merge, merged, more, receive, reply, rule_of
-from ashl.topology.replies import PULL, Orders, Pull, said
+from ashl.topology.replies import PULL, Orders, Pull, parsed
 from ashl.topology.sliced import comes_in_parts, following, settled, sliced
 
 
@@ -260,7 +260,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         if stage.delayed is not None and not state.last:
             ahead, asked = await local_work(node, stage, state), node.now
         message = await answer
-        reply = said(Pull, message.meta)
+        reply = parsed(Pull, message.meta)
         word = reply.word
         if stage.reshards:
             state.away = as_members(message.meta[PULL:])

@@ -150,7 +150,7 @@ HEAD = len(GroupReply._fields)
 
 
 async def worker(node: Node, stage: Stage, state: Replica) -> int:
-    """Compute on its own model, average with whom it is told to, go on; returns the last word."""
+    """Compute on its own model, average with whom the coordinator names, go on; returns the last word."""
     state.enter(stage, node.rank)
     word = GO
     while word == GO:

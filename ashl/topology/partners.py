@@ -7,8 +7,8 @@ counts, as it was part of a model, and the mean of the models is of those who ar
 
 Rule of a return: the worker asks the coordinator to take part, which names the lowest neighbour that is there. It gets
 that one's model (the first model of the run, where no neighbour is there), begins with empty moments, and its data go
-on where the coordinator has last heard of them; its other neighbours meet it from when it has told them. Who comes at a
-border takes part from the next stage on, and who comes when the run is over is told so. A life is known by the moment
+on where the coordinator has last heard of them; its other neighbours meet it from when it writes to them. Who comes at
+a border takes part from the next stage on, and who comes when the run is over learns it. A life is known by the moment
 at which it asked to take part, and what answers it has that as its tag.
 
 From a checkpoint on processes all come anew, each with its own model as it was at the top of its loop. The coordinator
@@ -43,7 +43,7 @@ class Asked(NamedTuple):
     model: float = 0.0  # to a neighbour: whether its model is wanted
 
 
-class Let(NamedTuple):
+class Admission(NamedTuple):
     """What the coordinator tells a newcomer."""
 
     word: float  # GO; STOP where the run is over
@@ -94,8 +94,8 @@ async def welcome(node: Node, stage: Stage, state: CoordinatorState, rank: int) 
     if rank in tally.gone:
         tally.come(rank)
     done = tally.steps_by[rank] + tally.dropped_by[rank]
-    let = Let(GO, 0, stage.index, min(near, default=NOBODY), tally.steps, tally.samples, done)
-    await node.send(rank, welcomed(int(asked.life)), None, let)
+    admission = Admission(GO, 0, stage.index, min(near, default=NOBODY), tally.steps, tally.samples, done)
+    await node.send(rank, welcomed(int(asked.life)), None, admission)
 
 
 async def gather(
@@ -115,16 +115,16 @@ async def gather(
     tally.version += sum(tally.commits) - before
     for rank, is_at in sorted(came.items()):
         tally.come(rank)
-        let = Let(GO, 0, stage.index, NOBODY, tally.steps, tally.samples)
-        await node.send(rank, welcomed(int(is_at.life)), None, let)
+        admission = Admission(GO, 0, stage.index, NOBODY, tally.steps, tally.samples)
+        await node.send(rank, welcomed(int(is_at.life)), None, admission)
     return index, state
 
 
 async def close_doors(node: Node, state: CoordinatorState, end_ns: int) -> None:
-    """Once all others are let go: whoever has come, or comes, is told that the run is over."""
+    """Once all others are let go: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank, (life, *_) in state.newcomers.items():
-            await node.send(rank, welcomed(int(life)), None, Let(STOP, end_ns))
+            await node.send(rank, welcomed(int(life)), None, Admission(STOP, end_ns))
         state.newcomers.clear()
         message = await node.recv(JOIN, LOST)
         if message.tag == JOIN:
@@ -134,7 +134,7 @@ async def close_doors(node: Node, state: CoordinatorState, end_ns: int) -> None:
 # --- at a worker
 
 
-async def heed(node: Node, stage: Stage, state: RoamingState, message: Message) -> None:
+async def note_presence(node: Node, stage: Stage, state: RoamingState, message: Message) -> None:
     """A neighbour is lost, has come, or says that it is there."""
     peer = message.src
     if message.tag != LOST:
@@ -157,11 +157,11 @@ async def come(node: Node, stages: Sequence[Stage], state: RoamingState) -> int 
     after = NOBODY
     while True:
         await node.send(coordinator, JOIN, None, Asked(life, after))
-        let = Let(*(await node.recv(welcomed(life), src=coordinator)).meta)
-        if let.word == STOP:
-            node.ledger.close(int(let.end_ns))
+        admission = Admission(*(await node.recv(welcomed(life), src=coordinator)).meta)
+        if admission.word == STOP:
+            node.ledger.close(int(admission.end_ns))
             return None
-        after = int(let.partner)
+        after = int(admission.partner)
         if after == NOBODY:
             break
         await node.send(after, JOIN, None, Asked(life, model=1.0))
@@ -172,9 +172,9 @@ async def come(node: Node, stages: Sequence[Stage], state: RoamingState) -> int 
     others, state.absent = sorted(state.absent - {after}), state.absent - {after}
     for peer in others:
         await node.send(peer, JOIN, None, Asked(life))
-    stage, state.life, state.samples = stages[int(let.stage)], life, int(let.samples)
+    stage, state.life, state.samples = stages[int(admission.stage)], life, int(admission.samples)
     state.enter(stage, node.rank)
-    state.step = state.round = int(let.done)
+    state.step = state.round = int(admission.done)
     state.drawn = state.step * state.batch
     return stage.index
 
@@ -183,7 +183,7 @@ async def taken_up(node: Node, stages: Sequence[Stage], index: int, state: Roami
     """At a worker, from a checkpoint: as it was kept."""
     life, coordinator = int(float(node.now_ns)), stages[0].server
     await node.send(coordinator, JOIN, None, Is(life, state.round, state.step))
-    let = Let(*(await node.recv(welcomed(life), src=coordinator)).meta)
-    state.life, state.samples, state.reported, state.absent = life, int(let.samples), False, set()
+    admission = Admission(*(await node.recv(welcomed(life), src=coordinator)).meta)
+    state.life, state.samples, state.reported, state.absent = life, int(admission.samples), False, set()
     cast("RoamingRule", stages[index].sync).taken_up(state)
     return index, state

@@ -43,7 +43,7 @@ ENDS = (None, "next", "seconds")  # what a rank calls the reason that has not se
 
 
 class Known(NamedTuple):
-    """What a newcomer is told beside the model."""
+    """What a newcomer receives beside the model."""
 
     stage: int
     tally: Tally
@@ -158,7 +158,7 @@ def stand_in(node: Node, stage: Stage, state: PeerState) -> None:
         state.evaluated = state.tally.here(node.now)
 
 
-def told(epoch: int, k: int) -> Tag:
+def welcome_tag(epoch: int, k: int) -> Tag:
     """The tag of the k-th message to who is new in a team; the first holds the model, the second says what follows."""
     return "welcome", k, epoch
 
@@ -168,16 +168,16 @@ async def welcome(node: Node, stage: Stage, state: PeerState, rank: int) -> None
     alike = state.moments if stage.sync.exchange == "gradient" else None
     parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state))
     for k, body in enumerate((state.params, *parcel)):
-        await node.send(rank, told(state.epoch, k), body, (len(parcel),))
+        await node.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))
 
 
 async def heard(node: Node, epoch: int, host: int) -> list[Message] | None:
-    """What a newcomer is told; None where who tells it is lost meanwhile."""
+    """What a newcomer receives; None where the sender is lost meanwhile."""
     messages = list[Message]()
     while not messages or len(messages) <= messages[0].meta[0]:
-        message = await node.recv(told(epoch, len(messages)), LOST, src=host)
+        message = await node.recv(welcome_tag(epoch, len(messages)), LOST, src=host)
         if message.tag == LOST:
-            await node.drop(*(told(epoch, k) for k in range(MOST)))
+            await node.drop(*(welcome_tag(epoch, k) for k in range(MOST)))
             return None
         messages.append(message)
     return messages

@@ -36,7 +36,7 @@ PULL = len(Pull._fields)
 Head = TypeVar("Head", bound=NamedTuple)
 
 
-def said(of: type[Head], meta: tuple[float, ...]) -> Head:
+def parsed(of: type[Head], meta: tuple[float, ...]) -> Head:
     """What the head of a message says: in virtual time it may come as it was, from a process it is all floats."""
     return meta if isinstance(meta, of) else of(*(kind(x) for kind, x in zip(kinds(of), meta, strict=False)))
 

@@ -8,7 +8,7 @@ member that knows nothing: it answers those who agree on another view, and says 
 who is there gives it a model for that view. So nobody waits for one that is lost, nor for one that waits itself.
 
 Who has no path to the others waits until somebody has come who is between them. Where the run is over, or is by the
-time that it could begin, it is told so by all who are through.
+time that it could begin, all who are through answer that.
 
 Limit: from its first round on a run is one of these workers with these models.
 Source: joining a view with a transfer of state as in Birman and Joseph, "Exploiting Virtual Synchrony in Distributed
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ashl.topology.gossip import RoundRule, RoundState
 
 
-class Let(NamedTuple):
-    """What a newcomer is told with the model."""
+class Admission(NamedTuple):
+    """What a newcomer receives with the model."""
 
     word: float  # GO; STOP where the run is over
     end_ns: float  # of the run, with STOP
@@ -54,7 +54,7 @@ class Known(NamedTuple):
     evaluated: Start
 
 
-def told(life: int) -> Tag:
+def welcome_tag(life: int) -> Tag:
     """The tag of the answer to a newcomer."""
     return "welcome", 0, life
 
@@ -82,19 +82,19 @@ async def give(node: Node, stage: Stage, state: RoundState, rank: int, place: in
     known = Known(stage.index, k - 1, state.turned, state.tally, in_time and in_time.tally, state.evaluated)
     rest = [*parcelled(known), written(Knowledge(state.views, state.known, 0, k, {}, state.header))]
     rest += [] if in_time is None else [in_time.params]
-    await node.send(rank, told(life), state.params, Let(GO, 0, place + 1, len(rest)))
+    await node.send(rank, welcome_tag(life), state.params, Admission(GO, 0, place + 1, len(rest)))
     for part, body in enumerate(rest, 1):
         await node.send(rank, part_of(life, place + 1, part), body)
 
 
 async def close_doors(node: Node, stage: Stage, state: RoundState, end_ns: int) -> None:
-    """Once the run is over: whoever has asked to take part, or does, is told so."""
+    """Once the run is over: whoever has asked to take part, or does, learns it."""
     for rank in asking(last_view(state), state.known, stage.num_workers):
-        await node.send(rank, told(state.known.get(rank, 0) // 2), None, Let(STOP, end_ns))
+        await node.send(rank, welcome_tag(state.known.get(rank, 0) // 2), None, Admission(STOP, end_ns))
     while True:
         message = await node.recv(JOIN, LOST)
         if message.tag == JOIN:
-            await node.send(message.src, told(int(message.meta[0])), None, Let(STOP, end_ns))
+            await node.send(message.src, welcome_tag(int(message.meta[0])), None, Admission(STOP, end_ns))
 
 
 # --- at a worker that comes
@@ -111,13 +111,13 @@ async def come(node: Node, stages: Sequence[Stage], state: RoundState) -> int | 
     by_tag = {stage.tag("agree"): stage for stage in stages}
     without = dict[int, Lives]()  # who has said that it has no model either, and whom it knew to be lost then
     while True:
-        message = await node.recv(told(node.life), LOST, JOIN, *by_tag)
-        if message.tag == told(node.life):
-            let = Let(*message.meta)
-            if let.word == STOP:
-                node.ledger.close(int(let.end_ns))
+        message = await node.recv(welcome_tag(node.life), LOST, JOIN, *by_tag)
+        if message.tag == welcome_tag(node.life):
+            admission = Admission(*message.meta)
+            if admission.word == STOP:
+                node.ledger.close(int(admission.end_ns))
                 return None
-            if let.views >= len(state.views) and (rest := await heard(node, state, message.src, let)):
+            if admission.views >= len(state.views) and (rest := await heard(node, state, message.src, admission)):
                 return begin(node, stages, state, [message, *rest])
         elif message.tag in by_tag:
             if message.body is not None and message.src in (known := read(message.body)).waiting:
@@ -147,11 +147,11 @@ async def attend(node: Node, stage: Stage, state: RoundState, message: Message) 
         await changed(node, stage, state, None, came)
 
 
-async def heard(node: Node, state: RoundState, giver: int, let: Let) -> list[Message]:
+async def heard(node: Node, state: RoundState, giver: int, admission: Admission) -> list[Message]:
     """What follows the model; nothing where who tells it is lost meanwhile."""
     messages = list[Message]()
-    for part in range(1, int(let.parts) + 1):
-        message = await node.recv(part_of(node.life, int(let.views), part), LOST, src=giver)
+    for part in range(1, int(admission.parts) + 1):
+        message = await node.recv(part_of(node.life, int(admission.views), part), LOST, src=giver)
         if message.tag == LOST:
             take_in(state, message, {})
             return []

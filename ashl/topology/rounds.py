@@ -81,7 +81,7 @@ def rounds_of(state: RoundState, rank: int, k: int) -> float:
     return next((v.rounds[rank] for v in state.views if rank in v.rounds and k < v.first), math.inf)
 
 
-def said_in(stage: Stage, state: RoundState, rank: int, k: int) -> Tag:
+def round_tag(stage: Stage, state: RoundState, rank: int, k: int) -> Tag:
     """The tag of what a worker says in round k, of the life in which it is there: what an earlier one had sent ahead
     may lie there still."""
     life = next((view.known.get(rank, 0) // 2 for view in reversed(state.views) if view.first <= k), 0)

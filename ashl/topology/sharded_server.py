@@ -44,7 +44,7 @@ from ashl.topology.members import as_members
 from ashl.topology.membership import PLANNED, Welcome, gather, membership, welcome, welcomed
 from ashl.topology.merging import merge, receive, reply, rule_of
 from ashl.topology.parameter_server import ServerRule, ServerState
-from ashl.topology.replies import PULL, Pull, said
+from ashl.topology.replies import PULL, Pull, parsed
 
 
 @option
@@ -157,7 +157,7 @@ def all_servers(stage: Stage) -> tuple[int, ...]:
     return tuple(range(stage.server, stage.server + stage.topology.servers))
 
 
-def told(stage: Stage) -> Tag:
+def word_tag(stage: Stage) -> Tag:
     """Of what the first server says to the others: (version, GO): it is evaluated; (version, word, when): the end."""
     return stage.tag("first")
 
@@ -181,20 +181,20 @@ async def taken_up(node: Node, stages: Sequence[Stage], kept: ShardedWorker) -> 
     for server in servers:
         await node.send(server, JOIN, None, (life,))
     messages = [await node.recv(welcomed(life), src=server) for server in servers]
-    told = [said(Welcome, message.meta) for message in messages]
+    welcomes = [parsed(Welcome, message.meta) for message in messages]
     state = ShardedWorker(together([message.body for message in messages]), kept.moments)
-    if told[0].planned:
-        state.assigned = told[0].planned, (await node.recv(PLANNED, src=servers[0])).body
+    if welcomes[0].planned:
+        state.assigned = welcomes[0].planned, (await node.recv(PLANNED, src=servers[0])).body
         stages = reassigned(stages, *state.assigned)
-    stage = stages[told[0].stage]
-    state.steps, state.samples, state.life = told[0].steps, told[0].samples, life
+    stage = stages[welcomes[0].stage]
+    state.steps, state.samples, state.life = welcomes[0].steps, welcomes[0].samples, life
     state.enter(stage, node.rank)
-    state.follow(told[0])
+    state.follow(welcomes[0])
     both = zip(parts(stage), kept.piece_ends, strict=True)
     state.piece_ends, state.moments = [part.taken_up(ends, state.samples) for part, ends in both], kept.moments
-    state.versions = [one.version for one in told]
+    state.versions = [one.version for one in welcomes]
     state.version = min(state.versions)
-    state.step = state.round = told[0].done
+    state.step = state.round = welcomes[0].done
     state.drawn = state.step * state.batch
     return stage.index, state
 
@@ -215,13 +215,13 @@ async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
             await node.send(servers[k], push, bodies[k], meta)
         asked, answers = node.now, [await node.recv(pull, src=server) for server in servers]
         state.pull_s = node.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
-        replies = [said(Pull, answer.meta) for answer in answers]
+        replies = [parsed(Pull, answer.meta) for answer in answers]
         taken_back(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in replies])
         word, reply = max(reply.word for reply in replies), replies[0]
         for k in [k for k, one in enumerate(replies) if one.word < word]:  # it has not heard that the stage is over
             await node.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
             answers[k] = await node.recv(pull, src=servers[k])
-            replies[k] = said(Pull, answers[k].meta)
+            replies[k] = parsed(Pull, answers[k].meta)
         if any(answer.body is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
@@ -293,7 +293,7 @@ async def first(node: Node, stage: Stage, state: PieceState) -> int:
         take_in = receive if message.tag == push else membership
         if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
             for server in others:
-                await node.send(server, told(stage), None, (tally.version, GO))
+                await node.send(server, word_tag(stage), None, (tally.version, GO))
             node.snapshot(state.params, tick=tally.version if others else None, counts=tally.report())
         word, reason = verdict(node, stage, tally)
         if word == STOP or state.word == GO:
@@ -305,7 +305,7 @@ async def first(node: Node, stage: Stage, state: PieceState) -> int:
     await merge_rest(node, stage, state)
     end_ns = within(stage, node.now_ns)
     for server in others:
-        await node.send(server, told(stage), None, (tally.version, state.word, end_ns))
+        await node.send(server, word_tag(stage), None, (tally.version, state.word, end_ns))
     await dismiss(node, stage, state, state.word, end_ns)
     record_end(node, stage, tally, state.reason)
     return state.word
@@ -333,7 +333,7 @@ async def other(node: Node, stage: Stage, state: PieceState) -> int:
         await welcome(node, stage, state, state.newcomers[0])
     while not followed(state):
         node.mark(stage.index, state)
-        message: Message = await node.recv(push, told(stage), LOST)
+        message: Message = await node.recv(push, word_tag(stage), LOST)
         node.ledger.cut()
         if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
             state.leaving.append(message.src)

@@ -10,7 +10,7 @@ and only those are merged: what was counted of later ones is taken back. So ever
 model, and from R on the run is that of the others alone. A verdict that was on its way holds after round R − 1 at the
 earliest. The lowest rank that is left judges, counts and asks for snapshots, which every worker could.
 
-A stage ends when all have told each other that they are through, in the same way; a loss before that comes first, and
+A stage ends when all have sent each other that they are through, in the same way; a loss before that comes first, and
 where fewer samples count then, the stage goes on. They leave once the lowest rank that is left, which records the end,
 has said that it has: where it is lost before that, the next one does. Who is through answers those who have heard of a
 loss only later.
@@ -19,8 +19,8 @@ Where a loss leaves others without a path to each other, or fewer than `runtime.
 
 Where workers may come back (`ashl.topology.returns`), all are linked to all, so that each hears of every loss and tells
 everybody at once, and a return is agreed on in the same way. Only the members of a view make the next one, and each
-has to, so there is no other with the same number among those who are left. Before it is told to anybody else, all have
-said that they have it: else one who is lost could have told a newcomer of a view that nobody else has.
+has to, so there is no other with the same number among those who are left. Before it is sent to anybody else, all have
+said that they have it: else one who is lost could have sent a newcomer a view that nobody else has.
 
 Source: views as in Birman and Joseph, "Exploiting Virtual Synchrony in Distributed Systems", SOSP 1987; rows that keep
 adding up to 1 as in Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Metropolis Weights", 2006.
@@ -48,8 +48,8 @@ from ashl.topology.rounds import (
     gone_in,
     last_view,
     note,
+    round_tag,
     rounds_of,
-    said_in,
     start_of,
     staying,
 )
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
-    """Put together what this rank knows and what it was told."""
+    """Put together what this rank knows and what it has received."""
     headers = [GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()]
     known = [state.header, *headers]
     losses = [value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)]
@@ -106,9 +106,9 @@ async def hear_those_left(
 ) -> dict[int, Message]:
     """The messages of round k, of those who are there or had sent them before they were lost."""
     agree, heard = stage.tag("agree"), dict[int, Message]()
-    await heed(node, stage, state)
+    await catch_up(node, stage, state)
     for rank in sources:
-        tag = said_in(stage, state, rank, k)
+        tag = round_tag(stage, state, rank, k)
         while rank not in heard and k < (count := rounds_of(state, rank, k)):
             message = await node.recv(tag, agree, LOST, src=rank, before_s=math.inf if count == math.inf else node.now)
             if message is None:
@@ -123,7 +123,7 @@ async def hear_those_left(
     return heard
 
 
-async def heed(node: Node, stage: Stage, state: RoundState) -> None:
+async def catch_up(node: Node, stage: Stage, state: RoundState) -> None:
     """Take in what has been heard so far of who is lost or comes. Where they come, that is once in a round, so that
     rounds end however many do."""
     agree, came = stage.tag("agree"), Came()
@@ -159,24 +159,24 @@ def take_in(state: RoundState, message: Message, came: Came) -> int | None:
     elif message.body is None:
         return int(message.meta[0])
     else:
-        told = read(message.body)
-        came[told.key, told.phase, message.src] = told
-        if has_the_next(state, message.src, told):
-            held = state.views[: told.before]  # of which a newcomer has none: the last one is all that it needs
-            state.views = held + (ALL_THERE,) * (told.before - len(held)) + told.views
-        note(state.known, told.known)
+        theirs = read(message.body)
+        came[theirs.key, theirs.phase, message.src] = theirs
+        if has_the_next(state, message.src, theirs):
+            held = state.views[: theirs.before]  # of which a newcomer has none: the last one is all that it needs
+            state.views = held + (ALL_THERE,) * (theirs.before - len(held)) + theirs.views
+        note(state.known, theirs.known)
     return None
 
 
-def has_the_next(state: RoundState, src: int, told: Knowledge) -> bool:
-    """Whether a view comes with what is told. Not from one that is lost by now, as the others may make another view
+def has_the_next(state: RoundState, src: int, theirs: Knowledge) -> bool:
+    """Whether a view comes with what is received. Not from one that is lost by now, as the others may make another view
     without it, and from no other than those who make views with this rank: else some could have one, some another."""
-    view, life = last_view(state), told.known.get(src, 0)
+    view, life = last_view(state), theirs.known.get(src, 0)
     if state.known.get(src, 0) > life:
         return False
     if state.waits:
-        return told.key[0] >= len(state.views)
-    return told.key[0] > len(state.views) and src not in view.gone and view.known.get(src, 0) == life
+        return theirs.key[0] >= len(state.views)
+    return theirs.key[0] > len(state.views) and src not in view.gone and view.known.get(src, 0) == life
 
 
 def unsure(stage: Stage, state: RoundState) -> bool:
@@ -230,7 +230,7 @@ async def agreed(node: Node, stage: Stage, state: RoundState, came: Came) -> int
 
 async def confirmed(node: Node, stage: Stage, state: RoundState, came: Came) -> int | None:
     """Those who have made the last view tell each other that they have it, so that whoever goes on from here has it;
-    before that it is told to nobody else. Ends early where more is heard of; returns as `changed` does."""
+    before that it is sent to nobody else. Ends early where more is heard of; returns as `changed` does."""
     agree, views, known_now = stage.tag("agree"), state.views, dict(state.known)
     made_by = staying(views[-2] if len(views) > 1 else ALL_THERE, views[-1].known, stage.num_workers)
     others = [rank for rank in made_by if rank != node.rank] if node.rank in made_by else []

@@ -33,8 +33,8 @@ def show_profile(console: Console, profile: Profile) -> None:
             console.print(f"all at once: a {way} takes {spanned(loaded)} ms")
     for cost, noise in NOISES.items():
         for ranks in alike(profile.workers, cost, noise):
-            said = ", ".join(map(str, ranks[:MAX_ROWS])) + (", …" if len(ranks) > MAX_ROWS else "")
-            console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {said}")
+            listed = ", ".join(map(str, ranks[:MAX_ROWS])) + (", …" if len(ranks) > MAX_ROWS else "")
+            console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {listed}")
     if profile.full is not None:
         show_full(console, profile.full, profile.dense_bytes)
     if profile.num_workers > MAX_ROWS:
@@ -46,8 +46,9 @@ def show_hosts(console: Console, profile: Profile) -> None:
     hosts = [worker.host for worker in profile.workers]
     if len({*hosts, profile.server_host} - {None}) < 2:
         return
-    said = ", ".join(f"worker {rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS]))
-    console.print(f"{said}{', …' if len(hosts) > MAX_ROWS else ''}; the server on {profile.server_host}", markup=False)
+    workers = ", ".join(f"worker {rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS]))
+    more = ", …" if len(hosts) > MAX_ROWS else ""
+    console.print(f"{workers}{more}; the server on {profile.server_host}", markup=False)
     if better := profile.better_host:
         console.print(
             f"all that the server's port lets through comes from {better}: its link is no worse, perhaps better; "

@@ -86,11 +86,11 @@ def start(
     except OSError as error:
         return Writer(run_dir, uri, None, warning_of(run_dir, f"its writer did not start: {error}"))
     writer = Writer(run_dir, uri, process)
-    tell(writer, job)
+    send_line(writer, job)
     return writer
 
 
-def tell(writer: Writer, line: Mapping) -> None:
+def send_line(writer: Writer, line: Mapping) -> None:
     """A line for the writer; one that died is noticed by `finish`."""
     if writer.process is not None and writer.process.stdin is not None:
         with suppress(OSError):

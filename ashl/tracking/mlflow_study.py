@@ -34,7 +34,7 @@ def start(folder: Path, *, store: Path, name: str, axes: Sequence[str], command:
 def add(writer: mlflow.Writer, run_dir: Path, run_name: str, config: Mapping, setting: str = "") -> None:
     """A run has ended; `setting` is what its seeds have in common, "" where there is one seed only."""
     line = {"run_dir": str(run_dir.absolute()), "run_name": run_name, "setting": setting}
-    mlflow.tell(writer, line | {"params": mlflow.flat(config)})
+    mlflow.send_line(writer, line | {"params": mlflow.flat(config)})
 
 
 def main() -> None:
@@ -86,8 +86,8 @@ class Study:
         """One run that has ended, with its metrics, outcome and files; what is there of it already is replaced."""
         run_dir, name = Path(line["run_dir"]), line["run_name"]
         summary = (run_dir / SUMMARY).read_bytes()
-        told = json.loads(summary)
-        self.judged = {"metric": told.get("metric"), "lower": told.get("higher_is_better") is False}
+        record = json.loads(summary)
+        self.judged = {"metric": record.get("metric"), "lower": record.get("higher_is_better") is False}
         outcome = hashlib.sha256(summary).hexdigest()[:16]
         known, copied = self.known.get(name, ("", ""))
         if copied == outcome:
@@ -96,7 +96,7 @@ class Study:
         child.advance()
         _, warning = child.close()
         if warning is None:  # else the next sweep copies it again
-            self.told(child, outcome)
+            self.mark_copied(child, outcome)
         self.warning = self.warning or warning
 
     def replaced(self, known: str, name: str, kind: str, params: dict[str, str], run_dir: Path) -> mlflow.Copy:
@@ -110,7 +110,7 @@ class Study:
         self.known[name] = (child.run.run_id, "")
         return child
 
-    def told(self, child: mlflow.Copy, outcome: str) -> None:
+    def mark_copied(self, child: mlflow.Copy, outcome: str) -> None:
         """All of it is there."""
         self.client.set_tag(child.run.run_id, WRITER, outcome)
         self.known[str(child.run.run_name)] = (child.run.run_id, outcome)
@@ -140,7 +140,7 @@ class Study:
         for run, _ in runs:
             self.client.set_tag(run, "mlflow.parentRunId", parent.run.run_id)
         self.client.set_terminated(parent.run.run_id)
-        self.told(parent, outcome)
+        self.mark_copied(parent, outcome)
 
     def close(self) -> tuple[str | None, str | None]:
         """The settings, the sweep's own files, its end, and the view on its experiment; returns the deep link and a

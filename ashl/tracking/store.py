@@ -73,7 +73,7 @@ def schema_lock(uri: str) -> Generator[None, None, None]:
 
 
 def has_run(path: Path, run_id: str) -> bool:
-    """Whether the database at `path` knows the run. One that is locked has the benefit of the doubt."""
+    """Whether the database at `path` knows the run. One that is locked is taken to know it."""
     try:
         return _first(path, "SELECT 1 FROM runs WHERE run_uuid = ?", run_id) is not None
     except sqlite3.Error as error:
@@ -81,7 +81,7 @@ def has_run(path: Path, run_id: str) -> bool:
 
 
 def latest(uri: str, address: str = ADDRESS) -> str | None:
-    """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet or it cannot be told."""
+    """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet or it cannot be read."""
     path = database(uri)
     query = "SELECT experiment_id FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time DESC LIMIT 1"
     try:

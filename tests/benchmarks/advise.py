@@ -74,11 +74,11 @@ def main(clusters: list[str], typed: list[str]) -> None:
             fixed = list({key_of(text): text for text in fixed}.values())
             how = {"target": None, "budget_s": BUDGET_S, "slots": SLOTS, "explain": True, "dry_run": False}
             advise([*fixed, f"run.dir={folder}/advice"], None, console, **how, quiet=True)
-            told = jsonl.whole(folder / "advice" / "advice.json") or {}
+            record = jsonl.whole(folder / "advice" / "advice.json") or {}
             field = field_of(asked(fixed, None), None, lambda name: None)
-            times = whole_grid(field, fixed, told["scale"]["every_s"], folder / "grid")
+            times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))
-            name, rate = told["winner"]["name"], f"{told['winner']['optimizer.lr']:g}"
+            name, rate = record["winner"]["name"], f"{record['winner']['optimizer.lr']:g}"
             own_s, low_s, high_s = median(times[name, rate]), min(times[best]), max(times[best])
             both = zip(cost(folder / "advice"), cost(folder / "grid"), strict=True)
             table.add_row(
@@ -91,7 +91,7 @@ def main(clusters: list[str], typed: list[str]) -> None:
                 "yes" if own_s <= high_s else "no",
                 *(f"{own:.0f} / {whole:.0f} = {own / whole:.2f}" for own, whole in both),
             )
-            console.print(f"{cluster}: spent {told['spent_s']:.0f} s, {told['headline']}")
+            console.print(f"{cluster}: spent {record['spent_s']:.0f} s, {record['headline']}")
             console.print(table)
 
 

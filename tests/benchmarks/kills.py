@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
     why: str = ""
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         return f"{self.what} (within {self.took_s:.1f} s)" if self.what == ENDS else self.what
 
 
@@ -231,7 +231,7 @@ def each_moment(topologies: Sequence[str], sample: int | None, seed: int) -> str
     for topology, sync, _ in of:
         outcomes = [found.get((str(seed), topology, sync, moment)) for moment in MOMENTS]
         if any(outcomes):
-            cells = [outcome.told if outcome else "-" for outcome in outcomes]
+            cells = [outcome.label if outcome else "-" for outcome in outcomes]
             rows.append(f"| `{topology}` | `{sync}` | {' | '.join(cells)} |")
     counts = Counter(outcome.what for (of_seed, *_), outcome in found.items() if of_seed == str(seed))
     return "\n".join([*rows, "", ", ".join(f"{what}: {count}" for what, count in counts.most_common())])

@@ -15,8 +15,8 @@ LOST += "{time_s: 0.3, worker: 1, fail: true}, {time_s: 1000, worker: 0, fail: t
 
 def test_a_run_that_lost_workers_ends_well_and_says_so(workplace, capsys) -> None:
     assert main(["train", *RUN.split(), "run.dir=run", LOST]) == 0
-    told = capsys.readouterr().out
-    assert "worker 2 at 0.1 s (declared), back at 0.2 s; worker 1 at 0.3 s (declared)" in " ".join(told.split())
+    output = capsys.readouterr().out
+    assert "worker 2 at 0.1 s (declared), back at 0.2 s; worker 1 at 0.3 s (declared)" in " ".join(output.split())
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["lost_workers"] == [

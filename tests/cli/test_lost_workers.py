@@ -188,15 +188,15 @@ def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
 
 @pytest.mark.slow
 def test_nobody_joins_a_run_that_cannot_go_on_without_a_worker(train, capsys) -> None:
-    told = []
+    errors = []
 
     def join(run: Path) -> None:
         assert main(["join", str(run)]) == 2
-        told.append(capsys.readouterr().err)
+        errors.append(capsys.readouterr().err)
         os.kill(os.getpid(), signal.SIGINT)
 
     assert train(join, "sync=bsp", "run.checkpoint_s=100")[0] == 130
-    assert told[0].endswith("run: a run that leaves checkpoints (run.checkpoint_s) takes nobody.\n")
+    assert errors[0].endswith("run: a run that leaves checkpoints (run.checkpoint_s) takes nobody.\n")
 
 
 def door(**other: object) -> str:

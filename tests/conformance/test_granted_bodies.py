@@ -73,8 +73,8 @@ class Strict(Carrier):
         with self.alone(peer) as number:
             super().send(peer, torch.tensor([number, body.numel()]))
             super().send(peer, body)
-            super().recv(peer, told := torch.zeros(1, dtype=torch.int64))
-            assert told.item() == number
+            super().recv(peer, came := torch.zeros(1, dtype=torch.int64))
+            assert came.item() == number
 
     def recv(self, peer: int, flat: Tensor) -> None:
         with self.alone(peer) as number:

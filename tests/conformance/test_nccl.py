@@ -50,7 +50,7 @@ def echo(end: Connection, port: int, rank: int, ranks: int) -> None:
     dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
     carrier = Carrier({1 - rank: (world(), 1 - rank)}, "cuda:0")
 
-    def told() -> tuple[bool, None, dict[str, float]]:
+    def echoed() -> tuple[bool, None, dict[str, float]]:
         same = True
         for size in range(1, BODIES + 1):
             body = (torch.arange(size * 1000, device="cuda") % 251).to(torch.uint8)
@@ -64,7 +64,7 @@ def echo(end: Connection, port: int, rank: int, ranks: int) -> None:
             same = same and torch.equal(came, body)
         return same, None, {}
 
-    say(end, store, rank, ranks, told)
+    say(end, store, rank, ranks, echoed)
 
 
 def test_bodies_between_two_ranks_on_one_gpu() -> None:

@@ -75,9 +75,9 @@ def test_ranks_on_machines_of_their_own(topology: str, tmp_path: Path) -> None:
 def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -> None:
     """It hung, on the first one for ever."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    given = ([], ["seed=2"])
+    more_of = ([], ["seed=2"])
     folders = [tmp_path / str(rank) for rank in range(2)]
-    jobs = [start(folder, "gossip", ["ashl.cli"], given[r], RANK=str(r), **world) for r, folder in enumerate(folders)]
+    jobs = [start(folder, "gossip", ["ashl.cli"], more_of[r], RANK=str(r), **world) for r, folder in enumerate(folders)]
     host = platform.node()
     said = f"ashl: rank 1 on {host} has seed=2 and rank 0 on {host} has seed=0; give every process the same overrides\n"
     assert [job.communicate(timeout=60)[0] for job in jobs] == [said, said]
@@ -96,12 +96,12 @@ def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -
 )
 def test_what_one_process_cannot_do_ends_all(tmp_path: Path, rank: int, more: str, code: int, said: str) -> None:
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    given = [[more] if r == rank else [] for r in range(2)]
-    jobs = [start(tmp_path / str(r), "gossip", ["ashl.cli"], given[r], RANK=str(r), **world) for r in range(2)]
-    told = [job.communicate(timeout=60)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [code, code], told
-    for line in told:
-        assert re.fullmatch(rf"ashl: (rank {rank} on .*: )?{said}.*\n", line), told
+    more_of = [[more] if r == rank else [] for r in range(2)]
+    jobs = [start(tmp_path / str(r), "gossip", ["ashl.cli"], more_of[r], RANK=str(r), **world) for r in range(2)]
+    outputs = [job.communicate(timeout=60)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [code, code], outputs
+    for line in outputs:
+        assert re.fullmatch(rf"ashl: (rank {rank} on .*: )?{said}.*\n", line), outputs
 
 
 @pytest.mark.slow

@@ -96,9 +96,9 @@ def test_zeros_are_not_told_of() -> None:
     torch.testing.assert_close(spy.read(body, 1000), x, equal_nan=True)
     rule = conf_option("sync", "spy", share=0.1)
     point, change = spy.moved(x.nan_to_num(), vector("normal", 1000), torch.zeros(1000), Turn(lr=0.1), rule.share)
-    told = int(spy.read(change, 1000).count_nonzero())
-    assert 60 < told < 150
-    assert int(point.count_nonzero()) == told
+    nonzero = int(spy.read(change, 1000).count_nonzero())
+    assert 60 < nonzero < 150
+    assert int(point.count_nonzero()) == nonzero
     assert torch.equal(spy.read(change, 1000), point)
     assert spy.moved(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), Turn(), rule.share)[1].nbytes == 20 + 100 * 4 + 125
 

@@ -172,8 +172,8 @@ def test_what_is_relayed_is_the_sum_of_all_after_the_trees_diameter(graph):
     width = 2 * max(depths(near))  # at least the diameter
     heard = [{} for _ in range(n)]
     for _ in range(width):
-        told = {(i, j): relayed(start_of(i), heard[i], j) for i in range(n) for j in near[i]}
-        heard = [{j: told[j, i] for j in near[i]} for i in range(n)]
+        messages = {(i, j): relayed(start_of(i), heard[i], j) for i in range(n) for j in near[i]}
+        heard = [{j: messages[j, i] for j in near[i]} for i in range(n)]
     whole = sum(start_of(rank) for rank in range(n))
     for rank in range(n):
         total, count = relayed(start_of(rank), heard[rank])

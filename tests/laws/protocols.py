@@ -34,7 +34,7 @@ from tests.swarm.drawn import Seen, bound, check_mail, run
 class Round:
     """What a round came to at one worker: what its codec was given, the update, what it keeps, and the riders."""
 
-    given: Any
+    x_sent: Any
     update: Any
     sender: Any
     loss: float
@@ -71,14 +71,14 @@ async def worker(
     team = Team(node, stage, stage.workers, list(weights))
     for number, vectors in enumerate(rounds):
         x, turn = vectors[rank], Turn(seed=3, worker=rank, round=number)
-        given = None if isinstance(x, SizeOnly) else link.before(state.ends, x, turn).x
+        x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, turn).x
         team.begin(rank + 1.0, 5 if rank == 0 else 0)
         if isinstance(link.innermost, Collective):
             update = await by_protocol(team, stage, state, link.innermost, x, turn)
         else:
             body = link.encode(Ends(), x * weights[rank], turn)
             update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, turn)))
-        came[number][rank] = Round(given, update, state.ends.sender, team.loss, int(team.word))
+        came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.word))
 
 
 def whole(d: int, n: int, seed: int = 0) -> list[Tensor]:

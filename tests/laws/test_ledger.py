@@ -84,7 +84,7 @@ def test_closing_cuts_off_what_lies_past_the_end(actions, extra) -> None:
 
 @given(actions, times)
 def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
-    """What was folded two rounds ago is past doubt."""
+    """What was folded two rounds ago is final."""
     ledger, rounds = replayed(actions)
     sent, cuts = [], 0
     for name, *values in actions:

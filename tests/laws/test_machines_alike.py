@@ -45,14 +45,14 @@ def test_what_is_decoded_does_not_hang_on_the_matrix_library(tmp_path: Path) -> 
     np.save(tmp_path / "p.npy", x[: 150 * 4].view(150, 4).numpy())
     for name, option in CODECS.items():
         np.save(tmp_path / f"{name}.npy", for_layers(option, LAYOUT).encode(None, x)[1].numpy())
-    told = subprocess.run(
+    elsewhere = subprocess.run(
         [sys.executable, "-m", "tests.laws.test_machines_alike", tmp_path],
         env=os.environ | OLD,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.strip() == str(digests(tmp_path))
+    assert elsewhere.stdout.strip() == str(digests(tmp_path))
 
 
 if __name__ == "__main__":

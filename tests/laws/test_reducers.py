@@ -177,19 +177,19 @@ def test_nothing_is_lost_on_the_way(name: str, feedback: bool) -> None:
         if not feedback:
             assert all(one.sender is None or name == "power_sgd" for one in row)
             continue
-        before, after = (weighted([getattr(one, key) for one in row], weights) for key in ("given", "error"))
+        before, after = (weighted([getattr(one, key) for one in row], weights) for key in ("x_sent", "error"))
         if name == "power_sgd":
             assert torch.allclose(before, row[0].update + after, atol=1e-3)
         else:
             assert torch.equal(before, row[0].update + after)
-            assert all(bool(((one.error == 0) | (one.error == one.given)).all()) for one in row)
+            assert all(bool(((one.error == 0) | (one.error == one.x_sent)).all()) for one in row)
 
 
 def test_low_rank_is_the_projection_of_the_sum() -> None:
     n, weights, shape = 3, [0.5, 0.25, 0.25], (20, 15)
     rounds, _ = together(codec("power_sgd", rank=2), drawn(300, n, 2), weights, [shape])
     for row in rounds:
-        total, update = (v.view(shape) for v in (weighted([one.given for one in row], weights), row[0].update))
+        total, update = (v.view(shape) for v in (weighted([one.x_sent for one in row], weights), row[0].update))
         basis = torch.linalg.svd(update)[0][:, :2]
         assert torch.allclose(update, basis @ basis.T @ total, atol=1e-5)
         for one in row:  # each keeps what of its own lies outside of the common basis
@@ -199,7 +199,7 @@ def test_low_rank_is_the_projection_of_the_sum() -> None:
 def test_low_rank_without_compression_is_the_sum() -> None:
     weights = [0.5, 0.3, 0.2]
     rounds, _ = together(codec("power_sgd", rank=12), drawn(D, 3, 2), weights, SHAPES)
-    assert all(torch.equal(row[0].update, weighted([one.given for one in row], weights)) for row in rounds)
+    assert all(torch.equal(row[0].update, weighted([one.x_sent for one in row], weights)) for row in rounds)
     assert not any(one.error.any() for row in rounds for one in row)
 
 
@@ -210,11 +210,11 @@ def test_published_residuals_of_low_rank_give_the_same_updates() -> None:
     rounds, _ = together(codec("power_sgd", rank=2), vectors, weights, [shape])
     errors = [torch.zeros(300)] * n
     for row, xs in zip(rounds, vectors, strict=True):
-        given = [x + e for x, e in zip(xs, errors, strict=True)]
+        inputs = [x + e for x, e in zip(xs, errors, strict=True)]
         basis = torch.linalg.svd(row[0].update.view(shape))[0][:, :2]
-        update = (basis @ basis.T @ weighted(given, weights).view(shape)).view(-1)
+        update = (basis @ basis.T @ weighted(inputs, weights).view(shape)).view(-1)
         assert torch.allclose(update, row[0].update, atol=1e-4)
-        errors = [p - update for p in given]
+        errors = [p - update for p in inputs]
 
 
 # --- gTop-k -----------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_a_field_in_place_of_a_class_variable_is_required(mine) -> None:
 
 
 class AsksTwice(SSP):
-    """As SSP; what it is told first, it forgets."""
+    """As SSP; what it is asked first, it forgets."""
 
     def admit(self, state: Any, tally: Tally) -> list[int]:
         tally.behind()

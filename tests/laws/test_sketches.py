@@ -91,13 +91,13 @@ def test_sketched_sgd_without_collisions_is_topk_of_the_sum() -> None:
     for fields in ({"size": 1.0, "candidates": 1}, {"candidates": 10}):  # either all cells, or all are candidates
         rounds, _ = together(codec("sketch_sgd", kept=0.1, **fields), [whole(300, 3, t) for t in range(3)], weights)
         for row in rounds:
-            assert torch.equal(row[0].update, top(weighted([one.given for one in row], weights), 30))
+            assert torch.equal(row[0].update, top(weighted([one.x_sent for one in row], weights), 30))
 
 
 def test_sketched_sgd_asks_for_exact_values() -> None:
     rounds, _ = together(codec("sketch_sgd"), drawn(2000, 3, 2), [0.2, 0.3, 0.5])
     for row in rounds:
-        total = weighted([one.given for one in row], [0.2, 0.3, 0.5])
+        total = weighted([one.x_sent for one in row], [0.2, 0.3, 0.5])
         sent = row[0].update != 0
         assert sent.sum() == 40
         assert torch.equal(row[0].update[sent], total[sent])

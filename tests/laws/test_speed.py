@@ -179,6 +179,6 @@ def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_sh
         tails = list(pool.map(lambda pace: pace.departure(3, 125_000, 0)[2], paces[:3]))
     assert sorted(tails) == [1000 * MS, 2000 * MS, 3000 * MS]
     for number, start in ((0, 3000 * MS), (1, 4000 * MS)):
-        told = [paces[rank].all_reduced((1, 3), number, 125_000, 0) for rank in (3, 1)]
-        assert told == [(start, 1000 * MS)] * 2
+        spans = [paces[rank].all_reduced((1, 3), number, 125_000, 0) for rank in (3, 1)]
+        assert spans == [(start, 1000 * MS)] * 2
     assert paces[0].all_gathered((0, 1), 0, 125_000, 0)[0] == 0, "inside a machine there are other ports"

@@ -83,11 +83,13 @@ def test_health_is_a_metric(workplace: Path, capsys: pytest.CaptureFixture[str])
     assert 0 < line["compress/cosine"] < 1
     assert 0.5 < line["compress/aggregate_cosine"] < 1
     assert line["compress/residual"] > 0
-    told = json.loads((workplace / "out/summary.json").read_text())["compression"]
+    record = json.loads((workplace / "out/summary.json").read_text())["compression"]
     assert (
-        told["bits"] == line["compress/bits"] == pytest.approx(32 * sum(told["bytes"].values()) / (4 * 1210), rel=0.2)
+        record["bits"]
+        == line["compress/bits"]
+        == pytest.approx(32 * sum(record["bytes"].values()) / (4 * 1210), rel=0.2)
     )
-    assert told["warning"] is None
+    assert record["warning"] is None
 
 
 def test_a_codec_that_enlarges_is_named() -> None:
@@ -119,10 +121,10 @@ def test_an_update_that_is_no_number_names_its_layer(
 
     monkeypatch.setattr(Learner, "gradient", broken)
     assert main(["train", "-q", "runtime=sim", "tracking=none", "run.dir=out", f"topology={topology}", *BASE]) == 1
-    told = json.loads((workplace / "out/summary.json").read_text())
-    assert told["status"] == "diverged"
-    assert "layer 3.bias of the update of worker 2" in told["exit_reason"]
-    assert "round 4" in told["exit_reason"]
+    summary = json.loads((workplace / "out/summary.json").read_text())
+    assert summary["status"] == "diverged"
+    assert "layer 3.bias of the update of worker 2" in summary["exit_reason"]
+    assert "round 4" in summary["exit_reason"]
 
 
 @pytest.mark.parametrize("name", ["cast", "random_mask", "subsampling", "block_coordinate", "topk", "qsgd", "sign"])

@@ -119,15 +119,15 @@ def test_rounds_after_a_loss_are_those_of_the_others_alone(order: str, monkeypat
                 span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
                 _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
             made[rank] = local - now[rank]
-        told = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in rows}
+        sent = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in rows}
         for rank, row in rows.items():
             if k < first:
                 now[rank] = models[rank, k + 1]
                 continue
             (j, weight), *others = row.items()
-            total = told[j] * weight
+            total = sent[j] * weight
             for j, weight in others:
-                total.add_(told[j], alpha=weight)
+                total.add_(sent[j], alpha=weight)
             now[rank] = total if order == "atc" else total + made[rank]
             assert torch.equal(now[rank], models[rank, k + 1]), (rank, k)
 
@@ -198,14 +198,14 @@ def test_rounds_after_a_return_are_those_of_all_with_the_model_of_a_neighbour(
                 span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
                 _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
             made[rank] = local - now[rank]
-        told = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in range(4)}
+        sent = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in range(4)}
         for rank in range(4):
             near = sorted({rank, (rank + 1) % 4, (rank - 1) % 4})
             row = {j: third if j != rank else 1 - (third + third) for j in near}
             (j, weight), *others = row.items()
-            total = told[j] * weight
+            total = sent[j] * weight
             for j, weight in others:
-                total.add_(told[j], alpha=weight)
+                total.add_(sent[j], alpha=weight)
             now[rank] = total if order == "atc" else total + made[rank]
             assert torch.equal(now[rank], models[rank, k + 1]), (rank, k)
 

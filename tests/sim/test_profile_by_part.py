@@ -147,14 +147,14 @@ def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyP
     node, times = SimpleNamespace(now=0.0), list[float]()
     stage: Any = SimpleNamespace(workers=(0, 1), trainer=SimpleNamespace(dense_bytes=1000))
 
-    async def tell(*of: Any) -> None:
+    async def instruct(*of: Any) -> None:
         times.append(node.now)
 
     async def answers(*of: Any) -> dict[int, tuple[float, ...]]:
         node.now += round_s
         return {0: (1.0, 2.0, 1.5, 4.0)}
 
-    monkeypatch.setattr(beside, "tell", tell)
+    monkeypatch.setattr(beside, "instruct", instruct)
     monkeypatch.setattr(beside, "answers", answers)
     found = asyncio.run(beside.measured_beside(cast("Node", node), stage, 2.0, Line(1.0, 0.0)))
     assert (found, times) == (Beside(lost=0.5, slowed=1.5), begun)

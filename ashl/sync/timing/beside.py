@@ -20,7 +20,7 @@ from ashl.cluster.spec import Beside
 from ashl.plan.line import Line
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.sync.timing.exchanges import answers, blank, tell
+from ashl.sync.timing.exchanges import answers, blank, instruct
 from ashl.sync.timing.full import a_step
 from ashl.topology.local_work import WorkerState
 
@@ -65,7 +65,7 @@ async def measured_beside(node: Node, stage: Stage, step_s: float, line: Line) -
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
     lost, slowed, end_s = list[float](), list[float](), node.now + MOST_S
     while not lost or (len(lost) < ROUNDS and node.now < end_s):
-        await tell(node, stage, stage.workers, BESIDE, dense, count)
+        await instruct(node, stage, stage.workers, BESIDE, dense, count)
         found = (await answers(node, stage, stage.workers)).values()
         sum_s, step_s, both_s, beside_s = map(statistics.fmean, zip(*found, strict=True))
         lost.append(1 - step_s / max(step_s, beside_s))

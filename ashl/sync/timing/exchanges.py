@@ -20,7 +20,7 @@ LINK, SUM = -1, -2  # orders beside GO: time a message of this size both ways, o
 
 
 class OverError(Exception):
-    """The run ends before all is measured; a worker has been told so."""
+    """The run ends before all is measured; a worker has received that word."""
 
     def __init__(self, *order: Message) -> None:
         super().__init__("the run ends while it measures")
@@ -64,7 +64,7 @@ async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None 
     return node.now - start
 
 
-async def tell(
+async def instruct(
     node: Node, stage: Stage, members: Sequence[int], word: int, value: int = 0, group: int = 0, steps: bool = False
 ) -> None:
     """What is to be measured: of so many bytes or samples, by a group of so many, perhaps between steps."""

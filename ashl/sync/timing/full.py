@@ -38,7 +38,7 @@ from ashl.sync.timing.exchanges import (
     EMPTY,
     UP,
     answers,
-    tell,
+    instruct,
     time_apply,
     time_exchange,
     time_sum,
@@ -220,7 +220,7 @@ def step_times(batch: int, row: Sequence[float]) -> StepTimes:
 
 
 async def ask(node: Node, stage: Stage, members: Sequence[int], word: int, value: int) -> dict[int, tuple[float, ...]]:
-    await tell(node, stage, members, word, value)
+    await instruct(node, stage, members, word, value)
     return await answers(node, stage, members)
 
 
@@ -229,7 +229,7 @@ async def all_steps(node: Node, stage: Stage) -> list[tuple[StepTimes, ...]]:
     found: list[list[StepTimes]] = [[] for _ in stage.workers]
     for share in (1, 2, 4):
         for rank in stage.workers:
-            await tell(node, stage, (rank,), STEPS, max(1, stage.worker(rank).batch // share))
+            await instruct(node, stage, (rank,), STEPS, max(1, stage.worker(rank).batch // share))
         answered = await answers(node, stage, stage.workers)
         for rank, row in answered.items():
             batch = max(1, stage.worker(rank).batch // share)
@@ -302,7 +302,7 @@ async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: floa
         if k >= ROUNDS[0] and node.now >= end_s:
             break
         for nbytes in sizes_of(stage)[1:]:
-            await tell(node, stage, members, what, nbytes, group, short)
+            await instruct(node, stage, members, what, nbytes, group, short)
             found = await answers(node, stage, members)
             taken_s = fmean(map(min, zip(*(row[1:] for row in found.values()), strict=True)))
             times.setdefault(nbytes * (group if what == GATHER else 1), []).append(taken_s)
@@ -317,7 +317,7 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> Handling:
     dense, rows = stage.trainer.dense_bytes, list[tuple[int, float, float]]()
     for steps, nbytes in ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense)):
         used = node.used
-        await tell(node, stage, stage.workers, LOADED, nbytes, steps=steps)
+        await instruct(node, stage, stage.workers, LOADED, nbytes, steps=steps)
         found = (await answers(node, stage, stage.workers)).values()
         count = sum(rounds for rounds, _ in found)
         rows.append((nbytes, math.fsum(own for _, own in found) / count, (node.used - used) / count))
