@@ -38,8 +38,10 @@ class Row:
 
 PLAIN = "optimizer.momentum=0 optimizer.weight_decay=0"  # for rules that take steps of their own
 RING = "topology=all_reduce"
+THREES = f"{RING} sync=local_sgd sync.local_steps=3"
 GOSSIP = "topology=gossip"
 GROUPS = "topology=partial_all_reduce schedule=single"
+SLICED = "overlap=priority overlap.slice=300 overlap.credit=600"
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
 PORTS = f"{LINKS} cluster.server_bandwidth_mbit_s=30"
 NODES = f"{LINKS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=200"
@@ -102,6 +104,10 @@ def by_server() -> dict[str, Row]:
         "qsr": Row(f"sync=qsr sync.alpha=0.05 {COSINE} stop.epochs=3"),
         "server-wfbp": Row(f"sync=bsp overlap=wfbp {LINKS}"),
         "server-tictac": Row(f"sync=bsp overlap=tictac {LINKS} cluster.compute=[1,1,2]"),
+        "server-merged": Row(f"sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),
+        "server-slices": Row(f"sync=bsp overlap=slices overlap.slice=300 {PORTS}"),
+        "server-priority": Row(f"sync=bsp {SLICED} {PORTS}"),
+        "server-late": Row(f"sync=bsp optimizer.momentum=0.9 overlap=late {SLOW}", twin=True),
         "rennala": Row("sync=rennala sync.batch=5"),
         "ringmaster": Row(f"sync=ringmaster sync.max_delay=3 {SLOW}"),
     }
@@ -123,25 +129,22 @@ def by_sums() -> dict[str, Row]:
             "sync.update_scaler=3 sync.local_step_scaler=4 sync.local_step_clipper=4 stop.steps=120",
             processes="slow",
         ),
-        "ring-priority": Row(
-            f"{RING} sync=bsp overlap=priority overlap.slice=300 overlap.credit=600 cluster.compute=[1,1,2] {LINKS}",
-            processes="quick",
-        ),
+        "ring-priority": Row(f"{RING} sync=bsp {SLICED} cluster.compute=[1,1,2] {LINKS}", processes="quick"),
         "ring-dear": Row(f"{RING} sync=bsp overlap=dear cluster.compute=[1,1,2] {LINKS}", processes="quick"),
+        "ring-layerwise": Row(f"{RING} sync=bsp overlap=layerwise compression=topk {LINKS}", processes="slow"),
         "ring-late": Row(f"{RING} sync=bsp optimizer.momentum=0.9 overlap=late {SLOW}"),
-        "ring-eager": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=eager compression=topk outer=nesterov"),
-        "ring-late-steps": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=late compression=topk outer=co2"),
+        "ring-eager": Row(f"{THREES} overlap=eager compression=topk outer=nesterov"),
+        "ring-late-steps": Row(f"{THREES} overlap=late compression=topk outer=co2"),
         "ring-anchor": Row(f"{RING} sync=local_sgd overlap=overlap_local_sgd outer=slowmo outer.beta=0.7 {LINKS}"),
-        "ring-streaming": Row(
-            f"{RING} sync=local_sgd sync.local_steps=3 overlap=streaming overlap.fragments=2 outer=nesterov {LINKS}"
-        ),
-        "ring-loscar": Row(f"{RING} sync=local_sgd sync.local_steps=3 overlap=loscar aggregate=uniform {LINKS}"),
+        "ring-streaming": Row(f"{THREES} overlap=streaming overlap.fragments=2 outer=nesterov {LINKS}"),
+        "ring-loscar": Row(f"{THREES} overlap=loscar aggregate=uniform {LINKS}"),
         "ring-bcd": Row(f"{RING} sync=bsp optimizer=bcd"),
     }
 
 
 def by_gossip() -> dict[str, Row]:
     """Every gossip mode, and every kind of graph."""
+    hop = f"{GOSSIP} sync=hop sync.backups=1 sync.gap=4 topology.graph=complete"
     return {
         "d-psgd": Row(f"{GOSSIP} sync=d_psgd", processes="quick"),
         "d-psgd-atc-torus": Row(f"{GOSSIP} sync=d_psgd sync.order=atc topology.graph=torus cluster=four_nodes"),
@@ -166,14 +169,9 @@ def by_gossip() -> dict[str, Row]:
         "ad-psgd": Row(f"{GOSSIP} sync=ad_psgd"),
         "ad-psgd-waits": Row(f"{GOSSIP} sync=ad_psgd sync.overlap=false topology.graph=complete {PORTS}", twin=True),
         "swarm-bits": Row(f"{GOSSIP} sync=swarm sync.bits=8 {SLOW}", twin=True),
-        "hop-jump": Row(
-            f"{GOSSIP} sync=hop sync.backups=1 sync.gap=4 sync.jump=3 topology.graph=complete {SLOW} stop.steps=200",
-            twin=True,
-        ),
+        "hop-jump": Row(f"{hop} sync.jump=3 {SLOW} stop.steps=200", twin=True),
         "hop": Row(f"{GOSSIP} sync=hop {SLOW}"),
-        "hop-backup": Row(
-            f"{GOSSIP} sync=hop sync.backups=1 sync.gap=4 topology.graph=complete cluster.jitter=0.3", twin=True
-        ),
+        "hop-backup": Row(f"{hop} cluster.jitter=0.3", twin=True),
         "swarm": Row(f"{GOSSIP} sync=swarm topology.graph=complete"),
         "swarm-waits": Row(f"{GOSSIP} sync=swarm sync.overlap=false sync.local_steps=2 {SLOW} {LINKS}", twin=True),
     }
@@ -212,7 +210,7 @@ def codecs() -> dict[str, Row]:
             f"{bsp} compression=topk compression.indices=golomb compression.values=natural", by_bits=True, twin=True
         ),
         "topk-both-ways": Row(f"{asp} compression=topk compression.ratio=0.1 topology.pull_ratio=0.1 {PORTS}"),
-        "topk-local-sgd": Row(f"{BRIEF} {RING} sync=local_sgd sync.local_steps=3 compression=topk", twin=True),
+        "topk-local-sgd": Row(f"{BRIEF} {THREES} compression=topk", twin=True),
         "ring-topk": Row(f"{ring} compression=topk", processes="slow"),
         "random-mask": Row(f"{ring} compression=random_mask compression.ratio=0.2"),
         "random-k": Row(f"{ring} compression=random_k", processes="slow"),

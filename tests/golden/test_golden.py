@@ -21,6 +21,7 @@ UNSAID = {  # what is chosen where a row says nothing, and what schedules put be
     "aggregate=mean",
     "outer=average",
     "optimizer=sgd",
+    "overlap=none",
 }
 
 
@@ -55,7 +56,7 @@ def test_the_record_is_of_these_runs() -> None:
 
 def test_every_mechanism_has_a_row() -> None:
     words = {word for row in RUNS.values() for word in row.line.split()} | UNSAID
-    groups = ("topology", "sync", "compression", "schedule", "planner", "aggregate", "outer", "optimizer")
+    groups = ("topology", "sync", "compression", "schedule", "planner", "aggregate", "outer", "optimizer", "overlap")
     chosen = {f"{group}={option}" for group in groups for option in catalog()[group]}
     assert sorted(chosen - words) == []
 
