@@ -57,6 +57,11 @@ class Chain:
         """Whether sums and computing take something from each other."""
         return self.lost > 0 or self.slowed > 1
 
+    @property
+    def latency_ns(self) -> int:
+        """Of a message to or from a server."""
+        return self.answer_ns - self.half_ns(sum(self.nbytes))
+
     def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
         """When the last of these messages has ended, of which such shares are kept; None = as planned."""
         end, done, first = 0.0, 0.0, 0

@@ -52,7 +52,7 @@ class Slices(Overlap):
                 size = min(4 * self.slice, nbytes - start)
                 pushed = max(pushed, ready) + chain.cost_ns(size)
                 back = max(back, pushed) + chain.half_ns(size)
-        return back + chain.answer_ns - chain.half_ns(sum(chain.nbytes))
+        return back + chain.latency_ns
 
     def planned(self, chain: Chain) -> Slices:
         if self.slice != "auto":

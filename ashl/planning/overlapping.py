@@ -120,13 +120,14 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
         options["tictac"] = TicTac(plan="tuned")
         options["slices"] = Slices(slice="auto").planned(chain)
     elif chain.needed_ns and not chain.slows:
-        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(chain)
         options["dear"] = DeAR(plan="tuned")
+    if topology.has_server or "dear" in options:
+        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(chain)
     times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
     what = "a step, its push and its pull" if topology.has_server else "a step and its sum"
     sent = f"{count} message{'s' * (count > 1)}"
-    least = "at least " * (chosen.crosses and (chain.slows or (topology.has_server and not chosen.pulls)))
+    least = "at least " * (chosen.crosses and chain.slows)
     text = f"{what} take {least}{chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
         text += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
@@ -225,8 +226,6 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "there is no server to pull from", "topology=parameter_server, or overlap=priority"
     elif by_slice(own) and not merges_by_slice(own, len(stage.workers)):
         why, instead = "a slice is merged once it has come from all, by a sum and one step", "sync=bsp"
-    elif own.topology.has_server and isinstance(own.overlap, Priority) and own.overlap.timed:
-        why, instead = "what it weighs are sums", f"overlap.{own.overlap.untimed}"
     elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own", "sync=bsp"
     elif OVERLAP not in carried_by(own.topology, own.sync):

@@ -92,10 +92,6 @@ LAYERS = f"{RING} overlap=layerwise"
         (f"{LOSCAR} overlap.share=0", "overlap.share"),
         ("schedule=ashl overlap=dear", "makes no sense in stage ahl"),
         ("sync=bsp overlap=dear", "as a whole; take topology=all_reduce, or overlap=priority"),
-        (
-            "sync=bsp overlap=priority overlap.slice=auto",
-            "what it weighs are sums; take overlap.plan=layers overlap.slice",
-        ),
         ("sync=backup overlap=priority", "a slice is merged once it has come from all, by a sum and one step; take"),
         ("sync=backup overlap=slices", "a slice is merged once it has come from all, by a sum and one step; take sync"),
         ("sync=bsp overlap=slices optimizer=muon", "the optimizer steps on one layer group at a time"),

@@ -129,6 +129,51 @@ def test_what_is_tuned_is_no_slower_than_what_it_is_tuned_from(drawn, latency) -
 
 @pytest.mark.parametrize(("slices", "credit", "latency", "seconds"), [(1, 1, 0, 20), (1, 4, 0, 22), (1, 1, 0.2, 21.6)])
 def test_the_chain_of_the_literature(slices, credit, latency, seconds) -> None:
-    four = Chain((9, 11, 12, 15), (6, 1, 1, 5), lambda size: latency + size, lambda size: size / 2, (3, 2, 1.5, 0))
-    assert priority(four, slices, credit) == pytest.approx(seconds)
-    assert dear(four) == 21
+    """In tenths of a second, as times are whole numbers."""
+    four = Chain(
+        (90, 110, 120, 150), (6, 1, 1, 5), lambda n: round(10 * (latency + n)), lambda n: 5 * n, (30, 20, 15, 0)
+    )
+    assert priority(four, slices, credit) == 10 * seconds
+    assert dear(four) == 210
+
+
+def tic(needs: list[set[int]]) -> list[int]:
+    """TicTac's order without times: of operations that each need such pulls, by M+, the fewest that one which needs
+    this pull and others waits for; then by number."""
+    pulls = sorted(set().union(*needs))
+    most = {p: min((len(need) for need in needs if p in need and len(need) > 1), default=len(pulls) + 1) for p in pulls}
+    return sorted(pulls, key=lambda p: (most[p], p))
+
+
+def tac(needs: list[set[int]], work: list[float], takes: list[float]) -> list[int]:
+    """TicTac's order by times, with P the work that a pull lets begin by itself and M what it takes: one after the
+    other that which no other goes before, as A does before B where min(P_B, M_A) < min(P_A, M_B)."""
+    order, open_, left = list[int](), [set(need) for need in needs], sorted(set().union(*needs))
+    while left:
+        gains = {p: sum(w for need, w in zip(open_, work, strict=True) if need == {p}) for p in left}
+        ties = {p: place for place, p in enumerate(tic([need for need in open_ if need]))}
+        first = left[0]
+        for p in left[1:]:
+            before, after = min(gains[first], takes[p]), min(gains[p], takes[first])
+            if before < after or (before == after and ties[p] < ties[first]):
+                first = p
+        left.remove(first)
+        order.append(first)
+        open_ = [need - {first} for need in open_]
+    return order
+
+
+@given(layers)
+def test_on_a_chain_every_order_of_tictac_is_that_of_the_layers(drawn) -> None:
+    """Which is why there is no option for it: layer k needs the pulls of all layers up to its own."""
+    of = chain(drawn)
+    needs = [set(range(k + 1)) for k in range(len(drawn))]
+    work, takes = [forward for forward, _, _ in reversed(drawn)], [of.half_ns(size) for size in reversed(of.nbytes)]
+    assert tic(needs[1:]) == tac(needs, work, takes) == list(range(len(drawn))) or len(drawn) == 1
+
+
+def test_where_layers_wait_for_single_pulls_tictac_has_orders_of_its_own() -> None:
+    """Two branches and what joins them: that which lets more work begin goes first, whatever its number."""
+    needs = [{0}, {1}, {0, 1, 2}]
+    assert tic(needs) == [0, 1, 2]
+    assert tac(needs, [1, 9, 1], [4, 4, 4]) == [1, 0, 2]

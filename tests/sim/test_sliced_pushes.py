@@ -1,10 +1,12 @@
 """Pushes whose slices leave while backward goes on: the same model at a server, in the time of the closed form."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from ashl.config.construct import construct
+from ashl.overlap.chain import Chain
 from ashl.plan.plan import Plan
 from ashl.planning.build import layer_groups
 from ashl.planning.chains import chain_of
@@ -19,10 +21,16 @@ UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
 SMALL = (*SERVER, *UNEQUAL, "sync=bsp", "dataset=digits", "model=mlp", "model.hidden=[64]")
 
 
-def four_layers(overlap: str, workers: int, **spec: object) -> Plan:
-    """The chain of the literature: a third of 15 s is forward, backward takes 3, 1, 2 and 4, pushes 5, 1, 1 and 6 s."""
-    links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=0.008", "cluster.latency_s=0", "cluster.step_s=15")
-    server = "cluster.server_bandwidth_mbit_s=0.008"
+def four_layers(overlap: str, workers: int, size: int = 250, server: float | None = 1, **spec: object) -> Plan:
+    """The chain of the literature: a third of 15 s is forward, backward takes 3, 1, 2 and 4, pushes take 5, 1, 1 and 6.
+    The server's port is so many times as fast as a worker's, or no bottleneck."""
+    mbit_s = 0.008 * size / 250
+    links = (
+        "cluster.exchange_s=null",
+        f"cluster.bandwidth_mbit_s={mbit_s}",
+        "cluster.latency_s=0",
+        "cluster.step_s=15",
+    )
     plan = planned(
         "topology=parameter_server",
         "sync=bsp",
@@ -31,11 +39,11 @@ def four_layers(overlap: str, workers: int, **spec: object) -> Plan:
         f"cluster.compute={[1] * workers}",
         "cluster.link=null",
         *links,
-        server,
+        f"cluster.server_bandwidth_mbit_s={mbit_s * server if server else 'null'}",
     )
-    layers = tuple((f"layer{k}", (250 * c,)) for k, c in enumerate((5, 1, 1, 6)))  # 1,000 bytes a second
+    layers = tuple((f"layer{k}", (size * c,)) for k, c in enumerate((5, 1, 1, 6)))  # size · 4 bytes a second
     stage = replace(plan.stages[0], overlap={"_target_": f"ashl.overlap.{overlap}", **spec})
-    return replace(plan, layers=layers, num_params=250 * 13, work=(3, 1, 2, 4), stages=(stage,))
+    return replace(plan, layers=layers, num_params=size * 13, work=(3, 1, 2, 4), stages=(stage,))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +118,54 @@ def test_slices_take_what_their_plan_says(latency_s, slice) -> None:
     step_ns = construct(plan.stages[0].overlap, "overlap").step_ns(chain)
     sim = simulation(plan)()
     assert sim.nodes[1].counter.tally.end_ns == 9 * step_ns + chain.end_ns((1, 1, 1, 1)), "the last ends with its push"
+
+
+def by_priority(
+    latency_s: float, workers: int, size: int = 250, port: float | None = None, **spec: object
+) -> tuple[Plan, Chain]:
+    """Waited for layer by layer."""
+    plan = four_layers("priority.Priority", workers, size, port, plan=[1, 1, 1, 1], **spec)
+    plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
+    chain = chain_of(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan), server=True)
+    assert chain is not None
+    return plan, chain
+
+
+def step_of(plan: Plan, steps: tuple[int, int] = (8, 16)) -> float:
+    """In the long run, in virtual time."""
+    n = plan.num_workers
+    before, after = (
+        simulation(replace(plan, limits=replace(plan.limits, steps=n * count)))().nodes[n].counter.tally.end_ns
+        for count in steps
+    )
+    return (after - before) / (steps[1] - steps[0])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("latency_s", "slice", "credit"), [(0.1, 250, 250), (0.3, 400, 800), (1, 250, 1000), (0.05, 1500, 3000)]
+)
+def test_a_step_by_priority_takes_what_its_plan_says(latency_s, slice, credit, workers) -> None:
+    """With the time that it takes until a worker knows that the server has a slice."""
+    plan, chain = by_priority(latency_s, workers, slice=slice, credit=credit)
+    assert step_of(plan) == construct(plan.stages[0].overlap, "overlap").step_ns(chain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("latency_s", "port", "worse"), [(0.02, None, 1.001), (0.3, None, 1.001), (0.02, 1, 1.001), (0, 2, 1.07)]
+)
+def test_what_is_tuned_for_a_server_is_the_best_that_the_simulator_finds(latency_s, port, worse) -> None:
+    """Where its port is a bottleneck workers are not served alike, which the plan does not know."""
+    plan, chain = by_priority(latency_s, 2, 10_000, port, slice="auto", credit="auto")
+    tuned = construct(plan.stages[0].overlap, "overlap").planned(chain)
+
+    def step_ns(slice: int, credit: int) -> float:
+        return step_of(by_priority(latency_s, 2, 10_000, port, slice=slice, credit=credit)[0], (2, 4))
+
+    sizes, credits = (60_000 // 2**k for k in range(5)), (1, 2, 4, 8)
+    best = min(step_ns(size, count * size) for size, count in product(sizes, credits))
+    assert step_ns(tuned.slice, tuned.credit) <= worse * best
 
 
 def test_a_plan_weighs_what_all_push_at_once() -> None:
