@@ -222,6 +222,14 @@ def test_sums_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(train,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ROUNDS[1:3], ids=["sgp", "choco"])
+def test_another_process_takes_the_place_of_who_stands_still(mode: tuple[str, ...], train, workplace: Path) -> None:
+    own = ("runtime.timeout_s=4", "runtime.respawn=1", "stop.seconds=12")
+    assert train(lambda run: os.kill(ranks_of(run)[1], signal.SIGSTOP), *mode, *own) == (0, "")
+    check_return(workplace / "run", 1, "was not heard of for 4 s")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [ROUNDS[0], AVERAGES[0]], ids=["rounds", "groups"])
 def test_the_process_of_who_stands_still_for_too_long_is_ended(mode: tuple[str, ...], train, workplace: Path) -> None:
     """In groups another one takes its place at once."""
