@@ -209,23 +209,17 @@ def test_two_who_are_killed_come_back_also_over_a_border(train, workplace: Path)
 
 
 @pytest.mark.slow
-def test_sums_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(train, workplace: Path) -> None:
+@pytest.mark.parametrize("mode", [(*RING, "sync=bsp"), *ROUNDS[1:3]], ids=["sums", "sgp", "choco"])
+def test_the_others_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(
+    mode: tuple[str, ...], train, workplace: Path
+) -> None:
     def stop_for_a_while(run: Path) -> None:
         os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
         wait_for(lambda: '"lost"' in (run / "events.jsonl").read_text())
         time.sleep(1)
         os.kill(stopped, signal.SIGCONT)
 
-    own = ("sync=bsp", "runtime.timeout_s=4", "stop.seconds=14")
-    assert train(stop_for_a_while, *RING, *own) == (0, "")
-    check_return(workplace / "run", 1, "was not heard of for 4 s")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ROUNDS[1:3], ids=["sgp", "choco"])
-def test_another_process_takes_the_place_of_who_stands_still(mode: tuple[str, ...], train, workplace: Path) -> None:
-    own = ("runtime.timeout_s=4", "runtime.respawn=1", "stop.seconds=12")
-    assert train(lambda run: os.kill(ranks_of(run)[1], signal.SIGSTOP), *mode, *own) == (0, "")
+    assert train(stop_for_a_while, *mode, "runtime.timeout_s=4", "stop.seconds=14") == (0, "")
     check_return(workplace / "run", 1, "was not heard of for 4 s")
 
 
