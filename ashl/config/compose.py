@@ -1,7 +1,7 @@
 """From the command line's KEY=VALUE to one plain dict, by Hydra.
 
-A composition in which values were set is checked against a second one of the same options in which none was: a key that
-is not there does not exist, whether it was mistyped on the command line, forced in with `++` or written in a preset.
+A composition in which values were set is checked against one of the same options in which none was: a key that is not
+there does not exist, whether it was mistyped on the command line, forced in with `++` or written in a preset.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -46,21 +46,24 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     if any(key.partition(".")[0] == "sync" for key in named) and "schedule" not in named:
         overrides = [*overrides, "schedule=single"]
     changes = [_change(text, known) for text in overrides]
-    groups = tuple(f"{change.key_or_group}={change.value()}" for change in changes if change.key_or_group in known)
+    last = {change.key_or_group: change.value() for change in changes if change.key_or_group in known}
+    groups = tuple(f"{group}={option}" for group, option in sorted(last.items()))
     values = [change for change in changes if change.key_or_group not in known]
     keys = [change.key_or_group for change in values]
     for key in keys:
         if config_dir and (config_dir / key).is_dir():
             raise lacking("group", key, known)
     with _one_sentence(known, config_dir or CONF):
-        config, choices = _shipped(groups) if config_dir is None else _compose(groups, config_dir)
-        config = _with(config, values)
+        chosen, choices = _shipped(groups) if config_dir is None else _compose(groups, config_dir)
+        config = _with(chosen, values)
         _refuse_hidden(choices, config_dir)
         presets = [group for group in PRESETS if group in choices]
         before = None
         if values or presets:
-            options = tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS)
-            unchanged = _plain((_shipped(options) if config_dir is None else _compose(options, config_dir))[0])
+            if presets:
+                options = tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS)
+                chosen = (_shipped(options) if config_dir is None else _compose(options, config_dir))[0]
+            unchanged = _plain(chosen)
             unknown = next(_unknown(_plain(config), unchanged), None)
             if unknown:
                 typed = any(unknown.startswith(key) for key in [*keys, *presets])

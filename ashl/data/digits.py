@@ -1,6 +1,7 @@
 """Handwritten digits, 8x8, shipped inside scikit-learn: real, offline, and small enough for a laptop."""
 
 import gzip
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,10 +32,16 @@ class Digits(Dataset):
         path = Path(package.origin).parent / FILE if package and package.origin else Path("sklearn") / FILE
         if not path.is_file():
             raise DataMissingError(f"The digits are not in {path}; run `pip install scikit-learn`, which brings them.")
-        with gzip.open(path, "rt") as file:
-            table = np.loadtxt(file, delimiter=",", dtype=np.float32)
+        table = read(path)
         pixels = torch.from_numpy((table[:, :-1] / LARGEST - MEAN) / STD).reshape(-1, 1, 8, 8)
         classes = torch.from_numpy(table[:, -1].astype(np.int64))
         order = torch.from_numpy(permutation(len(table), 0, Purpose.SPLIT))
         train, test = (Split(pixels[part], classes[part]) for part in (order[:NUM_TRAIN], order[NUM_TRAIN:]))
         return Data(train, test, sample_shape=(1, 8, 8), num_classes=10)
+
+
+@cache
+def read(path: Path) -> np.ndarray:
+    """The file's table, 64 grey levels and the digit in each row: read once for the plan and for what is run of it."""
+    with gzip.open(path, "rt") as file:
+        return np.loadtxt(file, delimiter=",", dtype=np.float32)
