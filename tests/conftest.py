@@ -13,14 +13,19 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 for name in ("ASHL_DATA", "MLFLOW_TRACKING_URI", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS"):
     os.environ.pop(name, None)
 
-hypothesis.settings.register_profile("ashl", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ashl")
+hypothesis.settings.register_profile("ashl", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("all", hypothesis.settings.get_profile("ashl"), max_examples=100)
 
 REWRITES = ("test_rewrite_golden", "test_rewrite_curves")  # what --rewrite-golden runs, and nothing else does
 
 
 def pytest_addoption(parser):
     parser.addoption("--rewrite-golden", action="store_true", help="record anew what tests/golden compares with")
+
+
+def pytest_configure(config):
+    """Laws are tried on more examples where slow tests run, too: with `-m ""`."""
+    hypothesis.settings.load_profile("ashl" if "not slow" in config.option.markexpr else "all")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -23,8 +23,8 @@ QUICK = (
     "model.hidden=[16]",
 )
 SYNCHRONOUS = [
-    ["sync=bsp"],
-    ["sync=bsp", "topology=all_reduce"],
+    pytest.param(["sync=bsp"], marks=pytest.mark.slow),  # by default it is a row of the golden set that does,
+    pytest.param(["sync=bsp", "topology=all_reduce"], marks=pytest.mark.slow),  # ... and so is this
     ["sync=backup", "sync.backups=0"],
     ["sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]", "planner=paper", "aggregate=fednova"],
     ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce", "topology.algorithm=tree"],

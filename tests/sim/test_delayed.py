@@ -16,6 +16,7 @@ SMALL = (
 )
 RING, STEPS = ("topology=all_reduce",), 3
 LATE = ("overlap=late",)
+TIMED = ("runtime.gradients=false",)
 LOCAL = ("sync=local_sgd", f"sync.local_steps={STEPS}")
 
 
@@ -160,7 +161,7 @@ def test_a_round_takes_the_longer_of_its_steps_and_its_exchange(sync, steps, exc
     """The first piece, a round for each merge but the first, and what the last one takes to land, to the nanosecond."""
     rounds, compute = 8, 30_000_000 * steps  # of the slowest
     for topology in ("all_reduce", "parameter_server"):
-        links = ("cluster.link=null", "cluster.step_s=0.01", f"cluster.exchange_s={exchange_s}")
+        links = ("cluster.link=null", "cluster.step_s=0.01", f"cluster.exchange_s={exchange_s}", *TIMED)
         chosen = (*SMALL[:4], *links, *sync, f"topology={topology}", f"stop.steps={3 * rounds * steps}")
         serial, late = simulated(*chosen), simulated(*chosen, *LATE)
         exchange = (
@@ -224,7 +225,7 @@ def test_what_a_border_finds_under_way_counts_once(sync, workplace) -> None:
 )
 def test_ends_are_met_as_elsewhere(stop, mode) -> None:
     """Counts are passed by less than a step of each worker, and nothing counts after the budget."""
-    chosen = (*SMALL, f"topology={mode.split()[0]}", mode.split()[1], stop)
+    chosen = (*SMALL, *TIMED, f"topology={mode.split()[0]}", mode.split()[1], stop)
     late, serial = simulated(*chosen, *LATE), simulated(*chosen)
     assert late.end["reason"] == serial.end["reason"] == stop.partition("=")[0].removeprefix("stop.")
     if "seconds" in stop:

@@ -1,5 +1,6 @@
 """The same plan in another process, under another hash seed: the same parameters and records, byte for byte."""
 
+import contextlib
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ashl.cli.app import main
 from ashl.learn.allocator import collecting_seldom
 from ashl.runtime.node import Node
 from ashl.tracking import jsonl
@@ -30,27 +32,27 @@ RUNS = {  # what has an order to lose: ties, arrivals, jitter, ports, events, ev
     ],
     "ring": ["sync=local_sgd", "topology=all_reduce", "optimizer=adam"],
 }
+ALWAYS = ["-q", "runtime=sim", "tracking=none", "tracking.events=all", "stop.steps=160", "model.hidden=[16]"]
+COMMANDS = [["train", f"run.dir={name}", *ALWAYS, *overrides] for name, overrides in RUNS.items()]
 SCRIPT = """
 import json, sys
 from ashl.cli.app import main
-for name, overrides in json.loads(sys.argv[1]).items():
-    always = ["runtime=sim", "tracking=none", "tracking.events=all", "stop.steps=160", "model.hidden=[16]"]
-    assert main(["train", "-q", f"run.dir={name}", *always, *overrides]) == 0
+for command in json.loads(sys.argv[1]):
+    assert main(command) == 0
 """
 FILES = ("events.jsonl", "trace.json.gz", "plan.json", "config.yaml", "overrides.yaml")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    made = []
-    for hash_seed in ("1", "2"):
-        folder = tmp_path_factory.mktemp(f"hash{hash_seed}")
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT, json.dumps(RUNS)], cwd=folder, env=environment, check=True, timeout=100
-        )
-        made.append(folder)
-    return made
+    """Of this process, whose hash seed is drawn, and of another one."""
+    here, there = (tmp_path_factory.mktemp(name) for name in ("here", "there"))
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    with contextlib.chdir(here):
+        assert [main(command) for command in COMMANDS] == [0] * len(COMMANDS)
+    script = [sys.executable, "-c", SCRIPT, json.dumps(COMMANDS)]
+    subprocess.run(script, cwd=there, env=environment, check=True, timeout=100)
+    return [here, there]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -14,7 +14,7 @@ from tests.sim import test_checkpoint as checkpoints
 from tests.stand_in_device import DEVICE, There, guarded
 from tests.support import Ran, planned, run
 
-TASK = ("model=mlp", "dataset=digits", "stop.steps=24", "eval.every_commits=1000000", "cluster.compute=[1,2,3]")
+TASK = ("model=mlp", "dataset=digits", "stop.steps=18", "eval.every_commits=1000000", "cluster.compute=[1,2,3]")
 RUNS = {
     "bsp": ("sync=bsp",),
     "bsp, momentum, Nesterov outside": ("sync=local_sgd", "sync.local_steps=3", "outer=nesterov"),
@@ -160,7 +160,7 @@ def test_local_steps_are_not_looked_at() -> None:
     with guarded() as short:
         run(planned(*TASK, "sync=local_sgd", "sync.local_steps=2"), device=DEVICE)
     with guarded() as long:
-        run(planned(*TASK, "sync=local_sgd", "sync.local_steps=8", "stop.steps=96"), device=DEVICE)
+        run(planned(*TASK, "sync=local_sgd", "sync.local_steps=8", "stop.steps=72"), device=DEVICE)
     assert long.reads == short.reads
 
 
