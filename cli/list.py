@@ -13,6 +13,7 @@ from ashl.config.catalog import (
     defaults,
     docstrings,
     head,
+    held,
     lacking,
     load,
     parameters,
@@ -66,15 +67,16 @@ def show_options(
 
 
 def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str]) -> str:
-    """Markdown: what each option is, where it runs where that is not everywhere, what it is at its limits, which
-    presets compare it with others, and what it is from; a column that is empty in a group is left out."""
-    compared, parts = _compared(known), []
+    """Markdown: what each option is, where it runs where that is not everywhere, what it is at its limits and by which
+    tests, which presets compare it with others, and what it is from; a column that is empty in a group is left out."""
+    compared, tests, parts = _compared(known), held(), []
     for group in groups:
         columns: dict[str, list[str]] = {
             "option": [f"`{name}`" for name in known[group]],
             "what it is": [summary(file) for file in known[group].values()],
             "topology": [_topologies(target(file)) if group == "sync" else "" for file in known[group].values()],
             "limits": [_paragraph(target(file), "Limit") for file in known[group].values()],
+            "held by": [", ".join(f"`{test}`" for test in tests.get(f"{group}={name}", ())) for name in known[group]],
             "compared in": [", ".join(compared.get((group, name), ())) for name in known[group]],
             "source": [_paragraph(target(file), "Source") for file in known[group].values()],
         }

@@ -54,6 +54,10 @@ class Planner(Contract, group="planner"):
         """One commit, see `online`."""
         raise NotImplementedError
 
+    def hear(self, state: Any, worker: int, update: Any, steps: int, samples: int) -> Any:
+        """The update of that commit, see `goodput`."""
+        return state
+
     def replan(
         self, state: Any, current: Sequence[Assigned], h_preset: int, r_preset: float | None, payload: Payload
     ) -> tuple[Any, tuple[Assignment, ...] | None]:

@@ -29,6 +29,9 @@ class Hidden(Planner):
     ) -> Any:
         return self.planner.observe(state, worker, step_s, 0.0, 0.0, payload)
 
+    def hear(self, state: Any, worker: int, update: Any, steps: int, samples: int) -> Any:
+        return self.planner.hear(state, worker, update, steps, samples)
+
     def replan(
         self,
         state: Any,

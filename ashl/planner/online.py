@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -33,6 +33,7 @@ class Averages:
 
     profile: Profile
     commits: int = 0  # since the assignment was last judged
+    noise: Any = None  # of gradients, where a planner follows it
 
     def of(self, ranks: Sequence[int]) -> Averages:
         """What is known of these workers."""
@@ -67,7 +68,7 @@ class Online(Planner):
         dense_s = push_s * known.push_s / expected if expected else push_s
         seen = self._towards(known, step_s, dense_s, pull_s)
         workers = (*state.profile.workers[:worker], seen, *state.profile.workers[worker + 1 :])
-        return Averages(replace(state.profile, workers=workers), state.commits + 1)
+        return replace(state, profile=replace(state.profile, workers=workers), commits=state.commits + 1)
 
     def _towards(self, known: WorkerProfile, step_s: float, push_s: float, pull_s: float) -> WorkerProfile:
         def follow(old: float, new: float) -> float:

@@ -49,7 +49,9 @@ def check_pieces(name: str, stage: StagePlan, own: StageParts, parts: Parts) -> 
             f"its own; take sync=bsp, local_sgd, asp or ssp, or {ONE}"
         )
     if stage.h_preset is not None and parts.planner.follows:
-        raise UsageError(f"{name}: no server sees whole pushes, and planner=online wants one; take another, or {ONE}")
+        raise UsageError(
+            f"{name}: no server sees whole pushes, and a planner that plans anew wants one; take another, or {ONE}"
+        )
     if sync.exchange == "gradient" and not own.optimizer.elementwise:
         raise UsageError(
             f"{name}: optimizer={chosen(own.optimizer)} steps on whole layers, and a server has a piece of the model; "

@@ -48,6 +48,7 @@ from ashl.planning.legal import (
     refuse_sync,
     refuse_unheard,
 )
+from ashl.planning.legal_annealing import check_annealing
 from ashl.planning.legal_checkpoints import check_checkpoints
 from ashl.planning.legal_churn import check_churn
 from ashl.planning.legal_compression import check_compression
@@ -184,6 +185,7 @@ def usable(plan: Plan, options: Options, path: str | None) -> Parts:
     try:
         resolved = parts_of(plan, options)
         check_stages(resolved, plan.stages)
+        check_annealing(resolved, plan.stages)
     except UsageError as error:
         if path is None:
             raise

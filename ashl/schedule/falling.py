@@ -7,7 +7,8 @@ given, says for each rung but the last the evaluated loss at which it gives way 
 often is evaluated (`eval.*`).
 
 Limits: one rung is `single`; `fall` = 1 changes no step, and a border is a barrier still. Where nobody adds up updates,
-as in gossip, there is no step of a server to fall, and it is refused.
+as in gossip, there is no step of a server to fall, and it is refused; so it is where gradients are merged, as in
+`bsp`, on which the optimizer steps.
 
 Source: ours.
 """

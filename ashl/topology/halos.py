@@ -95,7 +95,9 @@ class Halos(Topology):
         if len(self.members(nodes)) == 1 or not isinstance(sync, ServerRule):
             return
         if follows:
-            raise UsageError("topology=halos: no server sees all workers, and planner=online wants one; take another")
+            raise UsageError(
+                "topology=halos: no server sees all workers, and a planner that plans anew wants one; take another"
+            )
         waits = sync.in_rounds or type(sync).closes_s is not ServerRule.closes_s
         if waits or type(sync).loop is not Rule.loop or type(sync.messages()) is not Updates:
             raise UsageError(

@@ -125,6 +125,7 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Pl
         assert profile is not None, "an online planner starts from a profile"
         state.averages = Averages(profile)
     averages = planner.observe(state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload)
+    averages = planner.hear(averages, push.worker, push.body, push.steps, push.samples)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
     there = [rank for rank in stage.workers if rank not in state.tally.gone]

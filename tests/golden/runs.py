@@ -323,6 +323,7 @@ def stages() -> dict[str, Row]:
             "sync=asp sync.local_steps=plan schedule.h_preset=[2] planner=online stop.steps=240 "
             "cluster.events=[{time_s:0.5,worker:1,compute:6},{time_s:1,worker:0,link:5}]"
         ),
+        "plan-goodput": Row("schedule=ashl planner=goodput planner.smoothing=0.5 stop.steps=240", by_bits=True),
     }
 
 

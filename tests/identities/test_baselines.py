@@ -16,6 +16,7 @@ def same(a, b):
     return (a.sha256, a.time_ns, a.end["commits"]) == (b.sha256, b.time_ns, b.end["commits"])
 
 
+@pytest.mark.limit("sync=adsp")
 def test_adsp_of_equal_workers_is_asp_with_local_steps():
     """Γ/C of exactly four steps, an exchange that takes no time, and no search."""
     base = ("cluster.exchange_s=0", "aggregate=uniform")
@@ -29,12 +30,14 @@ def test_adsp_of_equal_workers_is_asp_with_local_steps():
     assert same(adsp, run("sync=asp", "sync.local_steps=4", *base))
 
 
+@pytest.mark.limit("sync=dssp")
 def test_dssp_without_a_range_is_ssp():
     for cluster in ("cluster=mixed", "cluster=one_slow"):
         dssp = run(cluster, "sync=dssp", "sync.s_low=2", "sync.s_high=2")
         assert same(dssp, run(cluster, "sync=ssp", "sync.staleness=2"))
 
 
+@pytest.mark.limit("sync=adacomm")
 def test_adacomm_from_one_step_is_local_sgd_with_one():
     adacomm = run("sync=adacomm", "sync.local_steps=1", "sync.every_s=0.1")
     assert same(adacomm, run("sync=local_sgd", "sync.local_steps=1"))
@@ -45,12 +48,14 @@ def test_adacomm_before_its_first_check_is_local_sgd():
     assert same(adacomm, run("sync=local_sgd", "sync.local_steps=4"))
 
 
+@pytest.mark.limit("sync=lb_bsp")
 @pytest.mark.parametrize("aggregate", ["mean", "samples"])
 def test_lb_bsp_of_equal_workers_is_bsp(aggregate):
     lb_bsp = run("sync=lb_bsp", f"aggregate={aggregate}")
     assert same(lb_bsp, run("sync=bsp", f"aggregate={aggregate}"))
 
 
+@pytest.mark.limit("sync=adsp_ashlrepo")
 @pytest.mark.parametrize("steps", [1, 4])
 def test_adsp_of_the_ashl_repository_takes_no_local_steps(steps):
     """One worker, four gradients on a frozen model: one large batch with four times the rate, squared."""

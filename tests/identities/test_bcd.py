@@ -15,6 +15,7 @@ CHOSEN = ("schedule=single", "sync=bsp", "topology=all_reduce", "optimizer=bcd")
 SMALL = (*CHOSEN, "cluster=homogeneous", "model.hidden=[24]")
 
 
+@pytest.mark.limit("optimizer=bcd")
 def test_many_workers_are_one_with_all_the_data() -> None:
     uneven = simulated(*SMALL, "dataset.partition=dirichlet", "dataset.alpha=1", "stop.epochs=4", "seed=1")
     one = simulated(*SMALL, "cluster.compute=[1]", "stop.epochs=4", "seed=1")

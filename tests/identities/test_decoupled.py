@@ -13,6 +13,7 @@ decoupled = partial(run, "sync=decoupled")
 TIMED = ("runtime.gradients=false", "cluster.step_s=0.01", "cluster.exchange_s=0.002", "cluster.link=null")
 
 
+@pytest.mark.limit("sync=decoupled")
 def test_all_learners_are_diloco_through_a_server() -> None:
     at = ("outer=nesterov", "optimizer.momentum=0.9", "stop.steps=64", "compression=topk", "cluster.link=[1,2,1,1]")
     everyone, diloco = decoupled(*at, "sync.min_learners=4", "sync.grace_s=5"), run(*at, "sync=local_sgd")

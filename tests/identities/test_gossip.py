@@ -44,6 +44,7 @@ def run(*overrides):
     return simulated(*BASE, "topology=gossip", *overrides)
 
 
+@pytest.mark.limit("sync=d_psgd")
 def test_the_complete_graph_is_bsp():
     whole = run("sync=d_psgd", ATC, "topology.graph=complete", "topology.weights=uniform")
     close(whole.params, simulated(*BASE, "sync=bsp").params)
@@ -52,27 +53,32 @@ def test_the_complete_graph_is_bsp():
     assert run("sync=d_psgd").snapshots[-1][0]["consensus_distance"] > 0
 
 
-@pytest.mark.parametrize("sync", ["d_psgd", "ad_psgd", "hop"])
+@pytest.mark.limit("sync=ad_psgd", "sync=d_admm")
+@pytest.mark.parametrize("sync", ["d_psgd", "ad_psgd", "hop", "d_admm"])
 def test_one_worker_is_alone(sync):
     one = ("cluster.compute=[1]", "cluster.link=null")
     alone = simulated(*BASE, *one, "sync=local_sgd", "sync.local_steps=1", "topology=all_reduce")
     close(run(*one, *f"sync={sync}".split()).params, alone.params)
 
 
+@pytest.mark.limit("sync=sgp")
 def test_push_sum_with_equal_weights_is_d_psgd():
     graph = "topology.graph=one_peer_exponential"
     assert run("sync=sgp", graph).sha256 == run("sync=d_psgd", ATC, graph).sha256
 
 
+@pytest.mark.limit("sync=relay_sum")
 def test_two_relaying_workers_are_bsp():
     two = ("cluster.compute=[1,2]", "cluster.link=null")
     close(run(*two, "sync=relay_sum").params, simulated(*BASE, *two, "sync=bsp").params)
 
 
+@pytest.mark.limit("sync=choco")
 def test_choco_without_compression_is_d_psgd():
     close(run("sync=choco", "sync.gamma=1").params, run("sync=d_psgd", ATC).params)
 
 
+@pytest.mark.limit("sync=matcha")
 def test_matcha_with_all_edges_is_d_psgd(tmp_path):
     alpha = sampling(edges_of("ring", 1, 4, 0), 4, 1.0).alpha
     path = tmp_path / "ring.edges"
@@ -80,6 +86,7 @@ def test_matcha_with_all_edges_is_d_psgd(tmp_path):
     close(run("sync=matcha", "sync.budget=1").params, run("sync=d_psgd", ATC, f"topology.graph={path}").params)
 
 
+@pytest.mark.limit("sync=hop")
 def test_hop_without_slack_is_d_psgd():
     """On equal workers, so that all are at the same iteration when the run ends."""
     equal = ("cluster=homogeneous", "topology.weights=uniform")
@@ -181,6 +188,7 @@ def test_what_is_relayed_is_the_sum_of_all_after_the_trees_diameter(graph):
         torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.limit("sync=noloco")
 def test_pairs_of_noloco_take_the_mean_of_two():
     sync = conf_option("sync", "noloco", local_steps=1, alpha=0.0, gamma=1.0)
     before, after, _ = mixed(sync, gossip(graph="complete"), 4, 1)

@@ -18,6 +18,7 @@ run = partial(simulated, *BASE)
 tree = partial(run, *LINKS, *PORTS, "topology=halos", "cluster.node=[0,0,1,1]", "topology.updates=4")
 
 
+@pytest.mark.limit("topology=halos")
 @pytest.mark.parametrize("extra", [["outer=delayed_nesterov"], ["compression=topk", "outer=nesterov", "outer.lr=0.3"]])
 def test_one_region_is_the_parameter_server(extra: list[str]) -> None:
     at = ("stop.steps=64", "optimizer.momentum=0.9", *extra)

@@ -27,6 +27,7 @@ def sent(ran: Ran, ratio: float = 1.0) -> float:
     return up / (ran.end["steps"] * (20 + ratio * dense))
 
 
+@pytest.mark.limit("compression=laq")
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_lag_that_skips_nothing_is_gradient_descent(topology: str) -> None:
     base = (*QUADRATIC, WHOLE, f"topology={topology}", "stop.epochs=30")

@@ -27,12 +27,14 @@ def run(*overrides):
     return simulated(*BASE, *overrides)
 
 
+@pytest.mark.limit("sync=ssp")
 def test_unbounded_ssp_is_asp():
     ssp, asp = run("sync=ssp", "sync.staleness=null"), run("sync=asp")
     assert ssp.sha256 == asp.sha256
     assert ssp.time_ns == asp.time_ns
 
 
+@pytest.mark.limit("sync=backup")
 def test_backup_without_backups_is_bsp():
     backup, bsp = run("sync=backup", "sync.backups=0"), run("sync=bsp")
     assert backup.sha256 == bsp.sha256
@@ -46,10 +48,12 @@ def test_a_server_and_an_all_reduce_merge_alike(sync):
     assert run(*sync).sha256 == run(*sync, "topology=all_reduce").sha256
 
 
+@pytest.mark.limit("sync=ssp")
 def test_ssp_with_no_slack_is_bsp():
     close(run("sync=ssp", "sync.staleness=0").params, run("sync=bsp").params)
 
 
+@pytest.mark.limit("sync=local_sgd")
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_local_sgd_with_one_step_is_bsp(topology):
     local = run("sync=local_sgd", "sync.local_steps=1", f"topology={topology}")

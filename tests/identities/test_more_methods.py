@@ -26,14 +26,17 @@ def close(a, b):
 # --- growing batches --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.limit("sync=cr_psgd")
 def test_batches_that_do_not_grow_are_bsp():
     same(run("sync=cr_psgd", "sync.growth=1"), run("sync=bsp"))
 
 
+@pytest.mark.limit("sync=cr_psgd_catalyst")
 def test_a_catalyst_of_single_steps_is_bsp_whatever_holds_it():
     same(run("sync=cr_psgd_catalyst", "sync.growth=1", "sync.theta=9", "sync.budget=1"), run("sync=bsp"))
 
 
+@pytest.mark.limit("sync=cr_psgd_catalyst")
 @pytest.mark.slow
 def test_a_catalyst_that_never_begins_anew_and_hardly_holds_is_cr_psgd():
     catalyst = run("sync=cr_psgd_catalyst", "sync.theta=1e-30", "sync.budget=100000000")
@@ -73,6 +76,7 @@ def test_fedpaq_without_a_codec_is_local_sgd():
 # --- asynchronous, and fair to everybody's data -----------------------------------------------------------------------
 
 
+@pytest.mark.limit("sync=ringleader")
 def test_a_ringleader_of_one_worker_is_sgd():
     same(run("sync=ringleader", *ONE), run("sync=bsp", *ONE))
 
@@ -91,6 +95,7 @@ def test_a_ringleader_steps_once_for_each_in_a_round():
     assert used[3] == {0: 6.0, 2: 7.0, 1: 8.0}
 
 
+@pytest.mark.limit("sync=rescaled_asgd")
 @pytest.mark.slow
 def test_rescaled_asgd_of_equal_workers_is_asp():
     rescaled, asp = (run(f"sync={name}", "cluster=homogeneous") for name in ("rescaled_asgd", "asp"))
@@ -117,6 +122,7 @@ def test_the_data_of_the_slow_count_as_much():
 # --- elastic averaging, and a global average now and then -------------------------------------------------------------
 
 
+@pytest.mark.limit("sync=easgd")
 def test_one_worker_on_a_spring_of_a_half_is_asp_at_half_the_scale():
     close(run("sync=easgd", "sync.local_steps=3", "sync.alpha=0.5", *ONE),
           run("sync=asp", "sync.local_steps=3", "aggregate.scale=0.5", *ONE))  # fmt: skip
@@ -131,11 +137,13 @@ def test_springs_pull_alike_at_both_ends():
     assert still.sha256 != run("sync=easgd").sha256
 
 
+@pytest.mark.limit("sync=gossip_pga")
 def test_gossip_that_never_meets_is_d_psgd():
     never = run("sync=gossip_pga", "sync.period=null", GOSSIP)
     same(never, run("sync=d_psgd", "sync.order=atc", GOSSIP))
 
 
+@pytest.mark.limit("sync=gossip_pga")
 @pytest.mark.slow
 def test_gossip_that_always_meets_is_local_sgd():
     always = run("sync=gossip_pga", "sync.period=1", "sync.local_steps=2", GOSSIP)

@@ -21,12 +21,14 @@ def test_timed_alone_it_takes_as_long():
     assert simulated(*MODE, "schedule.warmup_epochs=0.2", "runtime.gradients=false").time_ns == learned.time_ns
 
 
+@pytest.mark.limit("sync=one_bit_adam", "schedule=one_bit_adam")
 @pytest.mark.slow
 def test_a_warm_up_to_the_end_is_adam():
     adam = simulated("sync=bsp", "topology=all_reduce", "optimizer=adam", *BASE)
     assert simulated(*MODE, "schedule.warmup_epochs=9").sha256 == adam.sha256
 
 
+@pytest.mark.limit("sync=one_bit_adam")
 def test_without_loss_it_is_adam_over_a_frozen_variance():
     """By hand, on one worker: ten steps of Adam, then m goes on and v does not."""
     one = ("cluster.compute=[1]", "cluster.link=null", "compression=none", "schedule.warmup_epochs=0.2")
@@ -74,6 +76,7 @@ NEVER = ("sync.update_scaler=999", "sync.local_step_clipper=1")  # leaves out a 
 ZERO_ONE = ("sync=zero_one_adam", "topology=all_reduce", "optimizer=adam", "compression=one_bit", *BASE)
 
 
+@pytest.mark.limit("sync=zero_one_adam")
 def test_0_1_adam_is_adam_or_1_bit_adam_to_the_bit():
     adam = simulated("sync=bsp", "topology=all_reduce", "optimizer=adam", *BASE)
     ran = simulated(*ZERO_ONE, *NEVER, "sync.freeze_step=999")

@@ -30,12 +30,14 @@ BASE = (
     "model.hidden=[16]",
 )
 WORLD = [
+    ["sync=ripples_random", "sync.group_size=4"],
     ["sync=ripples_first_come", "sync.group_size=4"],
     ["sync=ripples_smart", "sync.group_size=4", "sync.inter_intra=false"],
 ]
 SCHEDULERS = ["random", "smart", "static", "first_come"]
 
 
+@pytest.mark.limit("topology=partial_all_reduce", "sync=ripples_first_come", "sync=ripples_random")
 @pytest.mark.parametrize("sync", WORLD, ids=lambda sync: sync[0])
 def test_one_group_of_all_is_local_sgd(sync: list[str]) -> None:
     partial = simulated(*BASE, "topology=partial_all_reduce", *sync, "sync.section_length=3")

@@ -40,6 +40,7 @@ def rounds(ran):
 # --- FedBuff ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.limit("sync=fedbuff")
 @pytest.mark.parametrize("h", [1, 3])
 def test_fedbuff_with_a_buffer_of_one_is_asp(h):
     """Each push makes a merge and counts whole in it: scale 1/n does what ASP's weight 1/n does."""
@@ -52,6 +53,7 @@ def test_fedbuff_of_one_with_the_whole_step_is_textbook_asp():
     same(buff, run("sync=asp", "aggregate=uniform", "aggregate.scale=4", "aggregate.discount=0.5"))
 
 
+@pytest.mark.limit("sync=fedbuff")
 def test_fedbuff_of_everybody_on_equal_workers():
     """Every merge holds each worker once; all but the one that completed the merge before are one merge behind."""
     ran = run("sync=fedbuff", "sync.buffer=4", "sync.local_steps=1", EQUAL)
@@ -71,6 +73,7 @@ def test_fedbuff_never_waits_and_merges_k_at_a_time():
 # --- Ringmaster and Async-Local SGD -----------------------------------------------------------------------------------
 
 
+@pytest.mark.limit("sync=ringmaster")
 def test_ringmaster_without_a_bound_is_asp():
     same(run("sync=ringmaster", "sync.max_delay=null"), run("sync=asp"))
 
@@ -93,11 +96,13 @@ def test_ringmaster_never_applies_what_is_older(bound):
     assert ran.end["steps"] == sum(ran.end["steps_by"]) == 400
 
 
+@pytest.mark.limit("sync=async_local_sgd")
 def test_async_local_sgd_without_a_bound_is_asp_with_local_steps():
     free = run("sync=async_local_sgd", "sync.local_steps=6", "sync.max_delay=null")
     same(free, run("sync=asp", "sync.local_steps=6"))
 
 
+@pytest.mark.limit("sync=async_local_sgd")
 @pytest.mark.parametrize("bound", [1, 2, 5])
 def test_async_local_sgd_of_single_steps_is_ringmaster(bound):
     local = run("sync=async_local_sgd", "sync.local_steps=1", f"sync.max_delay={bound}")
@@ -119,6 +124,7 @@ def test_a_bound_that_drops_everything_is_refused():
 # --- Rennala ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.limit("sync=rennala")
 def test_rennala_of_everybody_on_equal_workers_is_bsp():
     same(run("sync=rennala", "sync.batch=4", EQUAL), run("sync=bsp", EQUAL))
 
@@ -173,6 +179,7 @@ def test_dylu(step_s, h, steps):
     assert {row.compression_ratio for row in rows} == {0.1}
 
 
+@pytest.mark.limit("planner=dylu")
 def test_dylu_on_equal_workers_is_asp_with_the_preset():
     plan = ("planner=dylu", "schedule=single", "schedule.h_preset=[4]", "sync.local_steps=plan")
     same(run("sync=asp", EQUAL, *plan), run("sync=asp", EQUAL, "sync.local_steps=4"))

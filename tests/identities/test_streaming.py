@@ -24,6 +24,7 @@ SERVER = "topology=parameter_server"
 WHOLE = ("overlap.fragments=1", "overlap.delay=0", "overlap.alpha=0")
 
 
+@pytest.mark.limit("overlap=streaming")
 @pytest.mark.parametrize("through", [(), (SERVER, "topology.pull_ratio=0.3")], ids=["sums", "server"])
 def test_one_fragment_without_delay_is_diloco(through: tuple[str, ...]) -> None:
     at = ("outer=nesterov", "stop.steps=31", "compression=topk", "compression.ratio=0.2", *through)
@@ -82,6 +83,7 @@ def test_each_exchange_is_of_a_fragment() -> None:
         assert one["bytes_up"] == pytest.approx(other["bytes_up"] / 3, rel=0.02)
 
 
+@pytest.mark.limit("overlap=loscar")
 def test_all_elements_without_delay_are_local_sgd() -> None:
     for at in (("stop.steps=31",), ("stop.steps=31", SERVER)):
         loscar, local = run("overlap=loscar", "overlap.share=1", "overlap.delay=0", *at), run(*at)

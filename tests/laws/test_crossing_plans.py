@@ -94,12 +94,14 @@ def test_bounds(drawn, latency) -> None:
     assert unsliced <= each + max(map(any_chain.cost_ns, any_chain.nbytes)), "late by one that cannot be interrupted"
 
 
+@pytest.mark.limit("overlap=priority")
 @given(layers, cost)
 def test_without_a_forward_pass_nothing_crosses_the_barrier(drawn, latency) -> None:
     still = chain([(0, backward, size) for _, backward, size in drawn], latency)
     assert priority(still, 100, 1) == still.end_ns((1,) * len(drawn))
 
 
+@pytest.mark.limit("overlap=dear", "overlap=priority")
 @given(st.tuples(cost, cost, st.integers(1, 20)), cost)
 def test_one_group_cannot_be_hidden(layer, latency) -> None:
     single = chain([layer], latency)

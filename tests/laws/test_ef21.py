@@ -42,6 +42,7 @@ def test_a_vector_that_stays_is_learned(name: str) -> None:
     assert length(x - kind.decode(sender.sum_before, body, D)[1]) <= 1e-3 * length(x)
 
 
+@pytest.mark.limit("compression=econtrol")
 def test_econtrol_is_the_published_recursion_and_ef21_forgets() -> None:
     """Δ = C(η·e + x − h), e ← e + x − h − Δ, h ← h + Δ."""
     control, top = KINDS["econtrol"], codec("topk", ratio=0.1, feedback=False)
@@ -66,6 +67,7 @@ def test_a_body_of_another_length_is_refused() -> None:
 STILL = ("stop.steps=24", "model.hidden=[16]", "sync=bsp", "cluster=homogeneous", "optimizer.momentum=0")
 
 
+@pytest.mark.limit("compression=ef21", "compression=econtrol")
 def test_without_loss_it_is_sgd() -> None:
     dense, whole = (simulated(*STILL, *more) for more in ((), ("compression=econtrol", "compression.ratio=1")))
     assert whole.sha256 == dense.sha256

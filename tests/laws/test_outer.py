@@ -76,6 +76,9 @@ def test_it_costs_no_bytes_and_no_time(method):
     assert plain.records == stepped.records
 
 
+@pytest.mark.limit(
+    "outer=nesterov", "outer=heavy_ball", "outer=slowmo", "outer=co2", "outer=delayed_nesterov", "outer=mla"
+)
 @pytest.mark.parametrize(
     ("method", "topology"),
     [  # by default each method on one of the two, in turn: that they agree is the law above
@@ -137,6 +140,7 @@ def test_heavy_ball_is_the_inner_sgd_of_one_step():
     assert torch.equal(walk(conf_option("outer", "heavy_ball", lr=0.7, momentum=0.9), steps), params)
 
 
+@pytest.mark.limit("outer=slowmo", "outer=heavy_ball")
 def test_slowmo_at_a_constant_rate_is_heavy_ball_bit_for_bit():
     slow, heavy = (
         conf_option("outer", "slowmo", alpha=0.7, beta=0.6),
@@ -157,6 +161,7 @@ def test_slowmo_is_the_published_recursion():
     assert walk(slow, updates(4), [0.1, 0.0, 0.0, 0.0]).isfinite().all()
 
 
+@pytest.mark.limit("outer=adam")
 def test_adam_has_its_closed_form():
     """A coordinate that always moves by Δ: m = (1 − β1^t)·Δ, v = β2^t·τ² + (1 − β2^t)·Δ²."""
     lr, b1, b2, tau, delta, w = 0.05, 0.9, 0.99, 0.001, -0.02, 0.0
@@ -166,6 +171,7 @@ def test_adam_has_its_closed_form():
     torch.testing.assert_close(moved, torch.full((D,), w))
 
 
+@pytest.mark.limit("outer=adam")
 def test_adam_without_memory_is_a_sign_or_average():
     (update,) = updates(1)
     sign = walk(conf_option("outer", "adam", lr=0.5, beta1=0.0, beta2=0.0, tau=1e-12), [update])
@@ -174,6 +180,7 @@ def test_adam_without_memory_is_a_sign_or_average():
     torch.testing.assert_close(plain, update, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.limit("outer=yogi")
 def test_yogi_is_the_published_recursion_and_begins_as_adam():
     steps, chosen = updates(12), {"lr": 0.02, "beta1": 0.8, "beta2": 0.9, "tau": 0.005}
     params, m, v = (torch.zeros(D, dtype=torch.float64) for _ in range(3))
@@ -203,6 +210,7 @@ def test_mla_is_the_published_recursion():
     torch.testing.assert_close(found, theta - lr * gamma * m)
 
 
+@pytest.mark.limit("outer=heloco")
 def test_heloco_that_keeps_everything_is_mla():
     steps = updates(6)
     keeps = conf_option("outer", "heloco", keep=-1.0).for_layers((("a", (10, 60)), ("b", (400,))))
@@ -256,6 +264,7 @@ def test_moments_of_another_method_are_not_taken_over(monkeypatch):
         assert ran.params.isfinite().all()
 
 
+@pytest.mark.limit("outer=co2")
 def test_co2_without_a_penalty_and_a_bound_is_heavy_ball_and_both_hold_it_back():
     steps = updates(6)
     ball = walk(conf_option("outer", "heavy_ball", lr=0.7, momentum=0.9), steps)

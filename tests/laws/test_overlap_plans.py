@@ -67,6 +67,7 @@ def test_optimal_is_the_best_of_all_plans_and_greedy_between(forward, drawn, lat
     assert best <= published <= min(any_chain.end_ns((1,) * n), any_chain.end_ns((n,)))
 
 
+@pytest.mark.limit("overlap=merged", "overlap=wfbp")
 @given(costs, layers)
 def test_without_latency_merging_gains_nothing_and_with_much_of_it_one_message_is_best(forward, drawn) -> None:
     free, dear = chain(forward, drawn, 0), chain(forward, drawn, 10_000)

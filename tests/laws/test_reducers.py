@@ -230,6 +230,7 @@ def test_a_tree_of_any_size(n: int) -> None:
     assert len(family(0, n)[1]) == (n - 1).bit_length()
 
 
+@pytest.mark.limit("compression=gtopk")
 def test_gtopk_of_one_worker_is_topk() -> None:
     rounds, _ = together(codec("gtopk", ratio=0.1), drawn(500, 1, 3), [1.0])
     own, sender = wrapped(codec("topk", ratio=0.1), ()), None
@@ -239,6 +240,7 @@ def test_gtopk_of_one_worker_is_topk() -> None:
         assert torch.equal(one.error, sender.error)
 
 
+@pytest.mark.limit("compression=gtopk")
 def test_gtopk_of_workers_that_agree_is_their_sum() -> None:
     n, weights = 6, [0.25] * 6
     xs = [x * (torch.arange(400) % 10 == 3) + (torch.arange(400) % 10 == 3) * 100 for x in whole(400, n)]

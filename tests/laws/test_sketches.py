@@ -86,6 +86,7 @@ def test_the_server_half_of_sketched_sgd() -> None:
     assert torch.equal(update, decoded(option, option.encode(None, weighted(xs, [0.25] * 3))[1], 1000))
 
 
+@pytest.mark.limit("compression=sketch_sgd")
 def test_sketched_sgd_without_collisions_is_topk_of_the_sum() -> None:
     weights = [0.5, 0.25, 0.25]
     for fields in ({"size": 1.0, "candidates": 1}, {"candidates": 10}):  # either all cells, or all are candidates
@@ -115,6 +116,7 @@ def fetched(option: Any, vectors: list[Tensor]) -> list[Tensor]:
     return updates
 
 
+@pytest.mark.limit("compression=fetch_sgd")
 @pytest.mark.parametrize("error", ["zero", "subtract"])
 def test_fetch_sgd_without_collisions(error: str) -> None:
     """It is momentum and error feedback on the vector itself; with all of it kept, momentum SGD."""

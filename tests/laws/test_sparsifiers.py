@@ -186,6 +186,7 @@ def test_the_share_follows_its_schedule(name: str) -> None:
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.limit("compression=block_coordinate")
 @pytest.mark.parametrize(("d", "blocks"), [(100, 10), (101, 10), (7, 10), (1, 3), (1000, 7)])
 def test_a_sweep_moves_every_element_once(d: int, blocks: int) -> None:
     option, x = codec("block_coordinate", blocks=blocks), vector("normal", d)
@@ -249,6 +250,7 @@ def test_a_single_threshold_keeps_to_its_share(kind: str) -> None:
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.limit("compression=adacomp")
 def test_adacomp_by_hand() -> None:
     """Two bins of three: the second round's largest are found with the update counted twice."""
     option = codec("adacomp", dense_bin=3)
@@ -275,6 +277,7 @@ def test_adacomp_knows_layers() -> None:
         option.bins(17)
 
 
+@pytest.mark.limit("compression=sbc")
 def test_sbc_by_hand() -> None:
     option = codec("sbc", ratio=0.4)
     assert sent(option, [5, -4, 1, -4, 0]).tolist() == [0, -4, 0, -4, 0]  # 4 is more than (5 + 1)/2
@@ -295,6 +298,7 @@ def test_what_sbc_and_stc_lose(kind: str) -> None:
         assert got[got != 0].abs().unique().numel() == 1
 
 
+@pytest.mark.limit("compression=stc")
 def test_stc_by_hand_and_of_everything() -> None:
     assert sent(codec("stc", ratio=0.5), [5, -1, 0.5, -3]).tolist() == [4, 0, 0, -4]
     x = vector("normal", 1000)
@@ -332,6 +336,7 @@ def lost_at_best(x: Tensor, k: int) -> float:
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.limit("compression=sparse_loco")
 def test_sparse_loco_takes_from_every_chunk() -> None:
     x = torch.arange(1, 11, dtype=torch.float32)
     option = codec("sparse_loco", values="fp32", chunk=4, ratio=0.5)

@@ -90,6 +90,7 @@ def test_one_slow_worker_costs_bsp_half_and_shl_next_to_nothing() -> None:
     assert wait_share(shl) < 0.02
 
 
+@pytest.mark.limit("schedule=ashl_plus")
 def test_ashl_plus_without_compression_is_ashl() -> None:
     alike = ("compression=none", "planner=online", "aggregate=uniform", "schedule.profile_steps=3")
     both = (["schedule=ashl_plus", "schedule.shl_scale=1"], ["schedule=ashl"])

@@ -122,6 +122,7 @@ CASES = {
     "halos": ("sync=asp", "topology=halos", "cluster.node=[0,1,0,1]", "topology.updates=2"),
     "ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8"),
     "online": ("schedule=ashl", "planner=online", "cluster.events=[{time_s: 1, worker: 0, compute: 3}]"),
+    "goodput": ("schedule=ashl", "planner=goodput", "schedule.loss_switch=1.5"),
 }
 
 
@@ -148,7 +149,7 @@ LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
     "signum", "bcd", "anchor", "nesterov", "nesterov-sum", "slowmo", "delayed_nesterov", "sketch_sgd", "gtopk", "dssp",
     "relay_sum", "noloco", "variance", "late-ashl", "adacomp", "all_reduce", "backup", "fetch_sgd",
     "pr_sgd_momentum", "catalyst", "drawn", "decoupled", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",
-    "wrappers", "layerwise", "late-ladder",
+    "wrappers", "layerwise", "late-ladder", "goodput",
 )  # fmt: skip
 
 

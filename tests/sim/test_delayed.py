@@ -28,6 +28,7 @@ def mean(vectors) -> torch.Tensor:
     return sum(vector * (1 / len(vectors)) for vector in vectors)
 
 
+@pytest.mark.limit("overlap=late")
 @pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
 def test_late_gradients_are_bsp_one_step_late(topology) -> None:
     """w ← w − η·(momentum of) the mean gradient of the model before, for as many steps as there are counted."""
@@ -104,6 +105,7 @@ def test_eager_diloco_is_each_worker_on_its_own_fresh_part(topology) -> None:
     torch.testing.assert_close(ran.params, landed, rtol=0, atol=1e-5)
 
 
+@pytest.mark.limit("overlap=eager")
 def test_eager_diloco_of_one_worker_is_diloco_and_without_momentum_it_is_late() -> None:
     one = (*SMALL[:3], *LOCAL, *RING, "cluster.num_workers=1", "outer=nesterov", "stop.steps=15")
     assert simulated(*one, "overlap=eager").sha256 == simulated(*one).sha256
@@ -132,6 +134,7 @@ def test_overlap_local_sgd_is_the_released_loop() -> None:
     torch.testing.assert_close(ran.params, averaged, rtol=0, atol=1e-5)
 
 
+@pytest.mark.limit("overlap=overlap_local_sgd")
 def test_without_a_pull_workers_never_meet() -> None:
     """α = 0 and the anchor is the mean of workers that each learn alone, with momentum or without."""
     ran = simulated(*SMALL, *LOCAL, *RING, "overlap=overlap_local_sgd", "overlap.alpha=0", "stop.steps=36")

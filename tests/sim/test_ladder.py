@@ -32,6 +32,7 @@ def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
         assert at <= stage["merges"] <= at + 2 * ran.plan.num_workers, "the work that is under way counts still"
 
 
+@pytest.mark.limit("schedule=ashl_next")
 def test_two_rungs_with_a_loss_between_are_ashl_plus():
     alike = ("overlap=late", "schedule.h_preset=[2,1]")
     own = simulated(*NEXT, *alike, "schedule.rungs=2", "schedule.loss_switch=[1.0]", "schedule.fall=0.4")
@@ -41,6 +42,7 @@ def test_two_rungs_with_a_loss_between_are_ashl_plus():
     assert (own.sha256, own.time_ns, own.ledgers) == (other.sha256, other.time_ns, other.ledgers)
 
 
+@pytest.mark.limit("schedule=ashl_next", "schedule=falling")
 def test_one_rung_is_a_single_stage():
     own = simulated(*NEXT, "schedule.rungs=1")
     codec = ("compression=topk", "topology.pull_ratio=0.1", "aggregate=uniform", "planner=online", "overlap=late")
@@ -76,6 +78,14 @@ def test_only_costs_that_nobody_declares_are_profiled():
 def test_what_is_no_ladder_is_refused(overrides, said):
     with pytest.raises(UsageError, match=said.replace("[", r"\[")):
         planned(*NEXT, *overrides)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "bsp topology=all_reduce", "ringleader"])
+def test_where_the_optimizer_steps_no_servers_step_can_fall(sync: str) -> None:
+    falling = ("schedule=falling", *f"sync={sync}".split())
+    with pytest.raises(UsageError, match=rf"in stage rung2, and sync={sync.split()[0]} has none: it merges gradients"):
+        planned(*BASE, *falling)
+    assert len(planned(*BASE, *falling, "schedule.rungs=1").stages) == 1
 
 
 def test_a_ladder_on_whose_last_rung_no_step_is_left() -> None:

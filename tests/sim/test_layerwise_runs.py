@@ -81,6 +81,7 @@ def test_codecs_by_layer_come_to_the_same_however_messages_are_cut(codec) -> Non
         assert ran.plan.stages[0].workers[0].message_bytes - plain.plan.stages[0].workers[0].message_bytes in (20, 60)
 
 
+@pytest.mark.limit("overlap=layerwise")
 @pytest.mark.parametrize("codec", ["topk", "random_mask", "qsgd"])
 def test_one_message_is_no_overlap(codec) -> None:
     """In bits, in bytes and in time, whether bodies are summed on their way or gathered."""
@@ -111,6 +112,7 @@ def losses(ran: Ran) -> tuple[float, float]:
     return tuple(ran.learner.evaluate(params)["train_loss"] for params in (ran.learner.init(), ran.params))
 
 
+@pytest.mark.limit("overlap=layerwise")
 def test_without_compression_it_is_merged() -> None:
     common = (*RING, *DEEP, *UNEQUAL, MOMENTUM)
     ours, merged = simulated(*common, LAYERWISE, "overlap.plan=optimal"), simulated(*common, "overlap=merged")

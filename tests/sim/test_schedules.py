@@ -239,6 +239,7 @@ KEEPING = {
 }
 
 
+@pytest.mark.limit("schedule=post_local")
 @pytest.mark.parametrize("codec", KEEPING)
 def test_a_border_between_equal_stages_changes_nothing(codec: str) -> None:
     """What is kept where bodies are summed was lost there, and 8 % of what workers had handed in with it."""
@@ -301,6 +302,7 @@ def test_qsr_follows_the_rate():
     assert rule._grown(100, 1e-3) == 100
 
 
+@pytest.mark.limit("sync=qsr")
 def test_qsr_with_a_constant_rate_is_local_sgd():
     qsr = simulated(*BASE, "sync=qsr", "sync.local_steps=3", "sync.alpha=0.05")
     local = simulated(*BASE, "sync=local_sgd", "sync.local_steps=3")

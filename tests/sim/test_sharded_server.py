@@ -20,6 +20,7 @@ several = partial(run, "topology=sharded_server")
 S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
 
 
+@pytest.mark.limit("topology=sharded_server")
 @pytest.mark.parametrize(
     "mode",
     [

@@ -76,6 +76,15 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, s
     assert sim.nodes[workers].counter.tally.end_ns == seconds * 10**9
 
 
+@pytest.mark.limit("overlap=slices", "overlap=tictac")
+@pytest.mark.parametrize("overlap", ["slices overlap.slice=1000000", "tictac"])
+def test_one_message_is_no_overlap(overlap) -> None:
+    """With a model of one layer group, which is one slice."""
+    at = (*SERVER, *UNEQUAL, "model=linear", "sync=bsp", "stop.steps=9")
+    own, none = simulated(*at, *f"overlap={overlap}".split()), simulated(*at)
+    assert (own.sha256, own.time_ns) == (none.sha256, none.time_ns)
+
+
 @pytest.mark.parametrize("sync", ["bsp", pytest.param("backup", marks=pytest.mark.slow)])
 def test_same_model_in_less_time(sync) -> None:
     runs = [

@@ -11,6 +11,7 @@ S = 4 * (64 * 8 + 8 + 8 * 10 + 10)
 S_NS = S * 400  # at 20 Mbit/s
 
 
+@pytest.mark.limit("topology=all_reduce")
 @pytest.mark.parametrize(
     ("algorithm", "rounds", "moved", "port_ns"),
     [
