@@ -12,7 +12,7 @@ MAX_WORKERS = 100_000
 def sized(spec: Mapping[str, Any], set_keys: Sequence[Collection[str]]) -> dict[str, Any]:
     """A cluster's spec with `num_workers` filled in and a list of that length wherever there is a list.
 
-    `given` has the keys that were set, those that count most first: on the command line, by an experiment. The first
+    `set_keys` has those that were set, those that count most first: on the command line, by an experiment. The first
     of them that say a number, as `num_workers` or as the length of a list, decide, and else the option's own do. Other
     lists start over where they end, on machines of their own, or are cut. Raises UsageError on lengths that differ.
     What has no lists, or is wrong in other ways and refused when the option is made, is returned as it is.

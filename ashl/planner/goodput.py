@@ -24,7 +24,7 @@ Empirical Model of Large-Batch Training", arXiv 1812.06162. That H follows it is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ from pydantic import Field
 
 from ashl.optimizer.schedule import Decay
 from ashl.option import Count, option
-from ashl.planner.assignment import Assigned, Assignment, assignments, costs_of
+from ashl.planner.assignment import Assignment
 from ashl.planner.online import Averages, Online, pace
 from ashl.size_only import SizeOnly
 
@@ -85,33 +85,20 @@ class Goodput(Online):
             )
         return replace(state, noise=now)
 
-    def replan(
-        self,
-        state: Averages,
-        current: Sequence[Assigned],
-        h_preset: int,
-        r_preset: float | None,
-        payload: Callable[[float], float],
-    ) -> tuple[Averages, tuple[Assignment, ...] | None]:
-        """As `online` does, with every H in question."""
+    def presets(self, state: Averages, h_preset: int) -> Iterable[int]:
+        return (h_preset,) if self._noise(state) is None else candidates(self.h_max)
+
+    def worth(self, state: Averages, plan: Sequence[Assignment]) -> float:
+        """Steps per second that learn, up to a factor that all plans have in common."""
+        noise = self._noise(state)
+        if noise is None or math.isinf(noise.scale):
+            return pace(plan)
+        return pace(plan) / (noise.scale + noise.batch * sum(worker.local_steps for worker in plan))
+
+    def _noise(self, state: Averages) -> Noise | None:
+        """Once enough pairs of updates were heard."""
         noise: Noise | None = state.noise
-        if noise is None or noise.pairs < 1 / self.smoothing:
-            return super().replan(state, current, h_preset, r_preset, payload)
-        if state.commits < self.cooldown_commits * len(current):
-            return state, None
-        plans = [self.assign(state.profile, h, r_preset, payload) for h in candidates(self.h_max)]
-        best = max(plans, key=lambda plan: goodput(plan, noise))
-        steps, ratios = [w.local_steps for w in current], [w.compression_ratio for w in current]
-        present = assignments(costs_of(state.profile, r_preset is not None), steps, ratios, payload)
-        worth = goodput(best, noise) > (1 + self.threshold) * goodput(present, noise)
-        return replace(state, commits=0), best if worth else None
-
-
-def goodput(plan: Sequence[Assignment], noise: Noise) -> float:
-    """Steps per second that learn, up to a factor that all plans have in common."""
-    if math.isinf(noise.scale):
-        return pace(plan)
-    return pace(plan) / (noise.scale + noise.batch * sum(worker.local_steps for worker in plan))
+        return noise if noise is not None and noise.pairs >= 1 / self.smoothing else None
 
 
 def candidates(h_max: int) -> Iterator[int]:

@@ -15,7 +15,7 @@ Source: departs from Shen et al., "ASHL", IEEE TC 73(1), 2024, whose plan is mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -95,11 +95,20 @@ class Online(Planner):
         """Judge the present assignment: the state, and a new assignment where that is worth it, else None."""
         if state.commits < self.cooldown_commits * len(current):
             return state, None
-        state = replace(state, commits=0)
-        fresh = self.assign(state.profile, h_preset, r_preset, payload)
+        plans = [self.assign(state.profile, h, r_preset, payload) for h in self.presets(state, h_preset)]
+        best = max(plans, key=lambda plan: self.worth(state, plan))
         steps, ratios = [w.local_steps for w in current], [w.compression_ratio for w in current]
         present = assignments(costs_of(state.profile, r_preset is not None), steps, ratios, payload)
-        return state, fresh if pace(fresh) > (1 + self.threshold) * pace(present) else None
+        better = self.worth(state, best) > (1 + self.threshold) * self.worth(state, present)
+        return replace(state, commits=0), best if better else None
+
+    def presets(self, state: Averages, h_preset: int) -> Iterable[int]:
+        """The H of the slowest that are in question."""
+        return (h_preset,)
+
+    def worth(self, state: Averages, plan: Sequence[Assignment]) -> float:
+        """By which plans are compared: steps per second."""
+        return pace(plan)
 
 
 def pace(plan: Sequence[Assignment]) -> float:
