@@ -1,7 +1,7 @@
 """`ashl list`: what can be chosen, and the card of each choice."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from ashl.config.catalog import (
     usual,
     values,
 )
+from ashl.errors import UsageError
 
 from .table import folded, show
 from .train import ConfigDir, Debug
@@ -41,15 +42,21 @@ def show_options(
     group: Annotated[str | None, typer.Argument(help="One group, as sync.", autocompletion=_groups)] = None,
     option: Annotated[str | None, typer.Argument(help="One of its options, as ssp.", autocompletion=_options)] = None,
     markdown: Annotated[bool, typer.Option(help="All options, or those of one group, as a page of tables.")] = False,
+    places: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="With --markdown: options' places among these runs."),
+    ] = None,
     config_dir: ConfigDir = None,
     debug: Debug = False,
 ) -> None:
     """Show what can be chosen: all groups, the options of one, or the card of one option."""
     known = catalog(config_dir)
+    if places and (not markdown or option is not None):
+        raise UsageError("--places is a column of the page; ask for that: ashl list --markdown --places FOLDER.")
     if markdown and option is None:
         if group is not None and group not in known:
             raise lacking("group", group, known)
-        typer.echo(_page(known, [*known] if group is None else [group]))
+        typer.echo(_page(known, [*known] if group is None else [group], places or ()))
         return
     if group is None:
         _everything(known)
@@ -66,10 +73,12 @@ def show_options(
     _card(group, option, known[group][option])
 
 
-def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str]) -> str:
+def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str], folders: Sequence[Path]) -> str:
     """Markdown: what each option is, where it runs where that is not everywhere, what it is at its limits and by which
-    tests, which presets compare it with others, and what it is from; a column that is empty in a group is left out."""
+    tests, which presets compare it with others, its place in each folder of runs, and what it is from; a column that is
+    empty in a group is left out."""
     compared, tests, parts = _compared(known), held(), []
+    ranked = _ranked(known, folders)
     for group in groups:
         columns: dict[str, list[str]] = {
             "option": [f"`{name}`" for name in known[group]],
@@ -78,6 +87,10 @@ def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str]) -> str
             "limits": [_paragraph(target(file), "Limit") for file in known[group].values()],
             "held by": [", ".join(f"`{test}`" for test in tests.get(f"{group}={name}", ())) for name in known[group]],
             "compared in": [", ".join(compared.get((group, name), ())) for name in known[group]],
+            **{
+                f"place in {folder}": [found.get((group, name), "") for name in known[group]]
+                for folder, found in ranked.items()
+            },
             "source": [_paragraph(target(file), "Source") for file in known[group].values()],
         }
         filled = {title: cells for title, cells in columns.items() if any(cells)}
@@ -85,6 +98,15 @@ def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str]) -> str
         table = ["| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows]
         parts.append("\n".join([f"## {group}", "", *table]))
     return "\n\n".join(parts)
+
+
+def _ranked(known: Collection[str], folders: Sequence[Path]) -> dict[str, dict[tuple[str, str], str]]:
+    """Each folder's places, by group and option."""
+    from ashl.report.leaderboard import rank
+    from ashl.report.places import places
+    from ashl.report.records import read
+
+    return {folder.resolve().name: places(rank(read([folder])), known) for folder in folders}
 
 
 def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], list[str]]:

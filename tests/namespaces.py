@@ -21,11 +21,12 @@ def missing() -> str | None:
     """Why none can be made here."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    made = subprocess.run(["ip", "netns", "add", "ashl-probe"], capture_output=True, text=True, check=False)
+    probe = f"ashl-probe-{os.getpid()}"  # others may be asking at the same time
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     if made.returncode:
         return f"no network namespace can be made: {made.stderr.strip()}"
-    shaped = subprocess.run([*inside("ashl-probe"), *bucket("lo", 100)], capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "del", "ashl-probe"], check=True)
+    shaped = subprocess.run([*inside(probe), *bucket("lo", 100)], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", probe], check=True)
     return f"links cannot be shaped: {shaped.stderr.strip()}" if shaped.returncode else None
 
 
