@@ -168,8 +168,8 @@ def test_the_page_of_all_options_has_each_with_its_limits_its_tables_and_its_sou
     assert "| parameter_server, all_reduce |" in rows["sync", "local_sgd"]
     assert "| e = 0 is BSP. |" in rows["sync", "backup"]
     assert "`tests/identities/test_limits.py::test_backup_without_backups_is_bsp`" in rows["sync", "backup"]
-    assert "| outer_table |" in rows["topology", "halos"]
-    assert "| ashl_table, outer_table |" in rows["schedule", "ashl_next"]
+    assert "| outer_small, outer_table |" in rows["topology", "halos"]
+    assert "| ashl_table, outer_small, outer_table |" in rows["schedule", "ashl_next"]
     assert main(["list", "nowhere", "--markdown"]) == 2
 
 
