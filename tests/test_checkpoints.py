@@ -142,6 +142,15 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     assert checkpoints.cut_back(kept, again) == left
 
 
+def test_a_round_that_the_server_had_merged_stays_though_its_answer_came_later(kept: Path) -> None:
+    rounds = [{"kind": "round", "rank": r, "round": k, "end_s": 2.0 + k} for k in range(3) for r in (0, 1)]
+    lines = [json.dumps(line) + "\n" for line in rounds]
+    (kept / "events.jsonl").write_text("".join(lines))
+    sizes = {"events.jsonl": len("".join(lines))}
+    checkpoints.cut_back(kept, checkpoints.newest(kept, "run")._replace(sizes=sizes, how=SERVER, rounds=[1, 2]))
+    assert (kept / "events.jsonl").read_text() == "".join([*lines[:2], lines[3]])
+
+
 def test_records_are_taken_back_whole_however_often_that_is_interrupted(kept: Path, monkeypatch) -> None:
     text = "".join(json.dumps({"time_s": t}) + "\n" for t in (2.0, 3.5, 3.0, 9.0))
     (kept / "metrics.jsonl").write_text(text)

@@ -1,7 +1,10 @@
 """The books of a worker that was lost and is back: every life's time counts, and what lies between them is `down`."""
 
+from typing import cast
+
 from ashl.run.lives import away_until, with_earlier
 from ashl.runtime.ledger import KINDS
+from ashl.runtime.node import Kernel, Node
 from ashl.runtime.records import Beat, Border, LedgerTotals, Measured
 
 
@@ -24,3 +27,21 @@ def test_the_times_of_all_lives_add_up() -> None:
     beat = with_earlier(before, first._replace(time_ns=250, steps=2))
     assert isinstance(beat, Beat)
     assert (beat.steps, beat.time_ns) == (7, 250)
+
+
+def test_a_beat_never_tells_of_more_than_it_is_late() -> None:
+    """Another thread goes on with the books meanwhile; what is missing until the worker is back would be too short."""
+
+    class Busy:
+        now = 0
+
+        @property
+        def now_ns(self) -> int:
+            self.now += 10
+            node.ledger.mark("compute", self.now)
+            return self.now - 10
+
+    node = Node(cast(Kernel, Busy()), 0)
+    for _ in range(2):
+        beat = node.beat()
+        assert sum(beat.totals_ns.values()) == beat.time_ns < sum(node.ledger.live().values())

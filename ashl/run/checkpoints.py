@@ -44,9 +44,9 @@ from ashl.runtime.records import Beat, Kept
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
-SCHEMA = 6
+SCHEMA = 7
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
-PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns")
+PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")
 LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL = "lockstep", "server", "each", "round", "virtual"
 MONITOR, STATE = "monitor.pt", "state.pt"
 MAY_CHANGE = "only stop.* and runtime may change when a run goes on"
@@ -149,6 +149,8 @@ class Savings:
             "ranks_ns": ranks_ns,
             "home_ns": home_ns,
         }
+        if self.how == SERVER:
+            about["rounds"] = ranks[-self.servers].rounds
         try:
             complete(folder, self.identity, monitor, {f"rank{kept.rank}.pt": kept.sha256 for kept in ranks}, about)
         except (OSError, RuntimeError) as error:
@@ -162,7 +164,8 @@ def complete(
     RuntimeError, which torch's writer makes of a full disk; then nothing is left of this one."""
     try:
         files = {MONITOR: keeping.write(folder / MONITOR, packed(monitor.state())), **files}
-        manifest = {"schema": SCHEMA, "run": identity, "files": files, "sizes": monitor.recorder.sizes(), **about}
+        sizes = monitor.recorder.sizes()
+        manifest = {"schema": SCHEMA, "run": identity, "files": files, "sizes": sizes, "rounds": None, **about}
         jsonl.write_json(folder / MANIFEST, manifest)
     except (OSError, RuntimeError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -182,6 +185,7 @@ class Saved(NamedTuple):
     sizes: dict[str, int]
     ranks_ns: list[int]  # of real ranks
     home_ns: int  # up to where evaluations count
+    rounds: list[int] | None  # with SERVER: of each worker, as the server counts them
     broken: str | None  # what was the matter with a newer one
 
 
@@ -221,8 +225,9 @@ def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
             return record["time_s"] * 1e9 <= saved.home_ns + 1
         if record["kind"] != "round":
             return True
-        until_ns = saved.home_ns if saved.how == SERVER else saved.ranks_ns[record["rank"]]
-        return record["end_s"] * 1e9 <= until_ns + 1
+        if saved.rounds is not None:  # one that the server has merged may have ended later, with its answer
+            return record["round"] < saved.rounds[record["rank"]]
+        return record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"]] + 1
 
     with writing(run_dir), jsonl.alone(run_dir / METRICS):
         manifest = json.loads((saved.folder / MANIFEST).read_text())

@@ -58,7 +58,8 @@ class Keeper:
         self._done, number, time_ns = wanted.number, wanted.number, node.now_ns
         drawn = pace.speed.drawn(node.rank) if pace.speed else 0
         document = document_of(node, stage, state, time_ns, drawn)
-        kept = Kept(self._rank, number, stage, state.version, time_ns)
+        counted = None if node.counter is None else node.counter.tally.rounds()
+        kept = Kept(self._rank, number, stage, state.version, time_ns, rounds=counted)
         threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
         return True
 

@@ -67,6 +67,8 @@ class Progress(Protocol):
 
     def report(self) -> Counts: ...
 
+    def rounds(self) -> list[int]: ...
+
 
 class Counter(Protocol):
     """What counts a run's progress."""
@@ -245,6 +247,7 @@ class Node:
 
     def beat(self) -> Beat:
         """How this rank stands, for whoever watches; may be read from another thread."""
+        totals_ns = self.ledger.live()  # before the clock is read, which is as far as they may reach
         bytes_up, bytes_down = self.ledger.sent()
         return Beat(
             rank=self.rank,
@@ -252,7 +255,7 @@ class Node:
             steps=self.steps,
             staleness=self.staleness,
             loss=self.loss,
-            totals_ns=self.ledger.live(),
+            totals_ns=totals_ns,
             bytes_up=bytes_up,
             bytes_down=bytes_down,
             counts=self.counter.tally.report() if self.counter else None,

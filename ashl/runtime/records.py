@@ -276,6 +276,7 @@ class Kept(NamedTuple):
     time_ns: int
     sha256: Text = ""
     error: Text | None = None
+    rounds: list[int] | None = None  # of each worker, as a rank counts that counts them
 
 
 class Snapshot(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ashl.runtime.records import Counts
 
-BY_WORKER = ("commits", "clocks", "steps_by", "dropped_by", "pulled", "stale_sum", "stale_max")
+BY_WORKER = ("commits", "clocks", "steps_by", "dropped_by", "drops", "pulled", "stale_sum", "stale_max")
 
 
 class Start(NamedTuple):
@@ -81,15 +81,16 @@ class Progress:
 class Tally(Progress):
     """The same by worker, as a server counts it (without one: as every worker does, alike).
 
-    `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage; `pulled[w]` the version of the model that
-    w computes on; `waiting` the workers that have pushed and have no reply yet. Every question costs as much as its
-    answer is long, however many workers there are.
+    `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage, `drops[w]` those that are part of no
+    model; `pulled[w]` the version of the model that w computes on; `waiting` the workers that have pushed and have no
+    reply yet. Every question costs as much as its answer is long, however many workers there are.
     """
 
     commits: list[int] = field(default_factory=list)
     clocks: list[int] = field(default_factory=list)
     steps_by: list[int] = field(default_factory=list)
     dropped_by: list[int] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
     pulled: list[int] = field(default_factory=list)
     stale_sum: list[int] = field(default_factory=list)
     stale_max: list[int] = field(default_factory=list)
@@ -206,7 +207,13 @@ class Tally(Progress):
             self._unmerged.clear()
 
     def drop(self, worker: int, steps: int) -> None:
+        """Work of this worker is part of no model; without steps there was none."""
         self.dropped_by[worker] += steps
+        self.drops[worker] += steps > 0
+
+    def done_by(self, worker: int) -> tuple[int, int]:
+        """(rounds, steps) of a worker, applied or dropped: from where one goes on that comes (back)."""
+        return self.commits[worker] + self.drops[worker], self.steps_by[worker] + self.dropped_by[worker]
 
     def lose(self, worker: int) -> None:
         """This worker is gone; the slowest and the fastest are those of the others."""
@@ -266,6 +273,10 @@ class Tally(Progress):
         del workers[worker]
         if not workers:
             del self._waiting_at[clock]
+
+    def rounds(self) -> list[int]:
+        """Of each worker, applied or dropped."""
+        return [applied + dropped for applied, dropped in zip(self.commits, self.drops, strict=True)]
 
     def report(self) -> Counts:
         """The counts that go into records."""

@@ -183,6 +183,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     state.tally.end_ns = within(stage, node.now_ns)
     record_end(node, stage, state.tally, reason)
     for rank in stage.workers:
+        state.tally.drops[rank] += 1  # a round that is part of no model
         await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0, 0))
     if word == STOP:
         node.ledger.close(state.tally.end_ns)

@@ -50,7 +50,8 @@ class Admission(NamedTuple):
     stage: float = 0.0
     giver: float = NOBODY  # who sends its model
     samples: float = 0.0
-    done: float = 0.0  # of the steps, applied or dropped, its own
+    rounds: float = 0.0  # its own, applied or dropped
+    done: float = 0.0  # ... of the steps
     tick: float = 0.0  # of the last evaluation
 
 
@@ -190,9 +191,7 @@ async def admit(node: Node, stage: Stage, state: MakerState, heir: int, giver: i
         tally.come(heir)
         generator.come(state.groups, heir)
         state.last[heir] = OWN - heir
-    admission = Admission(
-        GO, 0, stage.index, giver, tally.samples, tally.steps_by[heir] + tally.dropped_by[heir], state.ticks
-    )
+    admission = Admission(GO, 0, stage.index, giver, tally.samples, *tally.done_by(heir), state.ticks)
     await node.send(heir, welcomed(state.lives[heir]), None, admission)
 
 
@@ -207,8 +206,9 @@ async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerSt
         came[message.src] = message
     for rank, message in sorted(came.items()):
         life, rounds, steps = map(int, message.meta)
-        more = steps - tally.steps_by[rank] - tally.dropped_by[rank]
-        tally.take_back(rank, tally.commits[rank] - rounds, -more, -more * stage.worker(rank).batch)
+        counted, before = tally.done_by(rank)
+        more = steps - before
+        tally.take_back(rank, counted - rounds, -more, -more * stage.worker(rank).batch)
         tally.lose(rank)
         tally.come(rank)
         state.lives[rank] = life
@@ -264,6 +264,6 @@ async def come(node: Node, stages: Sequence[Stage], state: Replica, kept: bool =
     if kept:
         return stage.index, state
     state.enter(stage, node.rank)
-    state.step = state.round = int(admission.done)
+    state.round, state.step = int(admission.rounds), int(admission.done)
     state.drawn = state.step * state.batch
     return stage.index, state

@@ -59,7 +59,8 @@ class Welcome(NamedTuple):
     version: int = 0
     steps: int = 0  # applied so far
     samples: int = 0
-    done: int = 0  # of the steps, applied or dropped, its own
+    rounds: int = 0  # its own, applied or dropped
+    done: int = 0  # ... of the steps
     planned: int = 0  # the stage from which on another message says what workers do; 0 = the plan does
     local_steps: int = 1
     ratio: float = 1.0
@@ -132,9 +133,8 @@ async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> No
     state.rule_state = rule_of(stage).changed(stage, state.rule_state, tally, rank)
     stage.link.gave(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
-    done = tally.steps_by[rank] + tally.dropped_by[rank]
     applied, what = (tally.version, tally.steps, tally.samples), orders_of(stage, state, rank)
-    greeting = Welcome(GO, 0, stage.index, *applied, done, planned, *what)
+    greeting = Welcome(GO, 0, stage.index, *applied, *tally.done_by(rank), planned, *what)
     await node.send(rank, welcomed(state.lives[rank]), state.params, (*greeting, *away(stage, tally.gone)))
     if rows is not None:
         await node.send(rank, PLANNED, rows)
@@ -190,6 +190,6 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
     if kept is not None:
         state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
     state.follow(greeting)
-    state.step = state.round = greeting.done
+    state.round, state.step = greeting.rounds, greeting.done
     state.drawn = state.step * state.batch
     return stage.index, state

@@ -52,7 +52,8 @@ class Admission(NamedTuple):
     partner: float = NOBODY  # whose model it may have
     steps: float = 0.0  # applied so far
     samples: float = 0.0
-    done: float = 0.0  # of the steps, applied or dropped, its own
+    rounds: float = 0.0  # its own, applied or dropped
+    done: float = 0.0  # ... of the steps
 
 
 class Is(NamedTuple):
@@ -93,8 +94,8 @@ async def welcome(node: Node, stage: Stage, state: CoordinatorState, rank: int) 
     near = [peer for peer in stage.topology.links(stage, rank) if peer not in away and peer > asked.after]
     if rank in tally.gone:
         tally.come(rank)
-    done = tally.steps_by[rank] + tally.dropped_by[rank]
-    admission = Admission(GO, 0, stage.index, min(near, default=NOBODY), tally.steps, tally.samples, done)
+    applied = tally.steps, tally.samples
+    admission = Admission(GO, 0, stage.index, min(near, default=NOBODY), *applied, *tally.done_by(rank))
     await node.send(rank, welcomed(int(asked.life)), None, admission)
 
 
@@ -108,9 +109,9 @@ async def gather(
         message = await node.recv(JOIN)
         came[message.src] = Is(*message.meta)
     for rank, is_at in sorted(came.items()):
-        more = int(is_at.steps) - tally.steps_by[rank] - tally.dropped_by[rank]
-        rounds = int(is_at.rounds) - tally.commits[rank]
-        tally.take_back(rank, -rounds, -more, -more * stage.worker(rank).batch)
+        rounds, steps = tally.done_by(rank)
+        more = int(is_at.steps) - steps
+        tally.take_back(rank, rounds - int(is_at.rounds), -more, -more * stage.worker(rank).batch)
         tally.lose(rank)
     tally.version += sum(tally.commits) - before
     for rank, is_at in sorted(came.items()):
@@ -174,7 +175,7 @@ async def come(node: Node, stages: Sequence[Stage], state: RoamingState) -> int 
         await node.send(peer, JOIN, None, Asked(life))
     stage, state.life, state.samples = stages[int(admission.stage)], life, int(admission.samples)
     state.enter(stage, node.rank)
-    state.step = state.round = int(admission.done)
+    state.round, state.step = int(admission.rounds), int(admission.done)
     state.drawn = state.step * state.batch
     return stage.index
 

@@ -204,7 +204,7 @@ async def come(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[i
     state.version, state.steps, state.samples = known.tally.version, known.tally.steps, known.tally.samples
     state.enter(stage, node.rank)
     state.moments = stage.trainer.moments() if known.moments is None else known.moments
-    state.step = state.round = known.tally.steps_by[node.rank] + known.tally.dropped_by[node.rank]
+    state.round, state.step = known.tally.done_by(node.rank)
     state.drawn = state.step * state.batch
     state.rest = known.rest
     state.local_steps = stage.at_most(stage.worker(node.rank).local_steps, node.rank, known.rest)

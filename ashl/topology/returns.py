@@ -174,7 +174,7 @@ def begin(node: Node, stages: Sequence[Stage], state: RoundState, messages: Sequ
         known.in_time.gone = tally.gone  # who is lost later has no model of then, either
         state.in_time = InTime(late[0], known.in_time)
     stage = whole.among(state.views[state.turned - 1].gone)
-    state.step = state.round = tally.steps_by[node.rank] + tally.dropped_by[node.rank]
+    state.round, state.step = tally.done_by(node.rank)
     state.drawn = state.step * state.batch
     state.rule_state = cast("RoundRule", stage.sync).changed(stage, state, node.rank)
     state.plan_round(stage, node.rank)

@@ -194,7 +194,7 @@ async def taken_up(node: Node, stages: Sequence[Stage], kept: ShardedWorker) -> 
     state.piece_ends, state.moments = [part.taken_up(ends, state.samples) for part, ends in both], kept.moments
     state.versions = [one.version for one in welcomes]
     state.version = min(state.versions)
-    state.step = state.round = welcomes[0].done
+    state.round, state.step = welcomes[0].rounds, welcomes[0].done
     state.drawn = state.step * state.batch
     return stage.index, state
 
