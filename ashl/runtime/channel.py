@@ -54,10 +54,10 @@ def committed(ready: Iterable[N], held: int) -> list[N]:
 class Posted:
     """A collective of a team that is to be carried out: its place in the order of posting, and who has come to it."""
 
-    __slots__ = ("arrived", "effect", "number")
+    __slots__ = ("arrived", "effect", "number", "order")
 
     def __init__(self, number: int, effect: Collective) -> None:
-        self.number, self.effect = number, effect
+        self.number, self.effect, self.order = number, effect, order_of(effect)
         self.arrived: dict[int, tuple[Task, Any]] = {}  # by rank: who waits for the result, and its tensor
 
     def describe(self) -> str:
@@ -116,7 +116,7 @@ class Channel:
         posted = self.pending.get(number)
         if posted is None:
             posted = self.pending[number] = Posted(number, effect)
-        elif order_of(effect) != order_of(posted.effect):
+        elif order_of(effect) != posted.order:
             raise AshlError(
                 f"the members of a team must post its collectives in the same order: rank {rank} posts "
                 f"{Posted(0, effect).describe()} where rank {next(iter(posted.arrived))} posted {posted.describe()}"

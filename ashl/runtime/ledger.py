@@ -78,7 +78,8 @@ class Ledger:
     def collective(self, begin_ns: int, end_ns: int, main: bool) -> None:
         """A collective is under way from here to there; of another task it is the main task's time where that is idle
         meanwhile."""
-        self.collective_ns += max(0, int(min(end_ns, self.limit_ns)) - begin_ns)
+        if begin_ns < self.limit_ns:
+            self.collective_ns += (end_ns if end_ns <= self.limit_ns else int(self.limit_ns)) - begin_ns
         if not main or self._parts:
             self._messages.append((begin_ns, end_ns))
         if main:
@@ -101,8 +102,7 @@ class Ledger:
 
     def _moving(self, begin_ns: int, end_ns: int) -> None:
         self.mark("wait", begin_ns)
-        self.mark("push", (max(begin_ns, self.cursor) + end_ns) // 2)
-        self.mark("pull", end_ns)
+        self.blocked(end_ns, (self.cursor + end_ns) // 2, 0)
 
     def traffic(self, start_ns: int, up: int, down: int) -> None:
         if start_ns <= self.limit_ns:

@@ -324,7 +324,7 @@ class Sim:
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
         """Effects off the hot path: (blocked, value)."""
-        if isinstance(effect, fx.AllReduce | fx.AllGather | fx.Regroup):
+        if isinstance(effect, (fx.AllReduce, fx.AllGather, fx.Regroup)):
             self._post(task, effect)
             return True, None
         if isinstance(effect, fx.Sleep):

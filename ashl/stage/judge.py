@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from ashl.plan.plan import Limits
@@ -27,11 +28,11 @@ class Judge:
     until: Mapping[str, float]
     epoch_samples: int
 
-    @property
+    @cached_property
     def deadline_s(self) -> float:
         return math.inf if self.limits.seconds is None else self.limits.seconds
 
-    @property
+    @cached_property
     def deadline_ns(self) -> float:
         return math.inf if self.limits.seconds is None else round(self.limits.seconds * 1e9)
 

@@ -234,6 +234,13 @@ class Stage:
         """(a, b): after so many steps and samples and `ahead` rounds, a/b rounds are left to the count that ends the
         run; None where no count does, or where workers do not go round by round. Of those who are gone no round has
         any."""
+        asked = steps, samples, ahead, tuple(gone)
+        last = self._once.get("rest")  # in a round all workers ask the same
+        if last is None or last[0] != asked:
+            self._once["rest"] = last = asked, self._rest(*asked)
+        return last[1]
+
+    def _rest(self, steps: int, samples: int, ahead: int, gone: tuple[int, ...]) -> tuple[int, int] | None:
         if not self.sync.in_rounds:
             return None
         (steps_of_all, samples_of_all), n = self.round_totals, len(self.workers) - len(gone)

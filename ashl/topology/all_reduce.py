@@ -120,11 +120,12 @@ class PeerState(WorkerState):
         self.enter(stage, node.rank)
         return stage
 
-    def adopt(self, result: Merged) -> None:
+    def adopt(self, result: Merged, rank: int) -> None:
         self.params, self.outer_state, self.tally = result.params, result.outer_state, result.tally
         self.version, self.steps, self.samples = result.tally.version, result.tally.steps, result.tally.samples
         if result.moments is not None:
             self.moments = result.moments
+        self.rest, self.local_steps = result.rest, result.own.plan.workers[rank].local_steps
 
 
 class Merged(NamedTuple):
@@ -134,6 +135,10 @@ class Merged(NamedTuple):
     moments: Any
     outer_state: Any
     tally: Tally
+    over: str | None  # why the run ends, as the counts say
+    rest: tuple[int, int] | None  # of the rounds, as `Stage.rest` says
+    planned: Stage  # the next round
+    own: Stage  # ... as much of it as is left
 
 
 def begun(tally: Tally, now_s: float) -> Tally:
@@ -154,11 +159,9 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     stage = state.begin(node, stage)
-    team, home, rule = Team.of(node, stage, state.epoch), stage.home, rule_of(stage)
-    do = rule.work()
+    team, home, do = Team.of(node, stage, state.epoch), stage.home, rule_of(stage).work()
+    planned, own = upcoming(stage, state.tally, state.rest)
     while True:
-        planned = rule.in_round(stage, state.tally)
-        own = planned.cut(state.rest)
         node.mark(stage.index, state if own is planned else None)
         team = team if own is team.stage else Team.of(node, own, state.epoch)
         word = REASONS.index(state.word) if node.rank == home else 0
@@ -177,13 +180,14 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
                 team, home = Team.of(node, stage, state.epoch), stage.home
                 if reason:
                     return end(node, stage, state, reason)
+                planned, own = upcoming(stage, state.tally, state.rest)
                 continue
         late = keep_in_time(node, stage, state, state.params)
         moment = ("merge", stage.index, state.tally.version)
-        state.adopt(node.alike(team.ranks, moment, partial(merged, own, state, update, team.loss)))
-        tally = state.tally
-        state.plan_round(rule.in_round(stage, tally), node.rank)
-        reason, judge = stage.judge.over(tally) or REASONS[int(team.word)], home
+        result = node.alike(team.ranks, moment, partial(merged, stage, own, state, update, team.loss))
+        state.adopt(result, node.rank)
+        tally, planned, own = result.tally, result.planned, result.own
+        reason, judge = result.over or REASONS[int(team.word)], home
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
         if stage.elastic:
@@ -191,6 +195,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             if reason:
                 stage = await regrouped(node, stage, state, reason)
                 team, home, tally = Team.of(node, stage, state.epoch), stage.home, state.tally
+                planned, own = upcoming(stage, tally, state.rest)
                 if state.redo is not None:  # others have not come so far
                     continue
                 judge = judge if judge in stage.workers else home
@@ -228,11 +233,11 @@ async def delayed(node: Node, stage: Stage, state: PeerState) -> int:
         update = await node.join(exchange)
         late = keep_in_time(node, stage, state, state.params)
         moment, staleness = ("merge", stage.index, state.tally.version), state.tally.version - work.version
-        merge = partial(merged, own, state, update, team.loss, staleness)
-        state.adopt(node.alike(team.ranks, moment, merge))
-        state.pending, state.pending_rest = ahead and at_border(node, stage, state, ahead), state.rest
-        state.plan_round(stage, node.rank, ahead=1)
-        reason = stage.judge.over(state.tally) or REASONS[int(team.word)] or ("next" if state.last else None)
+        merge = partial(merged, stage, own, state, update, team.loss, staleness, ahead=1)
+        result, rest = node.alike(team.ranks, moment, merge), state.rest
+        state.adopt(result, node.rank)
+        state.pending, state.pending_rest = ahead and at_border(node, stage, state, ahead), rest
+        reason = result.over or REASONS[int(team.word)] or ("next" if state.last else None)
         state.last = reason == "next" and stage.following and not state.last
         if reason and not state.last:  # nobody ends before the others
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
@@ -251,13 +256,25 @@ def spent(rest: tuple[int, int] | None) -> bool:
     return rest is not None and rest[0] <= 0
 
 
-def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
-    """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
-    tally = stage.counted(state.tally, mean_loss, staleness)
+def upcoming(stage: Stage, tally: Tally, rest: tuple[int, int] | None) -> tuple[Stage, Stage]:
+    """The stage as it is in the next round: as planned, and as much of it as is left."""
+    planned = rule_of(stage).in_round(stage, tally)
+    return planned, planned.cut(rest)
+
+
+def merged(
+    stage: Stage, own: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0, ahead: int = 0
+) -> Merged:
+    """The same arithmetic on every rank, and the same as a server's, with the work of a round that was `own`; `state`
+    stays as it is. The round that is planned is the next one, or that many later."""
+    tally = own.counted(state.tally, mean_loss, staleness)
     if tally.diverged:
-        return Merged(state.params, None, state.outer_state, tally)
-    moments, outer_state, params = stage.sync.step(stage, state, update, stage.trainer.rate(state.tally.samples))
-    return Merged(params, moments, outer_state, tally)
+        params, moments, outer_state = state.params, None, state.outer_state
+    else:
+        moments, outer_state, params = own.sync.step(own, state, update, own.trainer.rate(state.tally.samples))
+    planned = rule_of(stage).in_round(stage, tally)
+    rest = planned.rest(tally.steps, tally.samples, ahead)
+    return Merged(params, moments, outer_state, tally, stage.judge.over(tally), rest, planned, planned.cut(rest))
 
 
 def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
