@@ -19,6 +19,7 @@ from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import LedgerTotals, Record, Snapshot, UpdateShown
+from ashl.runtime.sampling import Rounds
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 
@@ -29,7 +30,7 @@ Main = Callable[[Node], Coroutine]
 class Quiet:
     """An observer that keeps the ledgers."""
 
-    rounds = False
+    rounds: Rounds = "none"
 
     def __init__(self) -> None:
         self.stopping: str | None = None

@@ -21,6 +21,7 @@ from ashl.run.evaluation import rises
 from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.runtime.churn import Churn
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
+from ashl.runtime.sampling import Rounds
 from ashl.runtime.shared_cores import simulator
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
@@ -33,7 +34,7 @@ class Ran:
     """An observer that keeps everything."""
 
     plan: Plan
-    rounds: bool = True
+    rounds: Rounds = "all"
     stopping: str | None = None
     records: list[dict] = field(default_factory=list)
     snapshots: list[tuple[dict, Any]] = field(default_factory=list)

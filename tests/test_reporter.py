@@ -62,7 +62,7 @@ def received(store: Sealed) -> list[tuple[Record, Tensor | None]]:
 def reporter(store, watch, monkeypatch) -> Iterator[Reporter]:
     """One that sends when it is told to."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
-    made = Reporter(store.another(), 3, rounds=True, watch=watch)
+    made = Reporter(store.another(), 3, rounds="all", watch=watch)
     yield made
     made.close()
 
@@ -100,7 +100,7 @@ def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None
 def test_what_a_life_that_is_over_still_says_is_not_heard(store, watch, monkeypatch) -> None:
     """Nor does a model that it was cut short with belong to what the next one says."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
-    first, second = (Reporter(store.another(), 3, rounds=True, watch=watch, life=life) for life in (0, 1))
+    first, second = (Reporter(store.another(), 3, rounds="all", watch=watch, life=life) for life in (0, 1))
     vectors.post(store.another(), vectors.queue_of(Snapshot(3, 0), 0), Snapshot(3, 0), torch.zeros(D), lambda: None)
     desk = Desk(store.another(), 5, D)
     try:
@@ -173,7 +173,7 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
     monkeypatch.setattr("ashl.run.desk.LAST_WORD_S", 0.1)
     base = dist.TCPStore("127.0.0.1", line.port, is_master=False)
     watch = Watch(0.4, "here", "home", 1)
-    made, desk = Reporter(Sealed(base, SECRET), 3, rounds=True, watch=watch), Desk(Sealed(base.clone(), SECRET), 5, D)
+    made, desk = Reporter(Sealed(base, SECRET), 3, rounds="all", watch=watch), Desk(Sealed(base.clone(), SECRET), 5, D)
     for tick in range(2):
         made.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
     until = time.monotonic() + 10
@@ -206,7 +206,7 @@ def test_no_rank_speaks_for_another(store) -> None:
 def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, watch, monkeypatch) -> None:
     """The thread died, and after a minute the rank was said not to have been heard of."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 0.001)
-    made = Reporter(store.another(), 3, rounds=True, watch=watch)
+    made = Reporter(store.another(), 3, rounds="all", watch=watch)
 
     def full() -> Alive:
         raise OSError(28, "No space left on device")
@@ -230,7 +230,7 @@ def test_a_full_disk_under_a_ranks_log(server, store, tmp_path, monkeypatch) -> 
     monkeypatch.setattr("sys.stderr", Full())
     monkeypatch.setattr("ashl.run.rank.part", lambda *_: 1 / 0)
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
-    place = Place(1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), True, log=True)
+    place = Place(1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), "all", log=True)
     monkeypatch.setattr("ashl.run.rank.redirect", lambda path: None)
     assert play(place, plan.to_json()).code == 1
     errors = [record for record, _ in received(store) if isinstance(record, RankError)]

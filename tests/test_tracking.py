@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from ashl.errors import AshlError, UsageError
+from ashl.runtime.node import Node
+from ashl.runtime.sampling import Rounds, is_recorded
 from ashl.tracking import jsonl, timeline
-from ashl.tracking.recorder import Recorder, is_sampled
+from ashl.tracking.recorder import Recorder
 
 SUMMARY = {"schema": 1, "status": "finished", "num_workers": 2}
 
@@ -81,11 +85,22 @@ def test_without_events_there_is_no_trace(tmp_path):
 
 
 def test_sampling_keeps_the_start_and_grows_with_the_logarithm():
-    kept = [index for index in range(1 << 16) if is_sampled({"kind": "round", "round": index})]
+    kept = [number for number in range(1 << 16) if is_recorded("sampled", number)]
     assert kept[:1024] == list(range(1024))
-    octaves = [sum(1 << k <= index < 2 << k for index in kept) for k in range(10, 16)]
+    octaves = [sum(1 << k <= number < 2 << k for number in kept) for k in range(10, 16)]
     assert octaves == [512] * 6
-    assert is_sampled({"kind": "stage", "round": kept[-1] + 1})
+
+
+@pytest.mark.parametrize("rounds", get_args(Rounds))
+def test_of_rounds_that_nobody_keeps_no_record_is_made(rounds):
+    emitted = []
+    node = Node(SimpleNamespace(observer=SimpleNamespace(rounds=rounds, emit=emitted.append)), 0)
+    for number in range(1100):
+        node.ledger.mark("compute", number + 1)
+        node.round(0, number, 1, 0, dropped=False, loss=0.5)
+    assert [record.round for record in emitted] == [k for k in range(1100) if is_recorded(rounds, k)]
+    assert [record.spans_ns for record in emitted] == [[("compute", r.round, r.round + 1)] for r in emitted]
+    assert node.steps == 1100  # counted nevertheless
 
 
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path):

@@ -12,6 +12,7 @@ from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.chains import Uncontended, chain_among
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
+from ashl.runtime.sampling import Rounds
 from ashl.runtime.shared_cores import simulator
 from ashl.size_only import Vector
 from ashl.stage.link import Link
@@ -45,7 +46,7 @@ class Mark(NamedTuple):
 class Watch:
     """An observer that keeps how a stage stood on its way and at its end, and when its workers waited."""
 
-    rounds = True
+    rounds: Rounds = "all"
 
     def __init__(self, num_workers: int, home: int) -> None:
         self.num_workers, self.home = num_workers, home

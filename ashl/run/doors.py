@@ -23,6 +23,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.run.sealed import Secret
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text, checked
+from ashl.runtime.sampling import Rounds
 
 FILE = "job.json"
 ASKS = "asks"  # a queue
@@ -63,7 +64,7 @@ class Answer(NamedTuple):
     how: Text = ""  # the worker was lost
     plan: str = ""
     home: Text = ""
-    rounds: bool = False
+    rounds: Rounds = "none"
     device: Text = ""
     one_each: bool = False
 

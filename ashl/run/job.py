@@ -78,7 +78,7 @@ def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) 
         device = HOST  # the GPU is a worker's
     through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
     where = job.host, job.port, secret_of(job), came[0].host
-    return Seat(job, store, Place(rank, *where, ".", True, False, through, device, apart), note)
+    return Seat(job, store, Place(rank, *where, ".", config["tracking"]["events"], False, through, device, apart), note)
 
 
 def seated(

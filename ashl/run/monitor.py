@@ -42,6 +42,7 @@ from ashl.runtime.records import (
     UpdateShown,
 )
 from ashl.runtime.records import Health as HealthReport
+from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
 from ashl.task.contract import ACCURACY
 from ashl.tracking.console import Progress
@@ -88,7 +89,7 @@ class Monitor:
     """
 
     def __init__(
-        self, plan: Plan, job: Job, recorder: Recorder, progress: Progress, *, rounds: bool, weights: bool
+        self, plan: Plan, job: Job, recorder: Recorder, progress: Progress, *, rounds: Rounds, weights: bool
     ) -> None:
         self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
         self.rounds, self.weights = rounds, weights

@@ -50,6 +50,7 @@ from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, StopAsked
+from ashl.runtime.sampling import Rounds
 from ashl.runtime.sum_messages import OwnSums
 from ashl.stage.program import hearing, peers_of, program
 from ashl.stage.stage import Stage
@@ -77,7 +78,7 @@ class Place(NamedTuple):
     secret: Secret  # of the job
     home: str  # the host of the process that keeps the records
     run_dir: str
-    rounds: bool
+    rounds: Rounds
     log: bool  # whether it is that process's child, and output goes to rank<r>.log in the run folder
     interface: Chosen | None = None  # of its messages; None = what gloo takes by itself
     device: str = HOST

@@ -22,6 +22,7 @@ from ashl.runtime.keeping import Due, Keeper
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
 from ashl.runtime.records import Alive, RankError, Record, Snapshot, UpdateShown, dumps
+from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
 
 EVERY_S = 0.2
@@ -34,7 +35,7 @@ RECORDS, NOTED = "records", "noted"  # queues of all ranks: their records; that 
 class Reporter:
     """The observer of a rank in a process of its own."""
 
-    def __init__(self, store: Sealed, rank: int, rounds: bool, watch: Watch, life: int = 0) -> None:
+    def __init__(self, store: Sealed, rank: int, rounds: Rounds, watch: Watch, life: int = 0) -> None:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.end: End | None = None  # of the run, once it has one

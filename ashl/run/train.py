@@ -96,7 +96,7 @@ def run(
         whole,
         recorder,
         progress,
-        rounds=tracking.events != "none",
+        rounds=tracking.events,
         weights=config["run"]["save_weights"] is not False,
     )
     writer = start_mlflow(tracking, run_dir, plan, config, overrides)

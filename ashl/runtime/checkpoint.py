@@ -26,6 +26,7 @@ from ashl.runtime.kernel import Task
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.records import Record, Snapshot, UpdateShown
+from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
 
 if TYPE_CHECKING:
@@ -300,7 +301,7 @@ class Deaf:
     """Records and snapshots were taken the first time. What the ranks see of the monitor is what it says now: they ask
     right after they have sent it something, so it has not changed since."""
 
-    rounds = False
+    rounds: Rounds = "none"
 
     def __init__(self, observer: Observer) -> None:
         self.stopping, self.scores = observer.stopping, observer.scores

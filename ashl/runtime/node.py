@@ -32,6 +32,7 @@ from ashl.runtime.records import (
     Snapshot,
     UpdateShown,
 )
+from ashl.runtime.sampling import Rounds, is_recorded
 from ashl.size_only import Vector
 
 MEASURE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)  # what files, MLflow and tables can bear
@@ -53,8 +54,8 @@ class Observer(Protocol):
         ...
 
     @property
-    def rounds(self) -> bool:
-        """Whether it wants a record of every round."""
+    def rounds(self) -> Rounds:
+        """Which rounds it wants records of."""
         ...
 
     def emit(self, record: Record) -> None: ...
@@ -241,7 +242,7 @@ class Node:
         self.staleness, self.loss = staleness, loss
         spans, start_ns, end_ns = self.ledger.cut()
         parts, messages = self.ledger.beside()
-        if self.kernel.observer.rounds:
+        if is_recorded(self.kernel.observer.rounds, round):
             what = (self.rank, stage, round, steps, staleness, dropped, loss, start_ns, end_ns, spans, group)
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 

@@ -120,12 +120,14 @@ class PeerState(WorkerState):
         self.enter(stage, node.rank)
         return stage
 
-    def adopt(self, result: Merged, rank: int) -> None:
+    def adopt(self, result: Merged) -> None:
         self.params, self.outer_state, self.tally = result.params, result.outer_state, result.tally
         self.version, self.steps, self.samples = result.tally.version, result.tally.steps, result.tally.samples
         if result.moments is not None:
             self.moments = result.moments
-        self.rest, self.local_steps = result.rest, result.own.plan.workers[rank].local_steps
+
+    def plan(self, ahead: Ahead, rank: int) -> None:
+        self.rest, self.local_steps = ahead.rest, ahead.own.plan.workers[rank].local_steps
 
 
 class Merged(NamedTuple):
@@ -135,10 +137,15 @@ class Merged(NamedTuple):
     moments: Any
     outer_state: Any
     tally: Tally
+
+
+class Ahead(NamedTuple):
+    """What comes after a merge, alike on all ranks."""
+
     over: str | None  # why the run ends, as the counts say
     rest: tuple[int, int] | None  # of the rounds, as `Stage.rest` says
-    planned: Stage  # the next round
-    own: Stage  # ... as much of it as is left
+    planned: Stage  # the stage as it is in the next round
+    own: Stage  # ... and as much of that as is left
 
 
 def begun(tally: Tally, now_s: float) -> Tally:
@@ -160,7 +167,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     """
     stage = state.begin(node, stage)
     team, home, do = Team.of(node, stage, state.epoch), stage.home, rule_of(stage).work()
-    planned, own = upcoming(stage, state.tally, state.rest)
+    planned, own = as_planned(stage, state.tally, state.rest)
     while True:
         node.mark(stage.index, state if own is planned else None)
         team = team if own is team.stage else Team.of(node, own, state.epoch)
@@ -180,14 +187,16 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
                 team, home = Team.of(node, stage, state.epoch), stage.home
                 if reason:
                     return end(node, stage, state, reason)
-                planned, own = upcoming(stage, state.tally, state.rest)
+                planned, own = as_planned(stage, state.tally, state.rest)
                 continue
         late = keep_in_time(node, stage, state, state.params)
         moment = ("merge", stage.index, state.tally.version)
-        result = node.alike(team.ranks, moment, partial(merged, stage, own, state, update, team.loss))
-        state.adopt(result, node.rank)
-        tally, planned, own = result.tally, result.planned, result.own
-        reason, judge = result.over or REASONS[int(team.word)], home
+        merge = partial(merged_and_planned, stage, own, state, update, team.loss)
+        result, ahead = node.alike(team.ranks, moment, merge)
+        state.adopt(result)
+        state.plan(ahead, node.rank)
+        tally, planned, own = result.tally, ahead.planned, ahead.own
+        reason, judge = ahead.over or REASONS[int(team.word)], home
         if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
         if stage.elastic:
@@ -195,7 +204,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             if reason:
                 stage = await regrouped(node, stage, state, reason)
                 team, home, tally = Team.of(node, stage, state.epoch), stage.home, state.tally
-                planned, own = upcoming(stage, tally, state.rest)
+                planned, own = as_planned(stage, tally, state.rest)
                 if state.redo is not None:  # others have not come so far
                     continue
                 judge = judge if judge in stage.workers else home
@@ -233,11 +242,12 @@ async def delayed(node: Node, stage: Stage, state: PeerState) -> int:
         update = await node.join(exchange)
         late = keep_in_time(node, stage, state, state.params)
         moment, staleness = ("merge", stage.index, state.tally.version), state.tally.version - work.version
-        merge = partial(merged, stage, own, state, update, team.loss, staleness, ahead=1)
-        result, rest = node.alike(team.ranks, moment, merge), state.rest
-        state.adopt(result, node.rank)
-        state.pending, state.pending_rest = ahead and at_border(node, stage, state, ahead), rest
-        reason = result.over or REASONS[int(team.word)] or ("next" if state.last else None)
+        merge = partial(merged_and_planned, stage, own, state, update, team.loss, staleness, more=1)
+        result, coming = node.alike(team.ranks, moment, merge)
+        state.adopt(result)
+        state.pending, state.pending_rest = ahead and at_border(node, stage, state, ahead), state.rest
+        state.plan(coming, node.rank)
+        reason = coming.over or REASONS[int(team.word)] or ("next" if state.last else None)
         state.last = reason == "next" and stage.following and not state.last
         if reason and not state.last:  # nobody ends before the others
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
@@ -256,25 +266,29 @@ def spent(rest: tuple[int, int] | None) -> bool:
     return rest is not None and rest[0] <= 0
 
 
-def upcoming(stage: Stage, tally: Tally, rest: tuple[int, int] | None) -> tuple[Stage, Stage]:
+def as_planned(stage: Stage, tally: Tally, rest: tuple[int, int] | None) -> tuple[Stage, Stage]:
     """The stage as it is in the next round: as planned, and as much of it as is left."""
     planned = rule_of(stage).in_round(stage, tally)
     return planned, planned.cut(rest)
 
 
-def merged(
-    stage: Stage, own: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0, ahead: int = 0
-) -> Merged:
-    """The same arithmetic on every rank, and the same as a server's, with the work of a round that was `own`; `state`
-    stays as it is. The round that is planned is the next one, or that many later."""
-    tally = own.counted(state.tally, mean_loss, staleness)
+def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
+    """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
+    tally = stage.counted(state.tally, mean_loss, staleness)
     if tally.diverged:
-        params, moments, outer_state = state.params, None, state.outer_state
-    else:
-        moments, outer_state, params = own.sync.step(own, state, update, own.trainer.rate(state.tally.samples))
-    planned = rule_of(stage).in_round(stage, tally)
-    rest = planned.rest(tally.steps, tally.samples, ahead)
-    return Merged(params, moments, outer_state, tally, stage.judge.over(tally), rest, planned, planned.cut(rest))
+        return Merged(state.params, None, state.outer_state, tally)
+    moments, outer_state, params = stage.sync.step(stage, state, update, stage.trainer.rate(state.tally.samples))
+    return Merged(params, moments, outer_state, tally)
+
+
+def merged_and_planned(
+    stage: Stage, own: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0, more: int = 0
+) -> tuple[Merged, Ahead]:
+    """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
+    result = merged(own, state, update, mean_loss, staleness)
+    planned = rule_of(stage).in_round(stage, result.tally)
+    rest = planned.rest(result.tally.steps, result.tally.samples, more)
+    return result, Ahead(stage.judge.over(result.tally), rest, planned, planned.cut(rest))
 
 
 def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ashl.option import option
+from ashl.runtime.sampling import Rounds
 
 
 @option
@@ -12,10 +13,10 @@ class Tracking:
     """Choice of the record files and of their copy in MLflow.
 
     `sink`: `mlflow` copies metrics, summary and artifacts to MLflow, `none` writes the run folder only.
-    `events`: `all` rounds, a `sampled` part of them (see `ashl.tracking.recorder`) or `none`; they make the trace.
+    `events`: `all` rounds, a `sampled` part of them (see `ashl.runtime.sampling`) or `none`; they make the trace.
     `experiment`: name of the MLflow experiment.
     """
 
     sink: Literal["mlflow", "none"]
-    events: Literal["all", "sampled", "none"]
+    events: Rounds
     experiment: Annotated[str, Field(min_length=1)]

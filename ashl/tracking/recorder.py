@@ -5,28 +5,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ashl.errors import AshlError, UsageError
+from ashl.runtime.sampling import Rounds
 from ashl.tracking import jsonl, timeline
 
 EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.gz", "summary.json"
 
 UNWRITABLE = "Cannot write to the run folder"  # how the sentence about a full or read-only disk begins
 
-BLOCK = 16  # rounds that are kept or left out together, so that a thinned trace still shows how workers interact
-WHOLE_BLOCKS = 64  # blocks at the start that are all kept: the first 1024 rounds of every worker
-
 
 class Recorder:
     """Writer of the record files in `run_dir`, which is made if it is missing.
 
-    `events` is `all`, `sampled` (see `is_sampled`) or `none`. Records are plain dicts; NaN and infinities become null,
-    numpy scalars and arrays become numbers and lists. Raises UsageError when the folder already holds a run and
-    AshlError when it cannot be written to (read-only, disk full); what was written before stays readable. `sizes` are
-    those of an earlier recorder in the same folder: what it wrote after that moment is forgotten, and written anew.
+    `events`: which rounds will come, see `ashl.runtime.sampling`; `none` keeps no other events either. Records are
+    plain dicts; NaN and infinities become null, numpy scalars and arrays become numbers and lists. Raises UsageError
+    when the folder already holds a run and AshlError when it cannot be written to (read-only, disk full); what was
+    written before stays readable. `sizes` are those of an earlier recorder in the same folder: what it wrote after
+    that moment is forgotten, and written anew.
     """
 
-    def __init__(self, run_dir: Path, events: str, sizes: Mapping[str, int] | None = None):
+    def __init__(self, run_dir: Path, events: Rounds, sizes: Mapping[str, int] | None = None):
         self.run_dir = run_dir
-        self._sampled = events == "sampled"
         sizes = sizes or {}
         for name, size in sizes.items():
             found = path.stat().st_size if (path := run_dir / name).exists() else 0
@@ -46,7 +44,7 @@ class Recorder:
 
     def event(self, record: dict) -> None:
         """Record one round (`kind` = "round") or another event ("stage", "replan", ...) of one rank."""
-        if self._events is not None and (not self._sampled or is_sampled(record)):
+        if self._events is not None:
             with writing(self.run_dir):
                 self._events.append(record)
 
@@ -77,19 +75,6 @@ class Recorder:
         finally:  # the summary is worth more than the trace
             with writing(self.run_dir):
                 jsonl.write_json(self.run_dir / SUMMARY, summary)
-
-
-def is_sampled(record: dict) -> bool:
-    """Whether a record is kept when events are sampled: a worker's kept rounds grow with the logarithm of its rounds.
-
-    Rounds come in blocks of 16. All of the first 64 blocks are kept, of the next 64 every second one, of the next 128
-    every fourth one and so on. Events that do not come once a round (a stage switch, say) are always kept.
-    """
-    if record.get("kind") != "round":
-        return True
-    block = int(record["round"]) // BLOCK
-    stride = 1 << (block // WHOLE_BLOCKS).bit_length()
-    return block % stride == 0
 
 
 @contextmanager

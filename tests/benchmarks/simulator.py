@@ -77,7 +77,7 @@ def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], 
 
     def run() -> Sim:
         speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-        sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds=False))
+        sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds="none"))
         with on_cores(sim, cores, plan.num_workers, job.learner):
             sim.run(partial(program, stages=job.stages), tick=lambda: None)
         return sim

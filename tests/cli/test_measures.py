@@ -101,7 +101,7 @@ class Silent:
     """A kernel that nobody watches."""
 
     stopping = scores = None
-    rounds = False
+    rounds = "none"
 
 
 def test_a_measure_keeps_its_last_value_and_its_mean() -> None:

@@ -11,6 +11,7 @@ from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
 from ashl.runtime.node import Node
 from ashl.runtime.records import Record, Snapshot, UpdateShown
+from ashl.runtime.sampling import Rounds
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly, Vector
 from tests.laws.machines import MS, cluster
@@ -22,7 +23,7 @@ TAG = ("x", 0, 0)
 class Deaf:
     """An observer that keeps nothing."""
 
-    rounds = False
+    rounds: Rounds = "none"
 
     def __init__(self) -> None:
         self.stopping: str | None = None

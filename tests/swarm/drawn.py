@@ -16,6 +16,7 @@ from ashl.outer.average import Average
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.records import Record, Snapshot, UpdateShown
+from ashl.runtime.sampling import Rounds
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.rule import extra_ranks
@@ -41,7 +42,7 @@ def each(seeds: range, check: Callable[[int], None], drawn: Callable[[int], Any]
 class Seen:
     """An observer that keeps everything."""
 
-    rounds: bool = True
+    rounds: Rounds = "all"
     stopping: str | None = None
     scores: dict | None = None
 
