@@ -1,7 +1,11 @@
 """Composition: every option composes; what does not ends in one sentence with the nearest right spelling."""
 
+import random
+import re
+
 import pytest
 
+from ashl.config import compose as module
 from ashl.config.catalog import CONF, catalog
 from ashl.config.compose import PRESETS, compose
 from ashl.errors import UsageError
@@ -48,6 +52,29 @@ def test_every_option_composes(chosen: dict[str, str]) -> None:
     mute = {"sync"} if names else set()  # those stages have sync modes of their own
     assert all(config["choices"][group] == option for group, option in chosen.items() if group not in mute)
     assert {*catalog()} - set(PRESETS) - mute <= set(config["choices"]) <= {*catalog()} - mute
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_options_put_together_are_as_hydra_composes_them(seed: int) -> None:
+    """Of the options of two compositions by Hydra, some of either."""
+    draw = random.Random(seed)
+    groups = {group: list(options) for group, options in catalog().items() if group not in PRESETS}
+    both = [{group: draw.choice(options) for group, options in groups.items()} for _ in range(2)]
+    mixed = {group: draw.choice(both)[group] for group in draw.sample(list(groups), 7)}
+    for chosen in (*both, mixed):
+        options = tuple(f"{group}={option}" for group, option in sorted(chosen.items()))
+        composed, choices = module._shipped.__wrapped__(options)
+    assert mixed.items() <= module._PARTS.keys()
+    expected = module._compose(options, None)
+    assert (list(composed.items()), choices) == (list(expected[0].items()), expected[1])
+
+
+def test_no_other_option_reaches_out() -> None:
+    """Into groups that are not its own: such a one could not be put beside others as it is."""
+    files = [file for file in CONF.glob("*/*.yaml") if file.parent.name not in {*PRESETS, *module.CHOOSERS}]
+    reaching = [file for file in files if re.search(r"^ *- override |@|_global_", file.read_text(), re.MULTILINE)]
+    assert len(files) > 150
+    assert not reaching
 
 
 def test_choices_are_those_that_the_composition_ended_with() -> None:
