@@ -185,3 +185,11 @@ def test_a_quorum_that_cannot_be_is_refused(rule, quorum, says, monkeypatch: pyt
 
 def test_a_quorum_may_take_several_pushes_of_a_worker_where_nobody_waits() -> None:
     assert planned(*overrides("sync=rennala", "sync.batch=9")).stages
+
+
+@pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
+def test_a_round_longer_than_the_run_is_predicted_as_it_is_cut(topology: str) -> None:
+    long = ["cluster=homogeneous", f"topology={topology}", "sync=local_sgd", "stop.steps=40", "cluster.jitter=0"]
+    cut, whole = (planned(*long, f"sync.local_steps={steps}") for steps in (10**7, 10))
+    assert cut.predicted_s == whole.predicted_s
+    assert cut.stages[0].workers[0].local_steps == 10**7

@@ -81,6 +81,8 @@ def test_other_bytes_go_by_the_lines_of_a_profile(place: Path, capsys) -> None:
         (["run", "compression=topk"], "give profile=FILE of this cluster, from `ashl profile --full compression=topk`"),
         (["run", "compression=qsgd", "profile=profile.json"], "the profile has not timed compression=qsgd"),
         (["run", "topology=all_reduce"], "topology=all_reduce needs what it did not measure"),
+        (["sums", "topology.algorithm=tree"], "by topology.algorithm=null, and topology.algorithm=tree needs what"),
+        (["profiled"], "profiled is a profile, in which nothing was learned; name the folder of a run"),
         (["run", "profile=run/config.yaml"], "profile=run/config.yaml is no usable profile"),
         (["simulated"], "was in virtual time, which needs no replay"),
         (["broken"], "ended as failed; a replay needs one that came to its end"),
@@ -93,13 +95,20 @@ def test_other_bytes_go_by_the_lines_of_a_profile(place: Path, capsys) -> None:
 )
 def test_what_cannot_be_replayed_is_refused_with_the_fix(overrides: list[str], words: str, place: Path, capsys) -> None:
     other = place / overrides[0]
-    if overrides[0] in ("simulated", "broken", "stages", "silent") and not other.exists():
+    if overrides[0] in ("simulated", "broken", "stages", "silent", "profiled", "sums") and not other.exists():
         shutil.copytree(place / "run", other)
         summary, plan = (json.loads((other / f"{name}.json").read_text()) for name in ("summary", "plan"))
-        changed = {"simulated": {"runtime": "sim"}, "broken": {"status": "failed"}}.get(other.name, {})
+        changed = {
+            "simulated": {"runtime": "sim"},
+            "broken": {"status": "failed"},
+            "profiled": {"exit_reason": "profiled"},
+        }.get(other.name, {})
         jsonl.write_json(other / "summary.json", summary | changed)
         if other.name == "stages":
             jsonl.write_json(other / "plan.json", plan | {"stages": plan["stages"] * 2})
+        if other.name == "sums":
+            typed = yaml.safe_load((other / "overrides.yaml").read_text())
+            (other / "overrides.yaml").write_text(yaml.safe_dump([*typed, "topology=all_reduce"]))
         if other.name == "silent":
             config = yaml.safe_load((other / "config.yaml").read_text())
             config["tracking"]["events"] = "none"

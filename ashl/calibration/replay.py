@@ -90,11 +90,15 @@ def refuse_unmeasured(
     record: Record, before: Mapping[str, Any], after: Mapping[str, Any], known: Profile | None
 ) -> None:
     """Raises UsageError where a change needs costs that neither the run nor a profile has."""
-    topology, full = after["choices"]["topology"], known.full if known else None
-    if topology != before["choices"]["topology"]:
+    full = known.full if known else None
+    (was, had), (topology, has) = ((c["choices"]["topology"], c["topology"].get("algorithm")) for c in (before, after))
+    if (topology, has) != (was, had):
+        then, now = (f"topology={was}", f"topology={topology}")
+        if topology == was:
+            then, now = (f"topology.algorithm={'null' if own is None else own}" for own in (had, has))
         raise UsageError(
-            f"the run exchanged by topology={before['choices']['topology']}, and topology={topology} needs what it did "
-            "not measure; compare them in virtual time, by `ashl sweep cluster=profile profile=FILE`"
+            f"the run exchanged by {then}, and {now} needs what it did not measure; compare them in virtual time, by "
+            "`ashl sweep runtime=sim cluster=profile profile=FILE`"
         )
     if after["compression"] == before["compression"]:
         return
@@ -112,7 +116,7 @@ def refuse_unmeasured(
     if not record.server:
         raise UsageError(
             f"compression={name} changes how the workers of an all-reduce exchange, which the run did not measure; "
-            "compare them in virtual time, by `ashl sweep cluster=profile profile=FILE`"
+            "compare them in virtual time, by `ashl sweep runtime=sim cluster=profile profile=FILE`"
         )
 
 

@@ -64,6 +64,8 @@ def read_run(folder: Path) -> Record:
         raise UsageError(
             f"the run in {folder} was in virtual time, which needs no replay; run it with the change, by `ashl train`"
         )
+    if summary["exit_reason"] == "profiled":
+        raise UsageError(f"{folder} is a profile, in which nothing was learned; name the folder of a run")
     topology = config["choices"]["topology"]
     if len(plan.stages) > 1 or topology not in KNOWN:
         what = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else f"topology={topology}"

@@ -22,6 +22,7 @@ from ashl.stage.stage import Stage
 
 CYCLES = 128  # of every worker: enough for the slack of a bounded lead to be used up within the first half
 ROUNDS = 10_000  # of all workers together: enough for thousands of them, and quick
+STEPS = 400_000  # of all workers together, where H is large
 MARKS = 8  # at which the counts are read on the way
 WITHOUT = Limits(
     epochs=None,
@@ -135,13 +136,14 @@ def in_parts_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int]:
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     """The stage's plan with each worker's cycle, and steps/s and wait share in the long run, filled in."""
     plan, n = stage.plan, stage.num_workers
+    stage = stage.cut(stage.rest(0, 0))  # a round may be longer than the whole run
     if stage.sync.loop(stage, 0) is not None:  # a stage that only measures takes no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=(), churn=None)
     speed = speed_of(steady, batch, seed=0)
     step_ns = [speed.cost_ns(rank, "compute", stage.samples_of(rank), 0) or 1 for rank in stage.workers]
-    local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(plan.workers, step_ns, strict=True)]
-    cycles = max(8, min(CYCLES, ROUNDS // n))
+    local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(stage.plan.workers, step_ns, strict=True)]
+    cycles = max(8, min(CYCLES, ROUNDS // n, STEPS // sum(local_steps)))
     drawn = replace(steady, jitter=cluster.jitter) if isinstance(cluster, Fitted) else steady  # who waits is by chance
     seen = timed(stage, drawn, cycles * sum(local_steps), cycles, batch)
     half, whole = seen.half_and_whole()

@@ -110,7 +110,7 @@ def fill(
     for setting in missing:
         clear(folder / setting.hash)
     for setting in grid.settings:
-        if setting not in missing:
+        if setting not in missing and ended(folder / setting.hash, False):  # and not dropped on its way
             to_mlflow(setting)
     contest = None if stays is None else Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
     order = [s for s in contest.order if s in missing and s.hash not in contest.gone] if contest else missing

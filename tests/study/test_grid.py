@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ashl.config.compose import alternatives, compose
 from ashl.errors import UsageError
 from ashl.study.grid import MAX_POINTS, Grid, grid_lines, make_grid
-from ashl.study.sweep import folder_of, show
+from ashl.study.sweep import begun, fill, folder_of, show
+from ashl.tracking.sweep_progress import SweepProgress
 
 SIM = ("runtime=sim", "tracking=none")
 
@@ -133,3 +135,16 @@ def test_the_number_of_workers_is_an_axis() -> None:
 def test_each_seed_draws_its_own_cluster_and_its_own_prediction() -> None:
     found = grid("sync=bsp", "cluster=drawn", "seed=0,1")
     assert found.settings[0].predicted_s != found.settings[1].predicted_s
+
+
+def test_of_what_is_not_missing_mlflow_hears_as_far_as_it_has_run(tmp_path: Path) -> None:
+    """Who was dropped before it began is not missing either, and has no folder."""
+    found, heard = grid("sync=bsp,asp"), []
+    ran = found.settings[0]
+    (tmp_path / ran.hash).mkdir()
+    (tmp_path / ran.hash / "summary.json").write_text('{"status": "finished", "exit_reason": "steps"}')
+    progress = SweepProgress(Console(quiet=True), 0, quiet=True)
+    fill(
+        found, begun(found, [], tmp_path, keep_dropped=True), tmp_path, [], lambda *_: iter(()), progress, heard.append
+    )
+    assert heard == [ran]
