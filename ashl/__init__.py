@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -30,6 +30,7 @@ def train(*overrides: str, config_dir: str | PathLike[str] | None = None, quiet:
     from ashl.run.train import run
     from ashl.study.frames import Run
 
+    _check_texts(overrides)
     config = compose(overrides, None if config_dir is None else Path(config_dir))
     with _guest():
         ran = run(config, list(overrides), quiet=quiet, silent=quiet)
@@ -52,11 +53,15 @@ def sweep(
     from functools import partial
 
     from ashl.config.compose import compose
+    from ashl.errors import UsageError
     from ashl.report.records import read
     from ashl.study import sweep as study
     from ashl.study.frames import Runs
     from ashl.study.grid import grid_lines, make_grid
 
+    _check_texts(overrides)
+    if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
+        raise UsageError(f"jobs={jobs!r} is no number of runs at a time; give 1 or more, or None for all cores.")
     folder = None if config_dir is None else Path(config_dir)
     grid = make_grid(grid_lines(overrides, folder), partial(compose, config_dir=folder))
     first = grid.settings[0].config
@@ -74,6 +79,14 @@ def load(path: str | PathLike[str]) -> Run | Runs:
     from ashl.study.frames import load
 
     return load(Path(path))
+
+
+def _check_texts(overrides: Sequence[object]) -> None:
+    """Raises UsageError for what no setting can be, as a list of settings in one piece."""
+    from ashl.errors import UsageError
+
+    if wrong := [one for one in overrides if not isinstance(one, str)]:
+        raise UsageError(f"{wrong[0]!r} is no text of the form KEY=VALUE; a list of settings is given as *settings.")
 
 
 @contextmanager

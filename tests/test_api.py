@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,25 @@ def test_load_gives_a_run_and_its_model_the_weights(workplace: Path) -> None:
     best.unlink()
     with pytest.raises(UsageError, match=r"has no best\.pt"):
         run.model("best")
+    with pytest.raises(UsageError, match="no run leaves weights called 'bset'; name final or best"):
+        run.model("bset")  # ty: ignore[invalid-argument-type]
     with pytest.raises(UsageError, match="nowhere is no folder"):
         ashl.load("nowhere")
     (run.folder / "summary.json").unlink()
     with pytest.raises(UsageError, match=r"no summary\.json: it has not ended"):
         ashl.load(run.folder)
+
+
+@pytest.mark.parametrize("jobs", [0, -1, "2"])
+def test_a_number_of_jobs_that_nothing_could_run_in_is_refused(jobs: object) -> None:
+    with pytest.raises(UsageError, match="is no number of runs at a time; give 1 or more"):
+        ashl.sweep("sync=asp,bsp", *SMALL, jobs=jobs)  # ty: ignore[invalid-argument-type]
+
+
+@pytest.mark.parametrize("entry", [ashl.train, ashl.sweep])
+def test_a_list_of_settings_in_one_piece_is_refused(entry: Callable) -> None:
+    with pytest.raises(UsageError, match=r"is no text of the form KEY=VALUE; .* as \*settings"):
+        entry(["sync=asp", *SMALL])
 
 
 def test_importing_is_light_and_a_script_needs_no_guard(workplace: Path) -> None:

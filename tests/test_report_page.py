@@ -107,6 +107,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path) -> None:
         AshlError, match=r"cannot be written \(no such file or directory\); name another place with --out"
     ):
         compare([folder], out=tmp_path / "nowhere" / "r.html")
+    with pytest.raises(AshlError, match=r"^/ cannot be written \(.*\); name another place with --out"):
+        compare([folder], out=Path("/"))
 
 
 def test_the_parts_of_a_page_that_are_new_to_it(tmp_path) -> None:

@@ -174,7 +174,12 @@ def _prepared(
 def learner_of(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
     """Raises UsageError where the model does not take the data, or what it is to start from."""
     start = start_of(settings.run.start_from)
-    learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
+    try:
+        learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
+    except RuntimeError as error:  # what torch raises, which has no kind of its own for it on the host
+        if "allocate memory" not in str(error):
+            raise
+        raise UsageError("the model does not fit into this machine's memory; make model.* smaller") from error
     if start is not None:
         learner.init()
     return learner

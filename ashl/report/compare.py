@@ -73,7 +73,7 @@ def _save(drawn: Sequence[Figure], folder: Path) -> str:
 
 def write(file: Path, content: str | bytes) -> None:
     """The whole of a file or nothing of it. Raises AshlError, in one sentence."""
-    part = file.with_name(file.name + ".part")
+    part = file.parent / f"{file.name}.part"
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, file)

@@ -106,7 +106,7 @@ def write(batches: Batches, kind: str, out: Path | TextIO) -> None:
         assert writer, "Parquet is no text"
         writer(batches, out)
         return
-    part = out.with_name(out.name + ".part")
+    part = out.parent / f"{out.name}.part"
     try:
         if writer is None:
             write_parquet(batches, part)

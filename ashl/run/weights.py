@@ -28,6 +28,8 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
     Raises UsageError where the run or its weights are not there, or do not fit each other.
     """
     plan, file = read_plan(str(run_dir / "plan.json")), run_dir / f"{weights}.pt"
+    if weights not in ("final", "best"):
+        raise UsageError(f"no run leaves weights called {weights!r}; name final or best")
     if not file.is_file():
         raise UsageError(f"{run_dir} has no {file.name}; a run of a sweep leaves them with run.save_weights=true")
     with own_faults(allow):

@@ -96,6 +96,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ("optimizer.lr=0", "optimizer.lr=0 is not possible: should be greater than 0"),
         ("optimizer.lr=fast", "optimizer.lr=fast is not possible: should be a number"),
         ("optimizer.lr=true", "optimizer.lr=true is not possible: should be a number, not true or false"),
+        ("model.hidden=[100000000000]", "the model does not fit into this machine's memory; make model.* smaller"),
         ("model.hidden=null", "model.hidden=null is not possible: should be a list"),
         ("schedule=ashl schedule.h_preset=[1]", "schedule.h_preset=[1] is not possible: should have at least 2 values"),
         ("name=a/b", "cannot hold / or \\; say with run.dir where the run folder goes"),
