@@ -1,5 +1,6 @@
 """Options for tests: made from the shipped YAML files, with fields changed."""
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ CONF = Path(__file__).parents[1] / "conf"
 
 def conf_option(group: str, option: str, /, **fields: Any) -> Any:
     """The option that `group=option group.field=value …` chooses."""
-    spec = values(group, option)
+    spec = {**values(group, option)}
     module, _, kind = str(spec.pop("_target_")).rpartition(".")
     return getattr(import_module(module), kind)(**{**spec, **fields})
 
 
+@cache
 def values(group: str, option: str) -> dict[str, Any]:
     """What an option's file says, and the files that it starts from."""
     own: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"), resolve=True)

@@ -12,6 +12,7 @@ if (cpu := Path("/proc/cpuinfo")).is_file() and " avx2 " in cpu.read_text():
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 for name in ("ASHL_DATA", "MLFLOW_TRACKING_URI", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS"):
     os.environ.pop(name, None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all of ashl anew
 
 hypothesis.settings.register_profile("ashl", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("all", hypothesis.settings.get_profile("ashl"), max_examples=100)
@@ -38,3 +39,9 @@ def workplace(tmp_path, monkeypatch):
     """An empty current folder: `runs/` and `./data` are looked for there."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def short_forecasts(monkeypatch):
+    """Where runs are compared with runs, how well plans foretell them plays no part, and takes as long as these."""
+    monkeypatch.setattr("ashl.planning.predict.CYCLES", 8)

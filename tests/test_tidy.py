@@ -3,7 +3,6 @@
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -92,10 +91,16 @@ def tree(file: Path) -> ast.Module:
 
 
 @cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """All of its tree, which the interpreter walks more slowly than it parses."""
+    return tuple(ast.walk(tree(file)))
+
+
+@cache
 def imports(file: Path) -> tuple[str, ...]:
     """Every dotted name that a file imports, wherever in the file; `from a import b` gives `a.b`."""
     found: list[str] = []
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -173,10 +178,9 @@ def test_no_circle_of_rooms() -> None:
     assert not [(a, b) for a, b in arrows if a < b and (b, a) in arrows]
 
 
-def calls(file: Path) -> Iterator[str]:
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func)
+@cache
+def calls(file: Path) -> frozenset[str]:
+    return frozenset(ast.unparse(node.func) for node in nodes(file) if isinstance(node, ast.Call))
 
 
 def test_nothing_prints_but_the_command_line_and_the_tracking() -> None:
@@ -202,7 +206,7 @@ def test_sizes() -> None:
     long_functions = [
         f"{name(file)}: {node.name}"
         for file in everything
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION
     ]
@@ -215,7 +219,7 @@ def test_contracts_are_types_and_nothing_is_looked_up_by_name() -> None:
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in ours)
     probes, parameters, untyped = [], 0, 0
     for file in ours:
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 if node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) > 2):
                     probes.append(f"{name(file)}:{node.lineno}")

@@ -255,9 +255,14 @@ def parsed(text: str, known: Catalog) -> Override:
         fix = f"; did you mean {group}={text}?" if group else ", as in sync=bsp or seed=1."
         raise UsageError(f"{text!r} is not of the form KEY=VALUE{fix}")
     try:
-        return OverridesParser.create().parse_override(text)
+        return _parsed(text)
     except HydraException as error:
         raise UsageError(f"{text} cannot be read: {_unreadable(key, value)}.") from error
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
 
 
 def _unreadable(key: str, value: str) -> str:

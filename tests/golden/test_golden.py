@@ -9,6 +9,8 @@ from tests.conformance.test_kernels import real
 from tests.golden.facts import GOLDEN, arithmetic, changes, compared, counted, facts_of, recorded, write
 from tests.golden.runs import RUNS
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 QUICK = ("cluster.step_s=0.002", "cluster.exchange_s=0.002")  # paced to almost nothing: timing plays no part
 SAME = ("params_sha256", "bytes_up", "bytes_down", "steps", "samples")
 

@@ -35,10 +35,15 @@ from tests.laws.codecs import (
 TINY = 2.0**-126  # below it float32 loses digits
 DRAWS = 400
 MEANS = (("normal", 1), ("heavy", 96), ("normal", 96), ("constant", 8))
-IN_THE_MEAN = [  # by default every other of them for each codec
-    pytest.param(name, *case, marks=[pytest.mark.slow] * ((row + place) % 2))
+IN_THE_MEAN = [  # by default one of them for each codec
+    pytest.param(name, *case, marks=[pytest.mark.slow] * bool((row + place) % len(MEANS)))
     for row, name in enumerate(ROWS)
     for place, case in enumerate(MEANS)
+]
+PULLS = [  # by default one of these shares of the model for each codec
+    pytest.param(name, ratio, marks=[pytest.mark.slow] * bool((row + place) % 3))
+    for row, name in enumerate(ROWS)
+    for place, ratio in enumerate((0.01, 0.1, 1.0))
 ]
 
 
@@ -336,8 +341,7 @@ def test_a_residual_goes_on_into_the_next_stage() -> None:
     assert handed_over(Residual(x, "state of the codec before"), second) == Residual(x, None)
 
 
-@every_codec
-@pytest.mark.parametrize("ratio", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize(("name", "ratio"), PULLS)
 def test_a_compressed_pull(name: str, ratio: float) -> None:
     """Both ends hold the same; what was left out comes later; a ratio of 1 is the plain pull."""
     model = vector("normal", 1000)

@@ -16,6 +16,8 @@ from ashl.planning.build import assemble
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 METHODS = tuple(catalog()["outer"])
 D, LR = 1000, 0.1
 LOCAL = ("sync=local_sgd", "sync.local_steps=4", "stop.steps=96", "model.hidden=[16]")

@@ -21,6 +21,8 @@ from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.support import Ran, simulated
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 SHORT = ("stop.epochs=3", "cluster.jitter=0.2", "eval.every_s=0.4")
 CASES = {
     "bsp": ("sync=bsp",),

@@ -22,6 +22,8 @@ from tests.conf_option import conf_option
 from tests.laws.codecs import vector
 from tests.support import simulated
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 BASE = ("sync=bsp", "stop.epochs=2", "compression=topk", "optimizer.momentum=0", "model.hidden=[16]")
 GATHER = "topology=all_reduce"
 

@@ -10,6 +10,7 @@ from tests.support import Ran, simulated
 SMALL = (
     "model.hidden=[16]",
     "dataset=synthetic",
+    "dataset.shape=[64]",
     "optimizer.lr=0.05",
     "cluster.compute=[1,1,3]",
     "cluster.link=[1,2,1]",
@@ -107,9 +108,9 @@ def test_eager_diloco_is_each_worker_on_its_own_fresh_part(topology) -> None:
 
 @pytest.mark.limit("overlap=eager")
 def test_eager_diloco_of_one_worker_is_diloco_and_without_momentum_it_is_late() -> None:
-    one = (*SMALL[:3], *LOCAL, *RING, "cluster.num_workers=1", "outer=nesterov", "stop.steps=15")
+    one = (*SMALL[:4], *LOCAL, *RING, "cluster.num_workers=1", "outer=nesterov", "stop.steps=15")
     assert simulated(*one, "overlap=eager").sha256 == simulated(*one).sha256
-    four = (*SMALL[:3], *LOCAL, *RING, "stop.steps=48")
+    four = (*SMALL[:4], *LOCAL, *RING, "stop.steps=48")
     eager, late = simulated(*four, "overlap=eager"), simulated(*four, *LATE, "overlap.own=0.25")
     assert (eager.sha256, eager.time_ns) == (late.sha256, late.time_ns)
 
@@ -152,8 +153,8 @@ def test_without_a_pull_workers_never_meet() -> None:
 def test_one_worker_at_a_server_goes_on_as_alone(sync) -> None:
     """With all of its own progress, nothing is late for it: plain local SGD, to rounding. With gradients, see above."""
     one = ("cluster=homogeneous", "cluster.num_workers=1", "stop.steps=24", f"sync.local_steps={STEPS}")
-    alone = simulated(*SMALL[:3], *one, f"sync={sync}")
-    ran = simulated(*SMALL[:3], *one, f"sync={sync}", *LATE)
+    alone = simulated(*SMALL[:4], *one, f"sync={sync}")
+    ran = simulated(*SMALL[:4], *one, f"sync={sync}", *LATE)
     torch.testing.assert_close(ran.params, alone.params, rtol=0, atol=1e-5)
     assert ran.time_ns < alone.time_ns
 
@@ -165,7 +166,7 @@ def test_a_round_takes_the_longer_of_its_steps_and_its_exchange(sync, steps, exc
     rounds, compute = 8, 30_000_000 * steps  # of the slowest
     for topology in ("all_reduce", "parameter_server"):
         links = ("cluster.link=null", "cluster.step_s=0.01", f"cluster.exchange_s={exchange_s}", *TIMED)
-        chosen = (*SMALL[:4], *links, *sync, f"topology={topology}", f"stop.steps={3 * rounds * steps}")
+        chosen = (*SMALL[:5], *links, *sync, f"topology={topology}", f"stop.steps={3 * rounds * steps}")
         serial, late = simulated(*chosen), simulated(*chosen, *LATE)
         exchange = (
             (serial.time_ns - rounds * compute) // rounds if topology == "all_reduce" else round(exchange_s * 1e9)
@@ -242,7 +243,7 @@ def test_ends_are_met_as_elsewhere(stop, mode) -> None:
 
 def test_what_diverges_says_so_and_ends() -> None:
     for mode in (("sync=bsp", *RING), ("sync=asp",)):
-        ran = simulated(*SMALL[:2], *mode, *LATE, "optimizer.lr=1e30", "stop.steps=300")
+        ran = simulated(*SMALL[:3], *mode, *LATE, "optimizer.lr=1e30", "stop.steps=300")
         assert ran.end["reason"] == "diverged"
 
 
@@ -262,7 +263,7 @@ def test_outer_optimizers_and_codecs_go_with_it() -> None:
 
 def test_stages_of_ashl_are_late_and_its_profiling_is_not() -> None:
     ran = simulated(
-        *SMALL[:3], "schedule=ashl", "schedule.loss=running", "schedule.loss_switch=2.2", *LATE, "stop.epochs=4"
+        *SMALL[:4], "schedule=ashl", "schedule.loss=running", "schedule.loss_switch=2.2", *LATE, "stop.epochs=4"
     )
     targets = [stage.overlap["_target_"].rpartition(".")[2] for stage in ran.plan.stages]
     assert targets == ["Serial", "Late", "Late"]

@@ -14,6 +14,8 @@ from tests.sim import test_checkpoint as checkpoints
 from tests.stand_in_device import DEVICE, There, guarded
 from tests.support import Ran, planned, run
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 TASK = ("model=mlp", "dataset=digits", "stop.steps=18", "eval.every_commits=1000000", "cluster.compute=[1,2,3]")
 RUNS = {
     "bsp": ("sync=bsp",),

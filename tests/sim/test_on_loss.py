@@ -13,6 +13,8 @@ from ashl.errors import UsageError
 from ashl.planning.build import assemble
 from tests.support import planned, run
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 RUN = (
     "cluster=homogeneous",
     "cluster.compute=[1,1.5,2,3]",

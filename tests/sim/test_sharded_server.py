@@ -13,6 +13,8 @@ from ashl.topology.sharded_server import ShardedServer
 from tests.support import planned, simulated
 from tests.support import run as play
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.server_bandwidth_mbit_s=20")
 PORTS = ("cluster=homogeneous", *LINKS, "cluster.latency_s=0.002", "cluster.step_s=0.03", "model.hidden=[16]")
 run = partial(simulated, *PORTS)
@@ -80,7 +82,13 @@ def test_who_has_dropped_more_than_the_first_ends_all_the_same() -> None:
 
 def test_each_piece_is_a_message_of_its_own() -> None:
     """By hand, on one worker: the largest fifth of each half, what is left out is kept there."""
-    plain = ("dataset=synthetic", "optimizer.momentum=0", "optimizer.weight_decay=0", "stop.steps=3")
+    plain = (
+        "dataset=synthetic",
+        "dataset.shape=[64]",
+        "optimizer.momentum=0",
+        "optimizer.weight_decay=0",
+        "stop.steps=3",
+    )
     one = ("cluster.num_workers=1", "compression=topk", "compression.ratio=0.2", *plain)
     ran = several("sync=bsp", *one)
     stage = assemble(ran.plan, "cpu").stages[0]

@@ -14,11 +14,13 @@ from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
 
 LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.002", "cluster.step_s=0.03")
-SERVER = ("topology=parameter_server", "dataset=synthetic", "model=lenet", "optimizer.momentum=0.9", *LINKS)
+IMAGES = ("dataset=synthetic", "dataset.num_train=400", "dataset.num_test=100")
+PUSHES = ("topology=parameter_server", "optimizer.momentum=0.9", *LINKS)
+SERVER = (*PUSHES, *IMAGES, "model=lenet")
 FIRST = "priority overlap.slice=3000 overlap.credit=6000"
 UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
 
-SMALL = (*SERVER, *UNEQUAL, "sync=bsp", "dataset=digits", "model=mlp", "model.hidden=[64]")
+SMALL = (*PUSHES, *UNEQUAL, "sync=bsp", "model=mlp", "model.hidden=[64]")
 
 
 def four_layers(overlap: str, workers: int, size: int = 250, server: float | None = 1, **spec: object) -> Plan:

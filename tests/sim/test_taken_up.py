@@ -15,6 +15,8 @@ from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.support import Ran, planned, simulated
 
+pytestmark = pytest.mark.usefixtures("short_forecasts")
+
 RUN = ("cluster=homogeneous", "dataset.batch_size=16", "eval.every_commits=10", "optimizer.momentum=0.9")
 PIECES = (
     "topology=sharded_server topology.servers=2 cluster.link=null cluster.exchange_s=null cluster.bandwidth_mbit_s=20 "

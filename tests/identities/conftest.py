@@ -1,0 +1,8 @@
+"""Identities compare runs with runs, or with loops by hand."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _forecasts(short_forecasts: None) -> None:
+    """Of no plan here is the forecast of interest."""
