@@ -64,6 +64,8 @@ def launch(
     inner = known.make_context(name, [*args], parent=ctx)  # it takes what it reads out of the list
     params = inner.params
     own = implied(name, params["overrides"] or [], params["config_dir"])
+    if params.get("resume"):  # it has its cluster
+        own = [text for text in own if text != "cluster=real"]
     params["overrides"] = [*(params["overrides"] or []), *own]
     if params.get("cfg"):
         return inner.command.invoke(inner)

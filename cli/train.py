@@ -79,15 +79,13 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UsageError(f"--resume {run_dir}: there is no run whose config.yaml can be read.") from error
-    if config["runtime"]["_target_"].endswith("TorchrunRuntime"):
-        raise UsageError(f"--resume {run_dir}: a job that others have started leaves no checkpoints yet; run it anew.")
     asked = compose(overrides, config_dir)
     if not set(config["allow_targets"]) <= set(asked["allow_targets"]):
         raise UsageError(f"--resume {run_dir}: the run imports code of your own; {typed_again(config)}.")
     for key in map(key_of, overrides):
         if key == "allow_targets":
             continue
-        if key == "runtime" and asked["choices"]["runtime"] != "torchrun":
+        if key == "runtime":
             config = over_to(config, asked)
             continue
         group, _, name = key.partition(".")

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ashl.errors import AshlError, UsageError
 from ashl.planning.predict import WITHOUT
-from ashl.run import checkpoints
+from ashl.run import checkpoints, parts
 from ashl.run.checkpoints import LOCKSTEP, SERVER, Savings
 from ashl.run.evaluation import Evaluation
 from ashl.run.health import Health
 from ashl.run.monitor import Books
+from ashl.run.sealed import Sealed, new_secret
+from ashl.run.starter import Membership
+from ashl.run.train import started_before
 from ashl.runtime.keeping import folder_of, numbered, part_of, write
 from ashl.runtime.records import Beat, Counts, Kept
 from ashl.tracking import jsonl
@@ -61,6 +65,32 @@ def test_a_version_is_named_that_nobody_has_come_to(tmp_path: Path) -> None:
     assert savings.name(beat(50, 3.9)) is None
     assert savings.name(beat(80, 4.1)) is not None
     assert Savings(tmp_path, 3).name(beat(1, 100.0)) is None
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_path: Path, flipped: bool) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, document = Sealed(server, new_secret()), {"state": torch.arange(1_500_000.0), "stage": 0}  # in two pieces
+    savings, home = Savings(tmp_path, 1, 1.0, "run"), Home()
+    savings.wanted = (4, 31)
+    sha256, nbytes = parts.through(store, 0, 4, document)
+    record = Kept(0, 4, 0, 31, 3 * SECOND, sha256, nbytes)
+    content = parts.received(store, record)
+    assert content is not None
+    content[-1] += flipped
+    savings.hear(record, home, content)
+    if flipped:
+        assert not numbered(tmp_path)
+        assert "rank 0 could not write its part (other bytes came than it sent)" in savings.warning
+        return
+    saved = checkpoints.newest(tmp_path, "run")
+    for rank, what in ((0, saved), (1, None)):
+        parts.give(store, rank, what)
+    since_ns, file = parts.taken(store, 0, over=lambda: False)
+    assert since_ns == 3 * SECOND
+    assert torch.equal(torch.load(file, weights_only=True)["state"], document["state"])
+    assert parts.taken(store, 1, over=lambda: False) == (0, None)
+    assert parts.taken(store, 2, over=lambda: True) is None, "the run is over before it has begun"
 
 
 def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path: Path) -> None:
@@ -212,6 +242,18 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
     assert books.scores["rises"] == 1.0
     assert books.target.reached_s == 2
     assert torch.equal(books.best, torch.ones(1)), "the best is among them"
+
+
+def test_what_torchrun_starts_anew_goes_on_where_there_is_something_to_go_on_from(kept: Path, capsys) -> None:
+    first, again = (Membership(0, 2, "here", 1, 0, attempt=str(attempt)) for attempt in range(2))
+    config, nowhere = {"run": {"dir": str(kept)}}, {"run": {"dir": None}}
+    assert [started_before(config, job) for job in (None, first)] == [None, None]
+    assert [started_before(run, again) for run in (config, nowhere)] == [kept, None]
+    assert capsys.readouterr().err == f"ashl: started anew: the run in {kept} goes on from its last checkpoint\n"
+    (kept / "summary.json").write_text('{"status": "interrupted"}')
+    assert started_before(config, again) == kept
+    (kept / "summary.json").write_text('{"status": "finished"}')
+    assert started_before(config, again) is None
 
 
 def test_a_run_that_is_to_stop_leaves_no_checkpoint(tmp_path: Path) -> None:

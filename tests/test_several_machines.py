@@ -283,9 +283,12 @@ def test_what_no_process_of_ours_says(text: str, why: str) -> None:
 
 def test_what_machines_may_have_each_its_own() -> None:
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local").to_json()
-    config = {"dataset": {"root": "here", "batch_size": 8}, "run": {"dir": "run"}, "runtime": {"interface": "eth0"}}
-    other = {"dataset": {"root": "there", "batch_size": 8}, "run": {"dir": None}, "runtime": {"interface": None}}
+    config: dict = {"dataset": {"root": "here", "batch_size": 8}, "runtime": {"interface": "eth0"}}
+    other: dict = {"dataset": {"root": "there", "batch_size": 8}, "runtime": {"interface": None}}
+    config["run"], other["run"] = ({"dir": folder, "checkpoint_s": None} for folder in ("run", None))
     assert alike(config, plan) == alike(other, plan)
+    often = {**config, "run": {"dir": None, "checkpoint_s": 1.0}}
+    assert difference(alike(often, plan), alike(other, plan)) == ("run.checkpoint_s=1.0", "run.checkpoint_s=null")
     other["dataset"]["batch_size"] = 4
     assert difference(alike(config, plan), alike(other, plan)) == ("dataset.batch_size=8", "dataset.batch_size=4")
     assert difference("{", "{}") == ("another configuration", "its own")

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 from ashl.cluster.spec import Fitted, beside_of
 from ashl.errors import UsageError
-from ashl.overlap.contract import Delayed
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by
-from ashl.planning.legal_churn import beside
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import sums_beside
 from ashl.topology.all_reduce import AllReduce
@@ -26,44 +24,45 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
             "run.checkpoint_s: the profile is of machines with too few cores for all ranks, and no checkpoint holds "
             "what shares them; drop it"
         )
-    slowed = parts.runtime.name == "sim" and beside_of(parts.cluster) is not None
-    if slowed and any(sums_beside(own.sync, own.topology, own.overlap) for own in parts.stages):
+    real, slowed = parts.runtime.name != "sim", beside_of(parts.cluster) is not None
+    if slowed and not real and any(sums_beside(own.sync, own.topology, own.overlap) for own in parts.stages):
         raise UsageError(
             "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "
             "both are; drop it, or take overlap=none"
         )
-    if parts.runtime.name == "torchrun":
-        raise UsageError("run.checkpoint_s: the processes of a job of others leave no checkpoints yet; drop it")
-    if parts.runtime.name == "local" and len(stages) > 1 and any(map(in_one_round, parts.stages)):
+    if real and len(stages) > 1 and any(map(in_one_round, parts.stages)):
         raise UsageError(
             "run.checkpoint_s: real processes leave checkpoints of sync=hop and sync=d_admm in plans of one stage "
             "only, as workers come to another after different numbers of rounds; drop it, or take one stage"
         )
     lockstep = in_lockstep(parts, len(stages[0].workers))
     for stage, own in zip(stages, parts.stages, strict=True):
-        if parts.runtime.name == "local" and not (lockstep or comes_anew(own)):
+        if real and not (lockstep or comes_anew(own)):
             raise UsageError(
                 f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
                 "checkpoints only then, where servers merge their updates, or where models are averaged in groups or "
-                "pairs; drop it, or take sync=bsp or sync=local_sgd with topology=all_reduce, or "
-                "topology=parameter_server with overlap=none"
+                "pairs; drop it, or take sync=bsp, sync=local_sgd or sync=ssp"
             )
 
 
 def in_lockstep(parts: Parts, num_workers: int) -> bool:
-    """Whether in every stage nothing is on its way at the top of everybody's loop, but what is sent from there."""
+    """Whether in every stage nothing is on its way at the top of everybody's loop, but what is sent from there, or
+    said again where a run goes on."""
     return all(_in_lockstep(own, num_workers) for own in parts.stages)
 
 
 def _in_lockstep(own: StageParts, num_workers: int) -> bool:
     sync = own.sync
-    if isinstance(own.overlap, Delayed) or not sync.in_rounds or sync.quorum(num_workers) < num_workers:
+    if not sync.in_rounds or sync.quorum(num_workers) < num_workers:
         return False
     if isinstance(sync, ServerRule):
         return sync.messages() is UPDATES
-    if isinstance(sync, RoundRule):
-        return not sync.lag
-    return isinstance(own.topology, AllReduce)
+    return isinstance(sync, RoundRule) or isinstance(own.topology, AllReduce)
+
+
+def says_again(parts: Parts) -> bool:
+    """Whether workers that go round by round, and go on from a checkpoint, first say again what was on its way."""
+    return any(isinstance(own.sync, RoundRule) and own.sync.lag for own in parts.stages)
 
 
 def in_one_round(own: StageParts) -> bool:
@@ -78,4 +77,4 @@ def comes_anew(own: StageParts) -> bool:
         return True
     if isinstance(own.sync, RoamingRule):
         return bool(own.sync.kept)
-    return own.topology.has_server and CHURN in carried_by(own.topology, own.sync) and not beside(own)
+    return own.topology.has_server and CHURN in carried_by(own.topology, own.sync) and own.overlap.serial

@@ -143,9 +143,8 @@ class Attendance:
                 if rank in self.processes:
                     self.processes[rank].kill()
                 self.give_up(rank)
-        for rank in self.silent(QUIET_S):
-            if self.vanished(rank, self.desk.drained - self.desk.heard[rank]):
-                self.without(monitor, rank, "vanished")
+        for rank in self.dead():
+            self.without(monitor, rank, "vanished")
         if late and self.spared(monitor, {*self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))}):
             for rank in late:
                 how = f"was not heard of for {timeout_s:g} s"
@@ -161,6 +160,10 @@ class Attendance:
         if rank in self.processes:
             return False
         return quiet_s > QUIET_S if alone else quiet_s > SURE_S and time.monotonic() - at < KNOWN_S
+
+    def dead(self) -> list[int]:
+        """The workers elsewhere that are taken for dead."""
+        return [rank for rank in self.silent(QUIET_S) if self.vanished(rank, self.desk.drained - self.desk.heard[rank])]
 
     def spared(self, monitor: Monitor, alike: set[int]) -> bool:
         """Whether the run goes on without these, who have fallen silent at about the same time."""
@@ -253,7 +256,7 @@ def attend(
             if isinstance(record, Snapshot):
                 desk.publish(desk.news._replace(scores=monitor.scores))
             elif isinstance(record, Kept):
-                savings.hear(record, monitor)
+                savings.hear(record, monitor, vector)
         now = time.monotonic()
         unanswered_s += min(now - looked, AWAKE_S) if desk.answered == answered else -unanswered_s
         looked, answered = now, desk.answered
@@ -268,7 +271,7 @@ def attend(
         while desk.asks:
             number, ask = desk.asks.popleft()
             desk.answer(number, answer(seen, monitor, ask, savings.every_s is not None))
-        if not (seen.errors or seen.gone()):
+        if not (seen.errors or seen.gone() or (savings.every_s is not None and seen.dead())):
             failed_at = None  # the run goes on without who was gone
         elif failed_at is None:
             failed_at = now

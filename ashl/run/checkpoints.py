@@ -1,20 +1,20 @@
 """Checkpoints of runs: a folder each, with a manifest that says what is in it.
 
 Rule, on processes: every so many seconds home names a version of the model that nobody has come to yet. Each rank keeps
-its state when it is there (`ashl.runtime.keeping`) and says so; once all have, home writes what it knows itself and,
-last, a manifest with the hash of every file. In virtual time there is one file beside what home knows
-(`ashl.runtime.checkpoint`). A checkpoint without a manifest, or with a file that is not what was written, is none: the
-newest whole one counts, and two are kept. Where a rank had been past the version when it heard of it, the next one is
-named further ahead. The run waits for nothing of this.
+its state when it is there (`ashl.runtime.keeping`) and says so, or sends it (`ashl.run.parts`); once all have, home
+writes what it knows itself and, last, a manifest with the hash of every file. In virtual time there is one file beside
+what home knows (`ashl.runtime.checkpoint`). A checkpoint without a manifest, or with a file that is not what was
+written, is none: the newest whole one counts, and two are kept. Where a rank had been past the version when it heard of
+it, the next one is named further ahead. The run waits for nothing of this.
 
-LOCKSTEP: all go round by round, so that nothing is on its way when they are at one version, but what is sent again, and
-the run goes on bit for bit; also in virtual time what began on processes, and the other way round. SERVER: workers go
-at their own pace, and each keeps its state when it next goes on with that version or a newer one, after the server has
-kept its own (all of them, where there are several); what is on its way then is lost, and computed again
-(`ashl.topology.membership`). EACH: workers have
-models of their own and meet in groups or pairs, and each keeps its state when it hears of it
-(`ashl.topology.broken_groups`, `ashl.topology.pairs`). ROUND: the same, but all at the begin of one round of their own,
-which is the version; so whatever comes from there on shows that it is later.
+LOCKSTEP: all go round by round, so that nothing is on its way when they are at one version, but what is sent from there
+or is said again (`ashl.topology.under_way`), and the run goes on bit for bit; also in virtual time what began on
+processes, and the other way round. SERVER: workers go at their own pace, and each keeps its state when it next goes on
+with that version or a newer one, after the server has kept its own (all of them, where there are several); what is on
+its way then is lost, and computed again (`ashl.topology.membership`). EACH: workers have models of their own and meet
+in groups or pairs, and each keeps its state when it hears of it (`ashl.topology.broken_groups`, `ashl.topology.pairs`).
+ROUND: the same, but all at the begin of one round of their own, which is the version; so whatever comes from there on
+shows that it is later.
 
 What the records hold of later moments is forgotten when the run goes on, and written anew.
 
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ashl.errors import UsageError
 from ashl.plan.plan import Limits
@@ -44,7 +45,7 @@ from ashl.runtime.records import Beat, Kept
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
-SCHEMA = 7
+SCHEMA = 8
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")
 LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL = "lockstep", "server", "each", "round", "virtual"
@@ -93,14 +94,26 @@ class Savings:
         self.number += 1
         return self.wanted
 
-    def hear(self, kept: Kept, monitor: Monitor) -> None:
-        """A rank has kept its part, or could not."""
+    def hear(self, kept: Kept, monitor: Monitor, part: Tensor | None = None) -> None:
+        """A rank has kept its part, which comes with that where it has not written it itself; or could not."""
         if self.wanted is None or kept.number != self.wanted[0]:
             return
+        if part is not None:
+            kept = self.put(kept, part.numpy().tobytes())
         self.kept[kept.rank] = kept
         if kept.error is not None:
             self.warning = f"no checkpoint was made: rank {kept.rank} could not write its part ({kept.error})"
         self.settle(monitor)
+
+    def put(self, kept: Kept, content: bytes) -> Kept:
+        """Write a part that a rank has sent; returns how that went."""
+        path = keeping.part_of(keeping.folder_of(self.run_dir, kept.number), kept.rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            return kept._replace(error=str(error))
+        return kept if keeping.digest(content) == kept.sha256 else kept._replace(error="other bytes came than it sent")
 
     def settle(self, monitor: Monitor) -> None:
         """Once all have kept their parts, and what they had shown before is evaluated: that is a checkpoint, or none.

@@ -10,13 +10,13 @@ from contextlib import suppress
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.run import vectors
+from ashl.run import parts, vectors
 from ashl.run.doors import ASKS, Answer, Ask, answers_to
 from ashl.run.reporter import NOTED, RECORDS, news_of, sender_of
 from ashl.run.sealed import Sealed
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
-from ashl.runtime.records import Record, Snapshot, UpdateShown, loads
+from ashl.runtime.records import Kept, Record, Snapshot, UpdateShown, loads
 
 POLL_S = 0.03
 PULSE_S = 0.25  # between news
@@ -58,8 +58,8 @@ class Desk:
         return self._store.refused
 
     def received(self) -> Iterator[tuple[Record, Tensor | None]]:
-        """What has come, with the model or update that belongs to it. Raises AshlError for what no rank would say, and
-        where the store is gone."""
+        """What has come, with the model, update or part of a checkpoint that belongs to it. Raises AshlError for what
+        no rank would say, and where the store is gone."""
         while self._came:
             record, vector = self._came.popleft()
             self._taken += vector is not None
@@ -129,6 +129,9 @@ class Desk:
                     vector = vectors.fetch(self._store, queue, record, self._sizes[rank])
                     self._fetched += vector is not None
                     self._from[queue] += vector is not None
+                elif isinstance(record, Kept):
+                    vector = parts.received(self._store, record)
+                    self._fetched += vector is not None
                 self._came.append((record, vector))
 
     def _send(self) -> None:

@@ -143,6 +143,7 @@ def alike(config: Mapping[str, Any], plan: str) -> str:
     """What has to be alike in all processes, as text: the configuration and the plan that was made of it, without what
     is the business of the process that records, or what machines may have each its own."""
     chosen = {key: value for key, value in config.items() if key not in RECORDING}
+    chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}  # ranks keep their parts of those
     return json.dumps(without_own({**chosen, "plan": json.loads(plan)}))
 
 

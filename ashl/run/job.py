@@ -22,11 +22,12 @@ from ashl.planning.build import Parts
 from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run import interface, watch
 from ashl.run.attendance import PATIENCE_S, role
-from ashl.run.checkpoints import Savings
+from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import POLL_S, Desk
 from ashl.run.handshake import Hello, alike, digest, gathered, hello, publish
 from ashl.run.launch import conduct
 from ashl.run.monitor import Monitor
+from ashl.run.parts import give
 from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_note, wanted_by
 from ashl.run.rank import Place, play
 from ashl.run.sealed import Sealed, Secret, shared_secret
@@ -78,7 +79,8 @@ def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) 
         device = HOST  # the GPU is a worker's
     through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
     where = job.host, job.port, secret_of(job), came[0].host
-    return Seat(job, store, Place(rank, *where, ".", config["tracking"]["events"], False, through, device, apart), note)
+    place = Place(rank, *where, ".", config["tracking"]["events"], False, through, device, apart)
+    return Seat(job, store, place._replace(keeps=config["run"]["checkpoint_s"] is not None), note)
 
 
 def seated(
@@ -159,10 +161,15 @@ def waited_for(plan: Plan, seat: Seat | None) -> Generator[None]:
         yield
     except AshlError as error:
         if seat is not None:
-            desk = Desk(seat.store.another(), plan.num_ranks, plan.num_params)
-            desk.close(End(error.exit_code, plain(str(error))), here=[seat.place.rank])
-            leave(seat.store, seat.job)
+            call_off(plan, seat, End(error.exit_code, plain(str(error))))
         raise
+
+
+def call_off(plan: Plan, seat: Seat, end: End) -> None:
+    """All have met, and the run does not begin."""
+    desk = Desk(seat.store.another(), plan.num_ranks, plan.num_params)
+    desk.close(end, here=[seat.place.rank])
+    leave(seat.store, seat.job)
 
 
 @contextmanager
@@ -221,11 +228,18 @@ def await_master(job: Membership, timeout_s: float) -> None:
         time.sleep(3 * POLL_S)
 
 
-def join(plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat) -> dict | None:
+def join(
+    plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat, savings: Savings, saved: Saved | None = None
+) -> dict | None:
     """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating snapshots and writing
-    records never hold it up. See `conduct`."""
+    records never hold it up. Where ranks keep their parts of checkpoints, the others are given theirs of the one that
+    counts, as this process alone has the run folder. See `conduct`."""
     place = seat.place._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
-    return conduct(plan, run_dir, monitor, seat.store.another(), [place], Savings(run_dir, plan.num_ranks))
+    if saved is not None:
+        place = place._replace(saved=str(saved.folder), since_ns=saved.time_ns)
+    for rank in set(range(plan.num_ranks)) - {place.rank} if place.keeps else ():
+        give(seat.store, rank, saved)
+    return conduct(plan, run_dir, monitor, seat.store.another(), [place], savings)
 
 
 def take_part(plan: Plan, seat: Seat) -> int:

@@ -30,11 +30,12 @@ from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
 from ashl.planning.device import by_nccl, device_of, use_device
-from ashl.planning.legal_checkpoints import in_lockstep
+from ashl.planning.legal_checkpoints import in_lockstep, says_again
 from ashl.planning.legal_churn import by_sums, goes_on
 from ashl.planning.summing import machines_of
 from ashl.run.interface import Chosen, use
 from ashl.run.measured import load
+from ashl.run.parts import Given, taken, through
 from ashl.run.reporter import Reporter
 from ashl.run.roll import Roll
 from ashl.run.sealed import Sealed, Secret
@@ -43,7 +44,7 @@ from ashl.runtime import keeping
 from ashl.runtime.agreement import Agreement
 from ashl.runtime.bodies import granted_by_nccl
 from ashl.runtime.effects import PeerLostError
-from ashl.runtime.keeping import Keeper
+from ashl.runtime.keeping import Keeper, into_folder
 from ashl.runtime.meeting import come_in
 from ashl.runtime.news import End
 from ashl.runtime.pace import Pace
@@ -136,8 +137,10 @@ def play(
     store = Sealed(dist.TCPStore(place.host, place.port, is_master=False, timeout=wait), place.secret)
     reporter = Reporter(store.another(), place.rank, place.rounds, watch, place.life)
     reporter.dropped = dropped
-    if place.keeps:
-        reporter.keeper = Keeper(Path(place.run_dir), place.rank, reporter.emit)
+    if place.keeps and place.log:
+        reporter.keeper = Keeper(place.rank, partial(into_folder, Path(place.run_dir), place.rank), reporter.emit)
+    elif place.keeps:
+        reporter.keeper = Keeper(place.rank, partial(through, store.another(), place.rank), reporter.emit)
     try:
         if place.log:
             redirect(Path(place.run_dir) / f"rank{place.rank}.log")
@@ -193,8 +196,18 @@ def playable(
     return tuple(replace(stage, elastic=True) for stage in stages), agreement
 
 
+def given_to(place: Place, store: Sealed, over: Callable[[], bool]) -> Given | None:
+    """What this rank goes on from; None where the run is over before it has begun."""
+    if place.keeps and not place.log:
+        return taken(store, place.rank, over)
+    return Given(place.since_ns, None if place.saved is None else keeping.part_of(Path(place.saved), place.rank))
+
+
 def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Callable[[str], None]) -> None:
     """Set up, run, leave."""
+    given = given_to(place, store, lambda: reporter.end is not None)
+    if given is None:
+        return
     parts = parts_of(plan)
     reporter.emit(Placed(place.rank, platform.node(), use_device(place.device), int(load()["cores"])))
     torch.set_num_threads(parts.runtime.threads)
@@ -233,11 +246,9 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     )
     kernel.node.life = place.life
     saved = None
-    if place.saved is not None:
-        known = keeping.read(
-            keeping.part_of(Path(place.saved), place.rank), ("ashl", *plan.allow_targets), place.device
-        )
-        kernel.go_on(known, place.since_ns)
+    if given.file is not None:
+        known = keeping.read(given.file, ("ashl", *plan.allow_targets), place.device)
+        kernel.go_on(known, given.since_ns)
         saved = known.stage, known.state
     if place.rank < plan.num_workers:
         assert isinstance(stage.trainer, Trainer)
@@ -258,7 +269,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         late = place.life and event.time_s * 1e9 < kernel.now_ns
         if event.fail and event.worker == place.rank and not late:
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
-    anew = saved is not None and not in_lockstep(parts, plan.num_workers)
+    anew = saved is not None and (says_again(parts) or not in_lockstep(parts, plan.num_workers))
     kernel.run(partial(program, stages=stages, saved=saved, comes=anew or place.life > 0))
     reporter.emit(kernel.pace.report())
     leave_together(place, plan, store, kernel, roll, answers=stage.elastic or place.rank == stage.server)

@@ -27,11 +27,13 @@ from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, as_real, simulate
 from ashl.run.watch import handled
-from ashl.tracking import mlflow
+from ashl.runtime.keeping import numbered
+from ashl.runtime.news import End
+from ashl.tracking import jsonl, mlflow
 from ashl.tracking.console import Progress, outcome
 from ashl.tracking.forecast import forecast, notes
 from ashl.tracking.option import Tracking
-from ashl.tracking.recorder import Recorder
+from ashl.tracking.recorder import SUMMARY, Recorder
 
 RUNS = Path("runs")
 OF_A_RUN = ("gradients", "threads", "device", "precision")  # of `runtime`: what may change its bits
@@ -80,6 +82,7 @@ def run(
     if seat and seat.job.rank != 0:
         return Ran(jobs.take_part(plan, seat))
     with jobs.waited_for(plan, seat):
+        resume = resume or started_before(config, job)
         saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan, parts)
         run_dir = resume or folder(config, plan)
         recorder = Recorder(run_dir, tracking.events, sizes)
@@ -163,8 +166,30 @@ def drive(
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
+    savings = savings_of(plan, run_dir, monitor, saving)
+    with jobs.waited_for(plan, seat):
+        if saved is not None and saved.how == VIRTUAL:
+            saved = as_real(plan, monitor.job, monitor, saving, saved)
+            if saved is None:
+                if seat:
+                    jobs.call_off(plan, seat, End(0))
+                return None
+        elif saved is not None:
+            monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
+    if saved is not None:
+        savings.number = saved.number + 1
+        if savings.every_s is not None:
+            savings.plan_next(saved.time_ns)
     if seat:
-        return jobs.join(plan, run_dir, monitor, seat)
+        pace = jobs.join(plan, run_dir, monitor, seat, savings, saved)
+    else:
+        pace = launch.launch(plan, run_dir, monitor, savings, saved)
+    warn(savings.warning)
+    return pace
+
+
+def savings_of(plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving) -> Savings:
+    """How real processes leave checkpoints of this run."""
     how, replicas = SERVER, monitor.job.stages[0].replicas
     if in_lockstep(monitor.job.parts, plan.num_workers):
         how = LOCKSTEP
@@ -172,20 +197,7 @@ def drive(
         how = ROUND if any(in_one_round(own) for own in monitor.job.parts.stages) else EACH
     home = None if how == LOCKSTEP and replicas else plan.home
     servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
-    savings = Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers)
-    if saved is not None and saved.how == VIRTUAL:
-        saved = as_real(plan, monitor.job, monitor, saving, saved)
-        if saved is None:
-            return None
-    elif saved is not None:
-        monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
-    if saved is not None:
-        savings.number = saved.number + 1
-        if savings.every_s is not None:
-            savings.plan_next(saved.time_ns)
-    pace = launch.launch(plan, run_dir, monitor, savings, saved)
-    warn(savings.warning)
-    return pace
+    return Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers)
 
 
 def warn(text: str | None) -> None:
@@ -211,6 +223,18 @@ def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan, parts: Parts) ->
             "where all go round by round, through one server or by all-reduce, it could go over; drop runtime"
         )
     return saved, checkpoints.cut_back(run_dir, saved)
+
+
+def started_before(config: Mapping[str, Any], job: Membership | None) -> Path | None:
+    """The folder of this run, where torchrun has started all of its processes anew, and it has left a checkpoint there
+    to go on from."""
+    if job is None or job.attempt == "0" or not config["run"]["dir"]:
+        return None
+    run_dir = Path(config["run"]["dir"]).expanduser()
+    if not numbered(run_dir) or (jsonl.whole(run_dir / SUMMARY) or {}).get("status") == "finished":
+        return None
+    warn(f"started anew: the run in {run_dir} goes on from its last checkpoint")
+    return run_dir
 
 
 def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:

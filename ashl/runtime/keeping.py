@@ -1,4 +1,4 @@
-"""What a rank of a real run keeps of itself: its state at the top of its loop, in a file of the run folder.
+"""What a rank of a real run keeps of itself: its state at the top of its loop, for a file of the run folder.
 
 `ashl.run.checkpoints` names the version of the model from which on that is, and makes one checkpoint of what all keep.
 Where all go round by round, nothing is on its way at the top of their loops: their states there are the run.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +33,14 @@ class Due(NamedTuple):
 
 
 class Keeper:
-    """Writes one rank's files, in a thread, and says so."""
+    """Puts one rank's state away, in a thread, and says so."""
 
-    def __init__(self, run_dir: Path, rank: int, emit: Callable[[Kept], None]) -> None:
-        self._run_dir, self._rank, self._emit = run_dir, rank, emit
+    def __init__(
+        self, rank: int, put: Callable[[int, dict[str, Any]], tuple[str, int]], emit: Callable[[Kept], None]
+    ) -> None:
+        """`put(number, document)` returns the hash of its part of this checkpoint, and how many bytes of it home has
+        yet to write."""
+        self._rank, self._put, self._emit = rank, put, emit
         self._done = -1  # the last number that has been kept
         self.asked: Due | None = None  # by home
 
@@ -64,11 +69,16 @@ class Keeper:
         return True
 
     def _write(self, document: dict[str, Any], kept: Kept) -> None:
-        path = part_of(folder_of(self._run_dir, kept.number), self._rank)
         try:
-            self._emit(kept._replace(sha256=write(path, document)))
+            sha256, nbytes = self._put(kept.number, document)
+            self._emit(kept._replace(sha256=sha256, nbytes=nbytes))
         except (OSError, RuntimeError) as error:
             self._emit(kept._replace(error=first_line(error)))
+
+
+def into_folder(run_dir: Path, rank: int, number: int, document: dict[str, Any]) -> tuple[str, int]:
+    """Where a rank has the run folder at hand, for its `Keeper`."""
+    return write(part_of(folder_of(run_dir, number), rank), document), 0
 
 
 def write(path: Path, document: dict[str, Any]) -> str:
@@ -82,6 +92,11 @@ def hash_of(path: Path) -> str:
     """SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(content: bytes) -> str:
+    """The same of what will be one."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def folder_of(run_dir: Path, number: int) -> Path:
@@ -115,9 +130,9 @@ class Restored(NamedTuple):
     drawn: int
 
 
-def read(path: Path, packages: tuple[str, ...], device: str) -> Restored:
+def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restored:
     """What a rank kept; states may be of classes of these packages. Nothing is unpickled."""
-    document = torch.load(path, weights_only=True)
+    document = torch.load(file, weights_only=True)
     for name in ("state", "node"):
         document[name] = unpacked(document[name], packages, device)
     return Restored(**document)

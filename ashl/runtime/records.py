@@ -275,6 +275,7 @@ class Kept(NamedTuple):
     version: int  # of the model
     time_ns: int
     sha256: Text = ""
+    nbytes: int = 0  # that home has to put there; 0 = the rank has written its file itself
     error: Text | None = None
     rounds: list[int] | None = None  # of each worker, as a rank counts that counts them
 

@@ -29,7 +29,7 @@ from ashl.size_only import Vector
 from ashl.stage.rule import CHURN, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
-from ashl.topology import returns
+from ashl.topology import returns, under_way
 from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
@@ -37,7 +37,8 @@ from ashl.topology.knowledge import NOTHING_HEARD, GossipHeader
 from ashl.topology.local_work import WorkerState, local_work
 from ashl.topology.partners import come, gather, taken_up
 from ashl.topology.remaining import remaining
-from ashl.topology.rounds import Lives, View, gone_in, last_view, round_tag, turned
+from ashl.topology.rounds import Lives, View, gone_in, last_view, turned
+from ashl.topology.under_way import post
 from ashl.topology.views import Team, finish, hear_those_left, learn, team_of
 
 VERDICTS = (*REASONS, "diverged")
@@ -175,6 +176,8 @@ class Gossip(Topology):
     async def come(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
+        if kept is not None and isinstance(kept[1], RoundState):
+            return await under_way.taken_up(node, stages, *kept)
         if kept is not None:
             return await (gather if node.rank == stages[0].server else taken_up)(node, stages, *kept)
         state: Any = self.begin(node, stages[0])
@@ -234,6 +237,7 @@ class RoundState(WorkerState):
     in_time: InTime | None = None  # once a round has come too late
     header: GossipHeader = NOTHING_HEARD
     k: int = 0  # rounds of this stage so far
+    under_way: tuple[tuple[int, Outgoing], ...] = ()  # what it said in the last of them, where messages may be late
     views: tuple[View, ...] = ()  # of this stage: who takes part from which round on, as all have agreed
     turned: int = 0  # how many of them hold by now
     sure: int = 0  # how many of them all others have, too
@@ -248,7 +252,7 @@ class RoundState(WorkerState):
         super().enter(stage, rank)
         if not again:
             self.tally.begin(now_s)
-            self.k, self.header, self.latest = 0, NOTHING_HEARD, {}
+            self.k, self.header, self.latest, self.under_way = 0, NOTHING_HEARD, {}, ()
             self.views, self.turned = (last_view(self)._replace(first=0, rounds={}, came={}),) if self.views else (), 0
             self.sure = len(self.views)
             self.rule_state = rule_in(stage).begin(stage, self, rank)
@@ -271,10 +275,10 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
         node.mark(stage.index, state if own is stage else None)
         k, params = state.k, state.params
         if rule.early:
-            await post(node, stage, state, k, None)
+            await post(node, stage, state, k, await rule.outgoing(node, stage, state, k, None), rule.lag)
         work = await local_work(node, stage, state)
         if not rule.early:
-            await post(node, stage, state, k, work.body)
+            await post(node, stage, state, k, await rule.outgoing(node, stage, state, k, work.body), rule.lag)
         heard = await hear(node, stage, state, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
         learn(state, rank, work.loss, heard)
@@ -328,13 +332,6 @@ def over(stage: Stage, state: RoundState) -> str | None:
     if (reason := stage.judge.spent(state.tally)) or not state.header.verdict or state.k < state.header.last:
         return reason
     return VERDICTS[int(state.header.verdict)]
-
-
-async def post(node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> None:
-    """Tell whoever listens in round k, and pass on what rank 0 has decided."""
-    messages = await rule_in(stage).outgoing(node, stage, state, k, delta)
-    for rank, (body, numbers) in messages.items():
-        await node.send(rank, round_tag(stage, state, node.rank, k), body, (*state.header, *numbers))
 
 
 async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int, Message]:

@@ -7,7 +7,8 @@ and a training loss of at most 1.25 times that of the whole run plus 0.05. All e
 
 `--cost`: what checkpoints cost. In one run of real processes without declared costs, one every 10 s: how many rounds
 less end in the 2 s after each than in as long a time between them, as a share of the run; and the CPU time of writing a
-rank's part as a share of 10 s, which a busy machine does not blur.
+rank's part as a share of 10 s, which a busy machine does not blur. Both in a run of its own processes, and in a job of
+torchrun, where a part goes through the job's store.
 """
 
 import argparse
@@ -20,13 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from ashl.run import parts
+from ashl.run.sealed import Sealed, new_secret
 from ashl.runtime import keeping
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
@@ -50,12 +54,17 @@ ROUNDS = {
     "bsp by all-reduce, QSGD, Adam": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
     "local SGD, Nesterov outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "local SGD by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=3",
+    "bsp by all-reduce, one exchange late": "topology=all_reduce sync=bsp overlap=late optimizer.momentum=0.9",
+    "fragments by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming outer=nesterov",
+    "local SGD, one exchange late": "sync=local_sgd sync.local_steps=2 overlap=late",
+    "SGP, two rounds late": "topology=gossip sync=sgp sync.overlap=2 topology.graph=ring",
     "D-PSGD": "topology=gossip sync=d_psgd topology.graph=ring",
     "bsp on two servers, Top-K": f"sync=bsp compression=topk compression.ratio=0.2 {PIECES}",
     "CHOCO, Top-K": "topology=gossip sync=choco topology.graph=ring compression=topk compression.ratio=0.2",
 }
 OWN_PACE = {
     "ssp, Top-K": "sync=ssp compression=topk compression.ratio=0.2",
+    "ssp, one exchange late": "sync=ssp overlap=late",
     "asp, QSGD": "sync=asp compression=qsgd optimizer.lr=0.02",
     "FedBuff": "sync=fedbuff",
     "a quorum and a grace window": "sync=decoupled sync.grace_s=0.01",
@@ -84,9 +93,10 @@ def whole(line: list[str]) -> Whole:
     return Whole(ran.sha256, float(ran.learner.evaluate(ran.params)["train_loss"] or 0.0))
 
 
-def started(argv: list[str], folder: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "ashl.cli", "train", *argv, f"run.dir={folder}", "tracking=none", "-q"]
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+def started(argv: list[str], folder: str, by: Sequence[str] = ()) -> subprocess.Popen:
+    command = [sys.executable, *by, "-m", "ashl.cli", "train", *argv, f"run.dir={folder}", "tracking=none", "-q"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # which torchrun would say that it sets
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, env=env)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -163,31 +173,54 @@ def seen(process: subprocess.Popen, folder: Path, of: Callable[[dict], float]) -
     return list(found.values())
 
 
-def cost() -> None:
-    """Rounds that end shortly after a checkpoint against those of all other times, in one run."""
+def cost(folder: str, *by: str) -> list[str]:
+    """Rounds that end shortly after a checkpoint against those of all other times, in one run; a row."""
     mode = "cluster=real cluster.num_workers=2 topology=all_reduce sync=bsp model.hidden=[512,512] optimizer=adam"
-    line = [*mode.split(), "runtime=local", f"stop.seconds={LONG_S}", f"run.checkpoint_s={EVERY_S}"]
-    process = started([*line, "tracking.events=all", "eval.every_s=1000"], "cost")
-    moments = seen(process, Path("cost"), lambda manifest: max(manifest["ranks_ns"]) / 1e9)
-    ends = [e["end_s"] for e in jsonl.read(Path("cost/events.jsonl")) if e["kind"] == "round" and e["rank"] == 0]
+    line = [
+        *mode.split(),
+        f"runtime={'torchrun' if by else 'local'}",
+        f"stop.seconds={LONG_S}",
+        f"run.checkpoint_s={EVERY_S}",
+    ]
+    run = Path(folder)
+    process = started([*line, "tracking.events=all", "eval.every_s=1000"], folder, by)
+    moments = seen(process, run, lambda manifest: max(manifest["ranks_ns"]) / 1e9)
+    ends = [e["end_s"] for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and e["rank"] == 0]
     near = [sum(at <= end < at + AFTER_S for end in ends) for at in moments if at + AFTER_S < LONG_S]
     between = [at + AFTER_S * k for at in moments for k in (-2, -1, 1, 2, 3)]
     far = [sum(at <= end < at + AFTER_S for end in ends) for at in between if AFTER_S < at < LONG_S - AFTER_S]
     usual = statistics.median(far)
     shares = sorted((1 - count / usual) * AFTER_S / EVERY_S for count in near)
-    folder = checkpoints(Path("cost"))[-1].parent
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    document, began = torch.load(folder / "rank0.pt", weights_only=True), time.process_time()
-    for _ in range(PARTS):
-        keeping.write(Path("cost/again.pt"), document)
+    newest = checkpoints(run)[-1].parent
+    size = sum(file.stat().st_size for file in newest.iterdir())
+    document, store = torch.load(newest / "rank0.pt", weights_only=True), stores()
+    began = time.process_time()
+    for number in range(PARTS):
+        if by:
+            _, nbytes = parts.through(store, 0, number, document)
+            content = parts.fetch(store, parts.kept(0, number), nbytes)
+            keeping.digest(content)
+            (run / "again.pt").write_bytes(content)
+        else:
+            keeping.write(run / "again.pt", document)
     wrote = f"{(time.process_time() - began) / PARTS / EVERY_S:.2%}"
     row = [f"{len(near)}", f"{size / 1e6:.1f} MB", f"{usual / AFTER_S:.0f}", wrote, f"{statistics.median(shares):+.2%}"]
-    spread = f"{shares[0]:+.2%} to {shares[-1]:+.2%}"
+    return [*row, f"{shares[0]:+.2%} to {shares[-1]:+.2%}"]
+
+
+def stores() -> Sealed:
+    return Sealed(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), new_secret())
+
+
+def costs() -> None:
+    job = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    rows = [["its own processes", *cost("own")], ["a job of torchrun", *cost("job", *job)]]
     columns = ["", "checkpoints", "size", "rounds/s", "CPU to write", "fewer rounds", "from, to"]
     note = (
-        f"mlp with 2 x 512 hidden units, Adam, two processes; rounds in the {AFTER_S:g} s after each and between them"
+        "mlp with 2 x 512 hidden units, Adam, bsp by all-reduce, two processes; rounds in the "
+        f"{AFTER_S:g} s after each and between them"
     )
-    show("what a checkpoint every 10 s costs", columns, [["bsp by all-reduce", *row, spread]], note)
+    show("what a checkpoint every 10 s costs", columns, rows, note)
 
 
 def main() -> None:
@@ -200,7 +233,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as runs have it: with more, sums have other last bits
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        cost() if asked.cost else trials(asked.trials, asked.seed, asked.only)
+        costs() if asked.cost else trials(asked.trials, asked.seed, asked.only)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
-        ("runtime=local sync=bsp overlap=late run.checkpoint_s=1", "real processes leave checkpoints only then"),
-        ("runtime=local topology=gossip sync=sgp sync.overlap=1 run.checkpoint_s=1", "where servers merge"),
+        ("runtime=local sync=easgd run.checkpoint_s=1", "real processes leave checkpoints only then"),
+        ("runtime=local sync=ringleader run.checkpoint_s=1", "take sync=bsp, sync=local_sgd or sync=ssp"),
         # combinations
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),

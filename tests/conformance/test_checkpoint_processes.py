@@ -26,8 +26,18 @@ RUNS = {
     "local steps, momentum outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "a ring": "topology=gossip sync=d_psgd topology.graph=ring optimizer.momentum=0.9",
     "CHOCO": "topology=gossip sync=choco compression=topk compression.ratio=0.2",
+    "push-sum, two rounds late": "topology=gossip sync=sgp sync.overlap=2 topology.graph=ring optimizer.momentum=0.9",
     "pieces on two servers": "topology=sharded_server topology.servers=2 sync=bsp compression=topk "
     "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
+    "one exchange late, all-reduce": "topology=all_reduce sync=bsp overlap=late optimizer.momentum=0.9",
+    "the average beside its own steps": "topology=all_reduce sync=local_sgd sync.local_steps=2 "
+    "overlap=overlap_local_sgd outer=slowmo",
+    "fragments beside steps": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 "
+    "outer=nesterov compression=topk compression.ratio=0.2",
+    "fragments, drawn": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=loscar",
+    "one exchange late, by a server": "sync=local_sgd sync.local_steps=2 overlap=late compression=topk "
+    "compression.ratio=0.2",
+    "fragments by a server": "sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 outer=nesterov",
     "QSGD, all-reduce": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
 }
 OWN_PACE = {
@@ -37,6 +47,9 @@ OWN_PACE = {
     "stages, the first of which measures": "schedule=ashl",
     "a bound, pieces on two servers": "topology=sharded_server topology.servers=2 sync=ssp compression=topk "
     "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
+    "a bound, one exchange late": "sync=ssp overlap=late compression=topk compression.ratio=0.2",
+    "local steps, one exchange late": "sync=async_local_sgd sync.local_steps=2 overlap=late",
+    "stages, exchanges late": "schedule=ashl overlap=late",
     "pairs": "topology=gossip sync=ad_psgd topology.graph=ring",
     "pairs that wait": "topology=gossip sync=swarm topology.graph=complete sync.local_steps=3 sync.overlap=false",
     "neighbours' models, some late": "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2",
@@ -51,7 +64,8 @@ OWN_WAY = {
     "duals, some late": "round",
 }  # the others: by a server
 FIRST = next(iter(RUNS))
-APART = ("a ring", "CHOCO", "pieces on two servers")  # nobody has the whole model: these go on where they began
+APART = {name for name in RUNS if "topology=gossip" in RUNS[name] or "topology=sharded_server" in RUNS[name]}
+# nobody has the whole model there: these go on where they began
 
 
 def checked(run: Path, expected: str) -> None:

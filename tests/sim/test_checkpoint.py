@@ -105,6 +105,7 @@ CASES = {
         "cluster.latency_s=0.001",
     ),
     "d_psgd": ("topology=gossip", "sync=d_psgd"),
+    "sgp": ("topology=gossip", "sync=sgp", "sync.overlap=2"),
     "noloco": ("topology=gossip", "sync=noloco", "sync.local_steps=2"),
     "relay_sum": ("topology=gossip", "sync=relay_sum"),
     "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring", "stop.epochs=6"),
@@ -151,7 +152,7 @@ LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
     "signum", "bcd", "anchor", "nesterov", "nesterov-sum", "slowmo", "delayed_nesterov", "sketch_sgd", "gtopk", "dssp",
     "relay_sum", "noloco", "variance", "late-ashl", "adacomp", "all_reduce", "backup", "fetch_sgd",
     "pr_sgd_momentum", "catalyst", "drawn", "decoupled", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",
-    "wrappers", "layerwise", "late-ladder", "goodput",
+    "wrappers", "layerwise", "late-ladder", "goodput", "sgp",
 )  # fmt: skip
 
 

@@ -35,7 +35,9 @@ class Keeping(Sim):
             kept[node.rank] = stage, packed(state)
 
 
-def ran(*overrides: str, version: int = 10**9, kept: dict[int, tuple] | None = None) -> tuple[Ran, dict[int, tuple]]:
+def ran(
+    *overrides: str, version: int = 10**9, kept: dict[int, tuple] | None = None, comes: bool = True
+) -> tuple[Ran, dict[int, tuple]]:
     """A run, from what was kept or from its beginning, and what it keeps itself."""
     plan = planned(*RUN, *overrides)
     job, cluster = assemble(plan, HOST), construct(plan.cluster, "cluster")
@@ -49,7 +51,7 @@ def ran(*overrides: str, version: int = 10**9, kept: dict[int, tuple] | None = N
         if kept is None:
             return program(node, job.stages)
         index, state = kept[node.rank]
-        return program(node, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=True)
+        return program(node, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=comes)
 
     sim.run(play, tick=lambda: None)
     return found, sim.__dict__.get("kept", {})
@@ -99,3 +101,20 @@ def test_what_the_server_had_merged_counts_and_the_rest_is_computed_again(mode: 
     assert sum(end["commits"]) > sum(before.commits)
     first = [min(r["round"] for r in rest.of("round") if r["rank"] == rank) for rank in range(3)]
     assert first == server.tally.rounds()
+
+
+@pytest.mark.parametrize("overlap", [1, 3])
+def test_messages_of_push_sum_that_were_on_their_way_are_said_again(overlap: int) -> None:
+    line = f"topology=gossip sync=sgp sync.overlap={overlap} topology.graph=ring cluster.compute=[1,3,2] stop.steps=60"
+    whole, kept = ran(*line.split(), version=7)
+    assert [len(unpacked(state, ("ashl",)).under_way) for _, state in kept.values()] == [overlap] * 3
+    rest, _ = ran(*line.split(), kept=kept)
+    assert rest.sha256 == whole.sha256 == simulated(*RUN, *line.split()).sha256
+
+
+@pytest.mark.parametrize("mode", ["sync=bsp overlap=late", "sync=local_sgd overlap=streaming sync.local_steps=2"])
+def test_at_the_top_of_their_loops_nothing_late_is_under_way_between_workers(mode: str) -> None:
+    line = [*mode.split(), "topology=all_reduce", "cluster.compute=[1,2]", "stop.steps=60", "eval.every_commits=100"]
+    whole, kept = ran(*line, version=5)
+    rest, _ = ran(*line, kept=kept, comes=False)
+    assert rest.sha256 == whole.sha256 == simulated(*RUN, *line).sha256

@@ -1,0 +1,94 @@
+"""Parts of checkpoints on their way through a job's store, where processes share no folder: from a rank to home, which
+keeps them, and back where a run goes on.
+
+A part is cut into pieces that the store accepts. How many bytes it has is said after the last one, so that whoever
+hears of it finds all of it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ashl.errors import AshlError
+from ashl.run.checkpoints import Saved
+from ashl.run.sealed import Sealed
+from ashl.run.vectors import PIECE, pieces_of
+from ashl.runtime import keeping
+from ashl.runtime.records import Kept
+
+POLL_S = 0.02
+
+
+def kept(rank: int, number: int) -> str:
+    """The queue of a rank's part of this checkpoint, on its way to home."""
+    return f"kept/{rank}/{number}"
+
+
+def given(rank: int) -> str:
+    """The queue of what a rank goes on from, and the key that says how long it is."""
+    return f"given/{rank}"
+
+
+def post(store: Sealed, queue: str, rank: int, content: bytes) -> None:
+    for start in range(0, len(content), PIECE):
+        store.push(queue, rank, memoryview(content)[start : start + PIECE])
+
+
+def fetch(store: Sealed, queue: str, nbytes: int) -> bytes:
+    """Raises AshlError where not all of it is there."""
+    items = [store.pop(queue) for _ in range(pieces_of(nbytes))]
+    content = b"".join(item[1] for item in items if item)
+    if len(content) != nbytes:
+        raise AshlError(f"{len(content):,} of the {nbytes:,} bytes of a checkpoint came ({queue})")
+    return content
+
+
+def through(store: Sealed, rank: int, number: int, document: dict[str, Any]) -> tuple[str, int]:
+    """At a rank, to home: returns the hash of its part of a checkpoint, and how many bytes it has."""
+    file = io.BytesIO()
+    torch.save(document, file)
+    content = file.getvalue()
+    post(store, kept(rank, number), rank, content)
+    return keeping.digest(content), len(content)
+
+
+def received(store: Sealed, record: Kept) -> Tensor | None:
+    """At home: the bytes that such a record comes with; None where the rank has written them itself."""
+    if record.nbytes == 0:
+        return None
+    content = fetch(store, kept(record.rank, record.number), record.nbytes)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def give(store: Sealed, rank: int, saved: Saved | None) -> None:
+    """At home, to a rank: its part of the checkpoint that the run goes on from, if it does."""
+    content = keeping.part_of(saved.folder, rank).read_bytes() if saved else b""
+    post(store, given(rank), rank, content)
+    since_ns = saved.time_ns if saved else 0
+    store.set(given(rank), json.dumps({"since_ns": since_ns, "nbytes": len(content)}))
+
+
+class Given(NamedTuple):
+    """What a rank goes on from, and when on the run's clock; no file = from the beginning."""
+
+    since_ns: int
+    file: Path | io.BytesIO | None
+
+
+def taken(store: Sealed, rank: int, over: Callable[[], bool]) -> Given | None:
+    """At a rank: waits for it; None where the run is over before that."""
+    while not store.check([given(rank)]):
+        if over():
+            return None
+        time.sleep(POLL_S)
+    line = json.loads(store.get(given(rank)))
+    content = fetch(store, given(rank), line["nbytes"])
+    return Given(line["since_ns"], io.BytesIO(content) if content else None)
