@@ -16,7 +16,6 @@ from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.gossip import RoundRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
 
@@ -45,9 +44,9 @@ def talks(own: StageParts) -> bool:
     return isinstance(own.compression, Collective) and bool(own.compression.peers(0, 2))
 
 
-def closed(own: StageParts, stages: int) -> bool:
-    """Whether a worker that is lost in this stage, of so many, cannot come back."""
-    return isinstance(own.topology, ShardedServer) or (stages > 1 and isinstance(own.sync, RoundRule))
+def closed(own: StageParts) -> bool:
+    """Whether a worker that is lost cannot come back."""
+    return isinstance(own.topology, ShardedServer)
 
 
 def goes_on(parts: Parts) -> bool:
@@ -71,7 +70,7 @@ def by_grants(parts: Parts) -> bool:
 
 def lets_in(parts: Parts) -> bool:
     """... and lets it, or another in its place, come back."""
-    return goes_on(parts) and not any(closed(own, len(parts.stages)) for own in parts.stages)
+    return goes_on(parts) and not any(map(closed, parts.stages))
 
 
 def modes_of(parts: Parts) -> str:
@@ -138,13 +137,11 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
                 "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
             )
-        if befalls & COMING and closed(own, len(stages)):
-            served = own.topology.has_server
-            who = f"topology={chosen(own.topology)}" if served else f"sync={chosen(own.sync)} and is one of several"
+        if befalls & COMING and closed(own):
             raise UsageError(
-                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, where "
-                f"a worker that is lost cannot come back yet; take {'topology=parameter_server' if served else 'one'}, "
-                "or events of fail alone"
+                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has topology="
+                f"{chosen(own.topology)}, where a worker that is lost cannot come back yet; take "
+                "topology=parameter_server, or events of fail alone"
             )
         if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
             raise UsageError(

@@ -37,7 +37,7 @@ from ashl.topology.knowledge import NOTHING_HEARD, GossipHeader
 from ashl.topology.local_work import WorkerState, local_work
 from ashl.topology.partners import come, gather, taken_up
 from ashl.topology.remaining import remaining
-from ashl.topology.rounds import Lives, View, gone_in, last_view, turned
+from ashl.topology.rounds import Lives, View, carried_over, gone_in, turned
 from ashl.topology.under_way import post
 from ashl.topology.views import Team, finish, hear_those_left, learn, team_of
 
@@ -253,8 +253,8 @@ class RoundState(WorkerState):
         if not again:
             self.tally.begin(now_s)
             self.k, self.header, self.latest, self.under_way = 0, NOTHING_HEARD, {}, ()
-            self.views, self.turned = (last_view(self)._replace(first=0, rounds={}, came={}),) if self.views else (), 0
-            self.sure = len(self.views)
+            self.views = carried_over(self.views, stage.joins)
+            self.sure, self.turned = len(self.views), max(0, len(self.views) - 1)
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 

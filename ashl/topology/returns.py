@@ -7,8 +7,9 @@ anew, as does what its sync mode keeps; its data go on behind what was counted o
 member that knows nothing: it answers those who agree on another view, and says that it waits, so that then somebody
 who is there gives it a model for that view. So nobody waits for one that is lost, nor for one that waits itself.
 
-Who has no path to the others waits until somebody has come who is between them. Where the run is over, or is by the
-time that it could begin, all who are through answer that.
+Who has no path to the others waits until somebody has come who is between them. A stage ends for all members at once,
+so one that waits for its model begins in the stage in which it was let in. Where the run is over, or is by the time
+that it could begin, all who are through answer that.
 
 Limit: from its first round on a run is one of these workers with these models.
 Source: joining a view with a transfer of state as in Birman and Joseph, "Exploiting Virtual Synchrony in Distributed
@@ -110,6 +111,7 @@ async def come(node: Node, stages: Sequence[Stage], state: RoundState) -> int | 
         await node.send(peer, JOIN, None, (node.life, True))
     by_tag = {stage.tag("agree"): stage for stage in stages}
     without = dict[int, Lives]()  # who has said that it has no model either, and whom it knew to be lost then
+    made_in: Stage | None = None  # where the last view is from: of one that waits, no member leaves that stage
     while True:
         message = await node.recv(welcome_tag(node.life), LOST, JOIN, *by_tag)
         if message.tag == welcome_tag(node.life):
@@ -119,11 +121,11 @@ async def come(node: Node, stages: Sequence[Stage], state: RoundState) -> int | 
                 return None
             if admission.views >= len(state.views) and (rest := await heard(node, state, message.src, admission)):
                 return begin(node, stages, state, [message, *rest])
-        elif message.tag in by_tag:
-            if message.body is not None and message.src in (known := read(message.body)).waiting:
+        elif message.tag in by_tag and message.body is not None:  # else it says that a stage before was over
+            if message.src in (known := read(message.body)).waiting:
                 without[message.src] = known.known
-            await attend(node, by_tag[message.tag], state, message)
-        else:
+            made_in = await attend(node, by_tag[message.tag], state, message, made_in)
+        elif message.tag in (LOST, JOIN):
             take_in(state, message, {})
             peers = others if message.tag == LOST else ()  # whoever waits for the lost one would not hear of it
             if message.tag == JOIN and message.meta[1]:  # it has come later, and has not heard of this one
@@ -137,14 +139,16 @@ async def come(node: Node, stages: Sequence[Stage], state: RoundState) -> int | 
             raise nobody_left(stages[0])
 
 
-async def attend(node: Node, stage: Stage, state: RoundState, message: Message) -> None:
-    """Take part in an agreement, without a model, where those who make it have this life of the worker among them."""
-    came = Came()
-    if message.body is not None:
-        take_in(state, message, came)
+async def attend(node: Node, stage: Stage, state: RoundState, message: Message, made_in: Stage | None) -> Stage | None:
+    """Take part in an agreement, without a model, where those who make it have this life of the worker among them;
+    returns where the last view is from."""
+    came, views = Came(), state.views
+    take_in(state, message, came)
+    made_in = made_in if state.views is views else stage
     view = last_view(state)
-    if node.rank not in view.gone and view.known.get(node.rank) == 2 * node.life:
+    if stage is made_in and node.rank not in view.gone and view.known.get(node.rank) == 2 * node.life:
         await changed(node, stage, state, None, came)
+    return made_in
 
 
 async def heard(node: Node, state: RoundState, giver: int, admission: Admission) -> list[Message]:

@@ -52,6 +52,14 @@ def gone_in(state: RoundState) -> frozenset[int]:
     return last_view(state).gone
 
 
+def carried_over(views: Sequence[View], joins: bool) -> tuple[View, ...]:
+    """Where another stage begins: those of the last view are in it from the first round on. Where workers may come, a
+    view keeps its number, by which they know of two the later one."""
+    if not views:
+        return ()
+    return (ALL_THERE,) * (joins * (len(views) - 1)) + (views[-1]._replace(first=0, rounds={}, came={}),)
+
+
 def note(known: Lives, heard: Mapping[int, int]) -> None:
     """Take in what is heard of workers' lives."""
     for rank, life in heard.items():

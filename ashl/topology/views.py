@@ -157,13 +157,14 @@ def take_in(state: RoundState, message: Message, came: Came) -> int | None:
     if message.tag in (LOST, JOIN):
         note(state.known, {message.src: 2 * int(message.meta[0]) + (message.tag == LOST)})
     elif message.body is None:
-        return int(message.meta[0])
+        return None if state.waits else int(message.meta[0])  # no stage ends without who waits
     else:
         theirs = read(message.body)
         came[theirs.key, theirs.phase, message.src] = theirs
         if has_the_next(state, message.src, theirs):
             held = state.views[: theirs.before]  # of which a newcomer has none: the last one is all that it needs
             state.views = held + (ALL_THERE,) * (theirs.before - len(held)) + theirs.views
+            state.header = theirs.header._replace(loss=state.header.loss)  # a verdict holds for all from the same round
         note(state.known, theirs.known)
     return None
 

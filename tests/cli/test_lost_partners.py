@@ -2,11 +2,15 @@
 
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from ashl.tracking import jsonl
 from tests.cli.test_lost_workers import check_return
-from tests.disturbed import check_records, ranks_of
+from tests.disturbed import LONG, check_records, ranks_of
+from tests.support import planned
 
 MODES = ("sync=ad_psgd", "sync=swarm sync.overlap=false")
 
@@ -44,3 +48,23 @@ def test_a_killed_worker_is_in_rounds_again(rank: int, mode: str, train, workpla
     own = ["topology=gossip", "topology.graph=complete", "cluster.compute=[1,1.5,1]"]
     assert train(kill(rank), *own, f"sync={mode}", "stop.seconds=8", "runtime.respawn=1") == (0, "")
     check_return(workplace / "run", rank, "was killed by SIGKILL")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("border_s", [0.4, 2.0])
+@pytest.mark.parametrize("mode", ["d_psgd", "sgp"])
+def test_a_killed_worker_is_in_rounds_again_in_either_of_two_stages(
+    mode: str, border_s: float, train, workplace: Path
+) -> None:
+    """It takes about half a second to come back."""
+    own = ["topology=gossip", "topology.graph=complete", "cluster.compute=[1,1.5,1]", f"sync={mode}", "stop.seconds=6"]
+    plan = planned(*(word for word in LONG if word != "-q"), *own, "runtime=local")
+    first = replace(plan.stages[0], until={"seconds": border_s})
+    Path("plan.json").write_text(replace(plan, stages=(first, replace(first, name="second", until={}))).to_json())
+    assert train(kill(0), *own, "plan=plan.json", "runtime.respawn=1") == (0, "")
+    summary = check_return(workplace / "run", 0, "was killed by SIGKILL")
+    (lost,), (stage, _) = summary["lost_workers"], summary["stages"]
+    rounds = [e for e in jsonl.read(Path("run/events.jsonl")) if e["kind"] == "round" and e["rank"] == 0]
+    later = [e["stage"] for e in rounds if e["start_s"] >= lost["back_s"] - 0.01]
+    assert later[0] == (lost["back_s"] > stage["end_s"])
+    assert later[-1] == 1

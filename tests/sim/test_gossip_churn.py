@@ -232,10 +232,25 @@ def test_who_comes_to_a_mode_that_needs_all_is_refused() -> None:
         check_churn(parts, plan.stages, None)
 
 
-def test_who_comes_to_one_of_several_stages_in_rounds_is_refused() -> None:
-    plan = planned(*ROUNDS, "sync=d_psgd", "runtime.gradients=false")
+def two_stages(commits: int, *overrides: str) -> Plan:
+    """A plan whose first stage ends after so many rounds."""
+    plan = planned(*ROUNDS, *overrides)
     (stage,) = plan.stages
-    plan = replace(plan, stages=(replace(stage, until={"commits": 4}), replace(stage, name="second")))
-    check_churn(parts_of(with_events(plan, lost(1, 0.5))), plan.stages, None)
-    with pytest.raises(UsageError, match="sync=d_psgd and is one of several, where a worker that is lost cannot come"):
-        check_churn(parts_of(with_events(plan, lost(1, 0.5), back(1, 0.7))), plan.stages, None)
+    return replace(plan, stages=(replace(stage, until={"commits": commits}), replace(stage, name="second")))
+
+
+@pytest.mark.parametrize("mode", ["d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum"])
+@pytest.mark.parametrize(("back_s", "index"), [(0.4, 0), (0.93, 1), (1.2, 1)])
+def test_a_worker_comes_back_before_at_and_after_the_border_of_stages(mode: str, back_s: float, index: int) -> None:
+    """Worker 0, which counts and judges, without which the first stage would end at 0.96 s."""
+    plan = two_stages(8, f"sync={mode}", "sync.local_steps=1", "topology.graph=ring", "stop.steps=120")
+    ran = run(with_events(plan, lost(0, 0.17), back(0, back_s)))
+    first, end = ran.of("stage")
+    assert (first["stage"], end["stage"], end["reason"], end["rank"]) == (0, 1, "steps", 0)
+    assert ran.end["commits"][1] == ran.end["commits"][3] == ran.end["merges"] > ran.end["commits"][0] > 10
+    rounds = [record for record in ran.of("round") if record["rank"] == 0 and record["start_ns"] > back_s * 1e9]
+    assert rounds[0]["stage"] == index
+    assert [record["round"] for record in rounds] == [*range(rounds[0]["round"], rounds[0]["round"] + len(rounds))]
+    assert "without" not in ran.snapshots[-1][0]
+    assert torch.allclose(ran.snapshots[-1][1], sum(ran.models[rank] for rank in range(4)) / 4, atol=1e-6)
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
