@@ -26,7 +26,7 @@ from ashl.compression.wire import there
 from ashl.compression.wire.arrays import Array, over, zeros
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import level_bytes, packed, rounded, rows_of, spread, unpacked, whole
+from ashl.compression.wire.levels import block_rows, level_bytes, packed, rounded, rows_of, spread, unpacked, whole
 from ashl.option import Count, Number, option
 
 LARGEST = np.finfo(np.float32).max
@@ -88,6 +88,12 @@ def lengths(rows: Array) -> Array:
     device it may be another in the last bit."""
     if isinstance(rows, Tensor):
         return there.lengths(rows)
+    step = block_rows(rows.shape[1])
+    return np.concatenate([_lengths(rows[start : start + step]) for start in range(0, len(rows), step)])
+
+
+def _lengths(rows: np.ndarray) -> np.ndarray:
+    """Of a block, all in float64 where one of them needs it."""
     squares = np.einsum("ij,ij->i", rows, rows)
     if not ((squares > 2.0**-80) & (squares < 2.0**120)).all():
         wide = rows.astype(np.float64)

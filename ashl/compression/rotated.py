@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.base import alike
+from ashl.compression.base.alike import signs_of
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Turn
 from ashl.compression.uniform import Levels, between, placed
@@ -121,18 +122,12 @@ def rotate(rows: Array, size: int) -> Array:
 
 def rotated_back(rows: Array, size: int) -> Array:
     """The same, to the bit on every machine and device."""
-    left, right = signs_of(1 << size.bit_length() // 2), signs_of(1 << (size.bit_length() - 1) // 2)
-    blocks = alike.between(left, rows.reshape(-1, len(left), len(right)), right, 0, BITS)
-    return over(blocks, math.sqrt(size)).reshape(rows.shape)
-
-
-@cache
-def signs_of(size: int) -> np.ndarray:
-    """The matrix of Hadamard, for a power of two: float64 ±1."""
-    h = np.ones((1, 1))
-    while len(h) < size:
-        h = np.block([[h, h], [h, -h]])
-    return h
+    if isinstance(rows, Tensor):
+        left, right = signs_of(1 << size.bit_length() // 2), signs_of(1 << (size.bit_length() - 1) // 2)
+        sums = alike.between(left, rows.reshape(-1, len(left), len(right)), right, 0, BITS).reshape(rows.shape)
+    else:
+        sums = alike.hadamard_sums(rows, BITS)
+    return over(sums, math.sqrt(size))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from ashl.compression.contract import BodyError
 from ashl.compression.wire import there
 from ashl.compression.wire.arrays import Array, holds
-from ashl.compression.wire.levels import rounded, spread
+from ashl.compression.wire.levels import TOGETHER, rounded, spread
 from ashl.data.by_index import ByIndex
 
 TRITS = 5  # in a byte, since 3⁵ ≤ 256
@@ -60,9 +60,11 @@ def write_ternary(x: Array, top: Array, words: ByIndex) -> Array:
     if isinstance(x, Tensor):
         return there.pack_trits(ternary(x, top, words), TRITS, BLOCK)
     stream = np.empty(trit_bytes(x.size), np.uint8)
-    for start in range(0, x.size, BLOCK):
-        packed = pack_trits(ternary(x[start : start + BLOCK], top, words, start))
-        stream[start // TRITS :][: packed.size] = packed
+    for first in range(0, x.size, TOGETHER * BLOCK):
+        numbers = ternary(x[first : first + TOGETHER * BLOCK], top, words, first)
+        for start in range(0, numbers.size, BLOCK):
+            packed = pack_trits(numbers[start : start + BLOCK])
+            stream[(first + start) // TRITS :][: packed.size] = packed
     return stream
 
 
