@@ -16,6 +16,7 @@ from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
+from ashl.topology.gossip import RoamingRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
 
@@ -46,7 +47,7 @@ def talks(own: StageParts) -> bool:
 
 def closed(own: StageParts) -> bool:
     """Whether a worker that is lost cannot come back."""
-    return isinstance(own.topology, ShardedServer)
+    return isinstance(own.topology, ShardedServer) or (isinstance(own.sync, RoamingRule) and not own.sync.comes_back)
 
 
 def goes_on(parts: Parts) -> bool:
@@ -138,10 +139,12 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
             )
         if befalls & COMING and closed(own):
+            served = own.topology.has_server
+            who = f"topology={chosen(own.topology)}" if served else f"sync={chosen(own.sync)}"
             raise UsageError(
-                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has topology="
-                f"{chosen(own.topology)}, where a worker that is lost cannot come back yet; take "
-                "topology=parameter_server, or events of fail alone"
+                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, where "
+                "a worker that is lost cannot come back yet; take "
+                f"{'topology=parameter_server' if served else 'sync=ad_psgd'}, or events of fail alone"
             )
         if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
             raise UsageError(

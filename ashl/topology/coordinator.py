@@ -8,7 +8,8 @@ longer. A worker's side of the protocol, with tags of the stage and iteration 0:
     ← "go"       the answer, with the samples that the learning rate follows (and who is gone); a worker waits for it
                  (`answered`) before it merges its next piece of work, so that nobody runs ahead of the judge by more
                  than one
-    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. NEXT or STOP, to all: start nothing more
+    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. FEWER: a worker is lost, so there is more for
+                 the others to do. NEXT or STOP, to all: start nothing more
     "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
     ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
 
@@ -33,7 +34,7 @@ from ashl.topology.local_work import WorkerState
 from ashl.topology.members import as_members, away
 from ashl.topology.partners import close_doors, membership, welcome
 
-SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
+SNAPSHOT, BYE, FEWER = 3, 4, 5  # beside NEXT and STOP
 Kept = Literal["", "each", "round"]  # in no way; each when it hears of it; all at the begin of one round
 
 
@@ -85,6 +86,7 @@ class RoamingState(WorkerState):
     end_ns: int = 0
     reported: bool = False  # and not answered yet
     gone: bool = False  # the coordinator has let it go
+    fewer: bool = False  # somebody is lost
     absent: set[int] = field(default_factory=set)  # neighbours that are lost
     asked: int | None = None  # whose answer is still to come
     cut: int = 0  # changes with each checkpoint that has it: those of one cut may exchange what each has only once
@@ -112,6 +114,8 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
             break
         if message.tag != reported:
             await membership(node, stage, state, message)
+            if message.tag == LOST:
+                await say(node, stage, state, Word(FEWER))
             continue
         take(tally, message)
         await node.send(message.src, stage.tag("go"), None, (tally.samples, *away(stage, tally.gone)))
@@ -182,6 +186,8 @@ def obey(node: Node, state: RoamingState, message: Message) -> bool:
         node.snapshot(state.params, tick=int(word.tick))
     elif word.word == BYE:
         state.end_ns, state.gone = int(word.end_ns), True
+    elif word.word == FEWER:
+        state.fewer = True
     else:
         state.word = int(word.word)
     return state.gone

@@ -96,6 +96,7 @@ class RoamingRule(GossipRule, contract=True):
 
     coordinated: ClassVar[bool] = True
     carries: ClassVar[frozenset[str]] = frozenset()  # its rule says whether it goes on without a worker
+    comes_back: ClassVar[bool] = True  # whether that one can come back then
     kept: ClassVar[Kept] = ""  # how real processes come to a checkpoint
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:

@@ -12,7 +12,7 @@ from tests.cli.test_lost_workers import check_return
 from tests.disturbed import LONG, check_records, ranks_of
 from tests.support import planned
 
-MODES = ("sync=ad_psgd", "sync=swarm sync.overlap=false")
+MODES = ("sync=ad_psgd", "sync=swarm sync.overlap=false", "sync=hop", "sync=d_admm")
 
 IN_ROUNDS = ("d_psgd", "choco", "matcha", "noloco", "relay_sum", "sgp")
 
@@ -23,7 +23,7 @@ def kill(rank: int):
 
 @pytest.mark.parametrize(
     ("rank", "mode"),
-    [(0, MODES[1]), *(pytest.param(r, m, marks=pytest.mark.slow) for r, m in ((1, MODES[1]), (0, MODES[0])))],
+    [(0, MODES[1]), *(pytest.param(int(m == MODES[1]), m, marks=pytest.mark.slow) for m in MODES)],
 )
 def test_gossip_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
     assert train(kill(rank), "topology=gossip", *mode.split(), "stop.seconds=3") == (0, "")
@@ -35,7 +35,7 @@ def test_gossip_goes_on_without_a_killed_worker(rank: int, mode: str, train, wor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[:2])
 def test_a_killed_worker_meets_others_again(mode: str, train, workplace) -> None:
     own = ["topology=gossip", "stop.seconds=6", "runtime.respawn=1"]
     assert train(kill(1), *mode.split(), *own) == (0, "")

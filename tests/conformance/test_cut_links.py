@@ -1,8 +1,9 @@
-"""Three machines under a starter like torchrun, of which one loses its network, or its process, or stands still: where
-that is a worker's, the others go on; else every process of every machine ends within twice the timeout, and who fell
-silent is named."""
+"""Three machines under a starter like torchrun, of which one loses its network (twenty times), or its process, or
+stands still: where that is a worker's, the others go on; else every process of every machine ends within twice the
+timeout, and who fell silent is named."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,11 +26,15 @@ RUN = (
     "model.hidden=[8] stop.seconds=100 run.dir=run --quiet"
 )
 MODES = {
-    "bsp": "sync=bsp",  # workers 0 and 1, the server on the last machine
+    "bsp": "sync=bsp",
     "ssp": "sync=ssp",
     "all_reduce": "topology=all_reduce sync=bsp",
     "ad_psgd": "topology=gossip sync=ad_psgd",
 }
+APART = {
+    f"{name}, its server apart": f"{MODES[name]} cluster.server_host={{last}}" for name in ("bsp", "ssp", "ad_psgd")
+}
+GROUPS = "topology=partial_all_reduce sync=ripples_random sync.group_size=2"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -59,7 +64,8 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
     with machines(1000, 1000, 1000) as names:
         world = {"WORLD_SIZE": "3", "MASTER_ADDR": address(names[0]), "MASTER_PORT": "29500"}
         world |= {"GLOO_SOCKET_IFNAME": "eth0"}
-        command = [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *MODES[request.param].split()]
+        mode = {**MODES, **APART, "groups": GROUPS}[request.param]
+        command = [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *mode.format(last=names[2]).split()]
         folders = [tmp_path / str(rank) for rank in range(3)]
         made = Job(names, [start(name, command, folders[k], world | {"RANK": str(k)}) for k, name in enumerate(names)])
         try:
@@ -116,9 +122,9 @@ def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, st
     return why, code, said[-1] if said else ""
 
 
+@pytest.mark.parametrize("who", [1, 2])
 @pytest.mark.parametrize("job", MODES, indirect=True)
-def test_a_workers_link_is_cut(job: Job) -> None:
-    who = next(k for k in (1, 2) if k != job.home())
+def test_a_workers_link_is_cut(job: Job, who: int) -> None:
     why, code, said = goes_on(job, who, lambda: cut(job.names[who]))
     assert (why, code) == (f"was not heard of for {TIMEOUT_S:g} s", 1)
     assert "the job's store at " in said
@@ -132,6 +138,35 @@ def test_the_link_of_the_store_is_cut(job: Job) -> None:
     assert all(store in sentence for sentence in said[1:]), said
     missed = "nothing was heard of any other machine" if home == 0 else f"keeps the records, on {job.names[home]},"
     assert missed in said[0]
+
+
+@pytest.mark.parametrize("job", APART, indirect=True)
+def test_the_link_of_a_server_is_cut_that_is_neither_at_home_nor_at_the_store(job: Job) -> None:
+    said = ended(job, lambda: cut(job.names[2]))
+    who = rf"the (server|coordinator) \(rank 2\) on {job.names[2]} was not heard of for {TIMEOUT_S:g} s"
+    assert re.search(who, said[0])
+    assert re.search(who, said[1])
+    assert "the job's store at " in said[2]
+
+
+@pytest.mark.parametrize("job", ["groups"], indirect=True)
+def test_the_link_of_a_member_of_groups_is_cut(job: Job) -> None:
+    """The others may wait for it in a sum, which cannot be broken off: the run ends."""
+    said = ended(job, lambda: cut(job.names[1]))
+    assert f"on {job.names[1]} was not heard of for {TIMEOUT_S:g} s" in said[0]
+
+
+@pytest.mark.parametrize("job", MODES, indirect=True)
+def test_a_link_is_cut_for_a_while(job: Job) -> None:
+    """Who is heard again within the timeout was only late."""
+    events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
+    cut(job.names[2])
+    time.sleep(TIMEOUT_S / 3)
+    cut(job.names[2], down=False)
+    size = events.stat().st_size
+    wait_for(lambda: '"rank": 1' in events.read_text()[size + 20_000 :])
+    assert '"lost"' not in events.read_text()
+    assert [process.poll() for process in job.processes] == [None] * 3
 
 
 @pytest.mark.parametrize("job", MODES, indirect=True)

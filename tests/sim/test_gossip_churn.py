@@ -12,6 +12,7 @@ from ashl.planning.build import assemble, parts_of
 from ashl.planning.legal_churn import check_churn
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.records import Counts, Snapshot
+from ashl.sync import d_admm, hop
 from tests.sim.test_churn import DETECT_S, back, lost, with_events
 from tests.support import Ran, planned, run
 
@@ -97,6 +98,16 @@ def with_models(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Ran, dict[
     return run(plan), models
 
 
+def mixed(rank: int, row: dict[int, float], now: dict, made: dict, order: str) -> torch.Tensor:
+    """A worker's next model: the average of what those in its row sent, by weight, and what it made itself."""
+    sent = {j: now[j] + made[j] if order == "atc" else now[j] for j in row}
+    (j, weight), *others = row.items()
+    total = sent[j] * weight
+    for j, weight in others:
+        total.add_(sent[j], alpha=weight)
+    return total if order == "atc" else total + made[rank]
+
+
 @pytest.mark.parametrize("order", ["awc", "atc"])
 def test_rounds_after_a_loss_are_those_of_the_others_alone(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a ring of four worker 1 is lost: 0 and 2 hear of it, 3 from them. What is left is the path 0, 3, 2."""
@@ -119,16 +130,10 @@ def test_rounds_after_a_loss_are_those_of_the_others_alone(order: str, monkeypat
                 span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
                 _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
             made[rank] = local - now[rank]
-        sent = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in rows}
-        for rank, row in rows.items():
+        now = {rank: mixed(rank, row, now, made, order) for rank, row in rows.items()}
+        for rank in rows:
             if k < first:
                 now[rank] = models[rank, k + 1]
-                continue
-            (j, weight), *others = row.items()
-            total = sent[j] * weight
-            for j, weight in others:
-                total.add_(sent[j], alpha=weight)
-            now[rank] = total if order == "atc" else total + made[rank]
             assert torch.equal(now[rank], models[rank, k + 1]), (rank, k)
 
 
@@ -198,16 +203,10 @@ def test_rounds_after_a_return_are_those_of_all_with_the_model_of_a_neighbour(
                 span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
                 _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
             made[rank] = local - now[rank]
-        sent = {rank: now[rank] + made[rank] if order == "atc" else now[rank] for rank in range(4)}
-        for rank in range(4):
-            near = sorted({rank, (rank + 1) % 4, (rank - 1) % 4})
-            row = {j: third if j != rank else 1 - (third + third) for j in near}
-            (j, weight), *others = row.items()
-            total = sent[j] * weight
-            for j, weight in others:
-                total.add_(sent[j], alpha=weight)
-            now[rank] = total if order == "atc" else total + made[rank]
-            assert torch.equal(now[rank], models[rank, k + 1]), (rank, k)
+        near = [sorted({rank, (rank + 1) % 4, (rank - 1) % 4}) for rank in range(4)]
+        rows = [{j: third if j != rank else 1 - (third + third) for j in near[rank]} for rank in range(4)]
+        now = {rank: mixed(rank, rows[rank], now, made, order) for rank in range(4)}
+        assert all(torch.equal(now[rank], models[rank, k + 1]) for rank in range(4)), k
 
 
 @pytest.mark.parametrize("mode", ["d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum"])
@@ -223,6 +222,65 @@ def test_any_worker_comes_back_to_gossip_in_rounds(mode: str) -> None:
     assert "without" not in record
     assert torch.allclose(params, sum(ran.models[rank] for rank in range(4)) / 4, atol=1e-6)
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+@pytest.mark.parametrize("graph", ["ring", "complete"])
+@pytest.mark.parametrize(("mode", "more"), [("hop", 0), ("hop", 1), ("d_admm", 0), ("d_admm", 1)])
+def test_neighbours_that_wait_for_each_other_go_on_without_the_lost(mode: str, more: int, graph: str) -> None:
+    """Without delay, too, where all of them are in step and count on each other."""
+    delay = {"hop": f"sync.staleness={more}", "d_admm": f"sync.delay={more}"}[mode]
+    plan = planned(*ROUNDS, f"topology.graph={graph}", f"sync={mode}", delay, "sync.local_steps=1", "stop.steps=120")
+    ran = run(with_events(plan, lost(2, 0.17), lost(0, 0.5)))
+    assert ran.end["reason"] == "steps"
+    done = ran.end["commits"]
+    assert done[2] < done[0] < min(done[1], done[3])
+    assert abs(done[1] - done[3]) <= 1 + more
+    record, params = ran.snapshots[-1]
+    assert record["without"] == (0, 2)
+    assert torch.allclose(params, (ran.models[1] + ran.models[3]) / 2, atol=1e-6)
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_means_of_hop_are_over_those_who_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, mixed = [], hop.mixed
+
+    def noted(rule, k, own, rank, heard, age=0):
+        found.append((rank, set(heard)))
+        return mixed(rule, k, own, rank, heard, age)
+
+    monkeypatch.setattr(hop, "mixed", noted)
+    plan = planned(*ROUNDS, "topology.graph=complete", "sync=hop", "sync.local_steps=1", "stop.steps=120")
+    run(with_events(plan, lost(2, 0.5)))
+    for rank in (0, 1, 3):
+        with_whom = [known for who, known in found if who == rank]
+        assert with_whom[0] == {0, 1, 2, 3} - {rank}
+        assert with_whom[-1] == {0, 1, 3} - {rank}
+        assert with_whom == sorted(with_whom, key=len, reverse=True), "from the loss on for good"
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_duals_of_those_who_are_left_add_up_to_zero(delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the edges of the lost had brought into them is taken out."""
+    edges, opened = {}, d_admm.opened
+
+    def noted(stage, state, rank):
+        edges[rank] = opened(stage, state, rank)
+        return edges[rank]
+
+    monkeypatch.setattr(d_admm, "opened", noted)
+    own = ("sync=d_admm", "sync.local_steps=1", f"sync.delay={delay}", "topology.graph=complete", "stop.steps=200")
+    run(with_events(planned(*ROUNDS, *own), lost(2, 1.0)))
+    duals = [edges[rank].dual for rank in (0, 1, 3)]
+    assert sum(duals).norm() < 1e-5 * min(dual.norm() for dual in duals)
+    assert edges[2].dual.norm() > 0.01, "the sum of all was zero with it"
+
+
+@pytest.mark.parametrize("mode", ["hop", "d_admm"])
+def test_who_comes_back_to_neighbours_that_wait_for_each_other_is_refused(mode: str) -> None:
+    plan = planned(*ROUNDS, f"sync={mode}", "runtime.gradients=false")
+    parts = parts_of(with_events(plan, lost(1, 0.5), back(1, 0.7)))
+    with pytest.raises(UsageError, match=f"has sync={mode}, where a worker that is lost cannot come back yet; take"):
+        check_churn(parts, plan.stages, None)
 
 
 def test_who_comes_to_a_mode_that_needs_all_is_refused() -> None:

@@ -3,16 +3,17 @@ run ends, nobody waits for the dead, books balance, and what is counted was merg
 
 import random
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from ashl.cluster.spec import Churn, Cluster
+from ashl.cluster.spec import Churn, Cluster, Event
 from ashl.errors import AshlError, UsageError
 from ashl.planning.legal import carried_by
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import Stage
-from ashl.topology.gossip import RoundRule
+from ashl.topology.gossip import RoamingRule
 from tests.swarm.drawn import check_books, drawn_cluster, each, run
 from tests.swarm.test_swarm_churn import drawn_events
 from tests.swarm.test_swarm_gossip import drawn_stages
@@ -30,26 +31,42 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
     while any(CHURN not in carried_by(stage.topology, stage.sync) for stage in stages):
         stages = drawn_stages(rng, n)
     churn = Churn(mtbf_s=rng.uniform(0.3, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
-    events = sorted((*cluster.events, *drawn_events(rng, n, until_s)), key=lambda event: event.time_s)
-    if isinstance(stages[0].sync, RoundRule):  # nobody comes back
-        churn, left = None, {event.worker: event for event in reversed(events) if event.fail}
+    events = drawn_events(rng, n, until_s)
+    if not all(isinstance(stage.sync, RoamingRule) and stage.sync.comes_back for stage in stages):
+        churn, left = None, {event.worker: event for event in reversed(by_time(events)) if event.fail}
         events = [event for event in events if not event.join and (not event.fail or left[event.worker] is event)]
+    return struck(rng, cluster, stages, events, churn, reshards=seed % 2 == 0)
+
+
+def by_time(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.time_s)
+
+
+def struck(
+    rng: random.Random,
+    cluster: Cluster,
+    stages: Sequence[Stage],
+    events: Iterable[Event],
+    churn: Churn | None,
+    reshards: bool,
+) -> tuple[Cluster, list[Stage]] | None:
+    """The cluster with that to befall it, and the stages on it, with an end; None where a mode cannot keep to the
+    graph."""
     step_s, detect_s = max(0.001, cluster.step_s or 0.0), rng.choice([0.0, 0.02, 0.3])
-    cluster = replace(cluster, step_s=step_s, events=tuple(events), churn=churn, detect_s=detect_s)
+    events = tuple(by_time((*cluster.events, *events)))
+    cluster = replace(cluster, step_s=step_s, events=events, churn=churn, detect_s=detect_s)
     try:
         for stage in stages:
-            stage.topology.check(stage.sync, n, stage.seed)
+            stage.topology.check(stage.sync, cluster.num_workers, stage.seed)
     except UsageError:
         return None
     steps, seconds = rng.randint(2, 150), rng.choice([0.5, 5.0, 5.0 if churn else None])
-    limits = replace(stages[0].limits, steps=steps, seconds=seconds)
-    least = 1 if rng.random() < 0.8 else rng.randint(1, n)
     common = {
-        "limits": limits,
+        "limits": replace(stages[0].limits, steps=steps, seconds=seconds),
         "trainer": stages[0].trainer,
-        "min_workers": least,
+        "min_workers": 1 if rng.random() < 0.8 else rng.randint(1, cluster.num_workers),
         "joins": cluster.joins,
-        "reshards": seed % 2 == 0,
+        "reshards": reshards,
         "elastic": cluster.loses,
     }
     return cluster, [replace(stage, **common) for stage in stages]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Churn, Cluster
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.legal import carried_by
 from ashl.stage.rule import CHURN
@@ -20,6 +20,7 @@ from ashl.topology.gossip import RoundRule
 from tests.swarm.drawn import check_books, drawn_cluster, each, run
 from tests.swarm.test_swarm_churn import drawn_events
 from tests.swarm.test_swarm_gossip import drawn_stages
+from tests.swarm.test_swarm_gossip_churn import struck
 
 SEEDS, MANY = 60, 6_000
 FIRST = 60_000
@@ -45,26 +46,12 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
     while not all(isinstance(own.sync, RoundRule) and CHURN in carried_by(own.topology, own.sync) for own in stages):
         stages = drawn_stages(rng, n)
     churn = drawn_churn(rng, cluster) if rng.random() < 0.4 else None
-    events = sorted((*cluster.events, *drawn_events(rng, n, until_s)), key=lambda event: event.time_s)
-    step_s, detect_s = max(0.001, cluster.step_s or 0.0), rng.choice([0.0, 0.02, 0.3])
-    cluster = replace(cluster, step_s=step_s, events=tuple(events), churn=churn, detect_s=detect_s)
-    try:
-        for stage in stages:
-            stage.topology.check(stage.sync, n, stage.seed)
-    except UsageError:
+    chosen = struck(rng, cluster, stages, drawn_events(rng, n, until_s), churn, reshards=seed % 2 == 0)
+    if chosen is None:
         return None
-    steps, seconds = rng.randint(2, 150), rng.choice([0.5, 5.0, 5.0 if churn else None])
-    every_s = rng.choice([None, 0.05])
-    limits = replace(stages[0].limits, steps=steps, seconds=seconds, eval_every_s=every_s)
-    common = {
-        "limits": limits,
-        "trainer": SizeOnlyTrainer(25_000, 100) if churn else stages[0].trainer,  # what is said of it is less than that
-        "min_workers": 1 if rng.random() < 0.8 else rng.randint(1, n),
-        "joins": cluster.joins,
-        "reshards": seed % 2 == 0,
-        "elastic": cluster.loses,
-    }
-    return cluster, [replace(stage, **common) for stage in stages]
+    limits = replace(chosen[1][0].limits, eval_every_s=rng.choice([None, 0.05]))
+    trainer = SizeOnlyTrainer(25_000, 100) if churn else stages[0].trainer  # what is said of it is less than that
+    return chosen[0], [replace(stage, limits=limits, trainer=trainer) for stage in chosen[1]]
 
 
 class Members:
