@@ -12,15 +12,20 @@ CONF = Path(__file__).parents[1] / "conf"
 
 def conf_option(group: str, option: str, /, **fields: Any) -> Any:
     """The option that `group=option group.field=value …` chooses."""
-    spec = {**values(group, option)}
+    spec = values(group, option)
     module, _, kind = str(spec.pop("_target_")).rpartition(".")
     return getattr(import_module(module), kind)(**{**spec, **fields})
 
 
 @cache
+def loaded(group: str, option: str) -> Any:
+    """What an option's file says; what depends on the environment is as it is written."""
+    return OmegaConf.load(CONF / group / f"{option}.yaml")
+
+
 def values(group: str, option: str) -> dict[str, Any]:
     """What an option's file says, and the files that it starts from."""
-    own: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"), resolve=True)
+    own: Any = OmegaConf.to_container(loaded(group, option), resolve=True)
     found: dict[str, Any] = {}
     for parent in own.pop("defaults", ()):
         if not isinstance(parent, str):

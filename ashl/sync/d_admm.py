@@ -105,7 +105,7 @@ class Edges:
         """Up to which iteration all neighbours' models have come."""
         return min(max(versions) for versions in self.heard.values())
 
-    def match(self, rho: float, elastic: bool) -> None:
+    def match(self, rho: float, elastic: bool = False) -> None:
         """Add to the dual what both ends of an edge know by now, in the order of iterations and ranks."""
         pairs = [(m, j) for j, versions in self.heard.items() for m in versions if self.matched[j] < m <= max(self.own)]
         for m, j in sorted(pairs):

@@ -14,7 +14,8 @@ from tests.support import planned, simulated
 
 LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.002", "cluster.step_s=0.03")
 IMAGES = ("dataset=synthetic", "dataset.num_train=400", "dataset.num_test=100")
-RING = ("topology=all_reduce", "sync=bsp", *IMAGES, *LINKS)
+SUMS = ("topology=all_reduce", "sync=bsp", *LINKS)
+RING = (*SUMS, *IMAGES)
 UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
 
 

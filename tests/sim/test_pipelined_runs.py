@@ -6,7 +6,7 @@ import pytest
 
 from tests.benchmarks.simulator import simulation
 from tests.conformance.test_kernels import adds_up, trained
-from tests.sim.test_overlapped_runs import RING, UNEQUAL
+from tests.sim.test_overlapped_runs import RING, SUMS, UNEQUAL
 from tests.support import planned, simulated
 
 SLICES = ("overlap=priority", "overlap.slice=500", "overlap.credit=1000")
@@ -16,7 +16,7 @@ NETS = ("dataset=digits", "model=mlp", "model.hidden=[24,16]", "cluster.bandwidt
 
 def runs(*overrides: str):
     """Without overlap, and with either."""
-    return [simulated(*RING, *NETS, *overrides, *overlap) for overlap in ((), SLICES, HALVES)]
+    return [simulated(*SUMS, *NETS, *overrides, *overlap) for overlap in ((), SLICES, HALVES)]
 
 
 @pytest.mark.parametrize(("overlap", "workers"), [("priority", 2), ("dear", 2), ("tictac", 1), ("slices", 1)])
@@ -24,7 +24,7 @@ def test_the_cycle_of_one_worker_is_what_a_step_of_all_alike_takes(overlap, work
     """Predicted from the chain of a worker, beside what the simulator counts."""
     topology = "parameter_server" if workers == 1 else "all_reduce"
     alike = (f"cluster.compute={[1] * workers}", f"topology={topology}", "cluster.server_bandwidth_mbit_s=2")
-    stage = planned(*RING, *NETS, *alike, "runtime.gradients=false", f"overlap={overlap}").stages[0]
+    stage = planned(*SUMS, *NETS, *alike, "runtime.gradients=false", f"overlap={overlap}").stages[0]
     assert stage.workers[0].predicted_cycle_s == pytest.approx(workers / stage.predicted_steps_per_s)
 
 
@@ -47,7 +47,7 @@ def test_the_same_model_and_counts(workers, optimizer) -> None:
 
 def test_the_same_model_of_one_sample_at_a_time() -> None:
     """Products with a vector, of a model that is not copied each step: where a matrix lies plays a part."""
-    chosen = (*RING, *NETS[:2], "model.hidden=[301,257]", "dataset.batch_size=1", "stop.steps=6")
+    chosen = (*SUMS, *NETS[:2], "model.hidden=[301,257]", "dataset.batch_size=1", "stop.steps=6")
     assert (
         len({simulated(*chosen, "cluster.compute=[1,2]", *o).sha256 for o in ((), ("overlap=priority",), HALVES)}) == 1
     )
@@ -64,7 +64,7 @@ def test_the_same_model_of_one_sample_at_a_time() -> None:
     ids=["normalised", "text", "gpt"],
 )
 def test_the_same_model_of_other_networks(model) -> None:
-    chosen = (*RING, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9")
+    chosen = (*SUMS, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9")
     serial, slices, halves = (simulated(*chosen, *overlap) for overlap in ((), SLICES, HALVES))
     assert serial.sha256 == slices.sha256 == halves.sha256
 
@@ -73,7 +73,7 @@ def test_the_same_model_of_other_networks(model) -> None:
 @pytest.mark.parametrize("end", ["stop.epochs=1.3", "stop.seconds=1.1", "optimizer.lr=1e30"])
 def test_however_it_ends(end, overlap) -> None:
     """A budget cuts off what was not in by then, and a run that is lost ends at once."""
-    small = (*RING, *NETS, "cluster.compute=[1,2]")
+    small = (*SUMS, *NETS, "cluster.compute=[1,2]")
     run = simulated(*small, "stop.steps=600", end, *overlap)
     assert run.end["reason"] == {"stop.epochs": "epochs", "stop.seconds": "seconds"}.get(end.split("=")[0], "diverged")
     assert {sum(totals.values()) for totals in run.ledgers} == {run.time_ns}
@@ -86,7 +86,7 @@ def test_however_it_ends(end, overlap) -> None:
 
 @pytest.mark.parametrize("overlap", [SLICES, HALVES], ids=["priority", "dear"])
 def test_a_target_ends_the_run_a_step_later_at_most(overlap, tmp_path) -> None:
-    small = (*RING, *NETS, "cluster.compute=[1,2]", "stop.target_accuracy=0.2", "eval.every_commits=2", "runtime=sim")
+    small = (*SUMS, *NETS, "cluster.compute=[1,2]", "stop.target_accuracy=0.2", "eval.every_commits=2", "runtime=sim")
     serial, other = (trained(tmp_path / name, *small, *o) for name, o in (("serial", ()), ("other", overlap)))
     assert serial["stages"][0]["exit_reason"] == other["stages"][0]["exit_reason"] == "target_accuracy"
     assert serial["steps"] <= other["steps"] <= serial["steps"] + 2
@@ -95,11 +95,11 @@ def test_a_target_ends_the_run_a_step_later_at_most(overlap, tmp_path) -> None:
 
 def test_a_stage_that_follows_knows_how_old_its_model_is(tmp_path) -> None:
     """Late gradients after a pipelined stage: one step late, as without it; the plan's own overlap is in its note."""
-    first, second = (planned(*RING, *NETS, *overlap).stages[0] for overlap in (HALVES, ("overlap=late",)))
+    first, second = (planned(*SUMS, *NETS, *overlap).stages[0] for overlap in (HALVES, ("overlap=late",)))
     stages = (replace(first, until={"commits": 3}), replace(second, name="late"))
-    plan = replace(planned(*RING, *NETS, "overlap=late"), stages=stages)
+    plan = replace(planned(*SUMS, *NETS, "overlap=late"), stages=stages)
     (tmp_path / "plan.json").write_text(plan.to_json())
-    run = simulated(*RING, *NETS, "stop.steps=24", f"plan={tmp_path / 'plan.json'}")
+    run = simulated(*SUMS, *NETS, "stop.steps=24", f"plan={tmp_path / 'plan.json'}")
     assert set(run.end["stale_max"]) == {1}
     assert any(note.startswith("overlap=late changes what is learned") for note in run.plan.notes)
 
