@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 BUCKET_S = 0.0005  # of traffic that may pass at once, or two frames: more lets small models through after a pause
+WHOLE = 0.94  # of the bucket, which a packet may fill that is not to be cut; the rest are headers of its frames
 CPU = Path("/sys/fs/cgroup/cpu")  # of version 1
 PERIOD_US = 5000  # in which a slower machine has its share of a core
 HOSTS = Path("/etc/netns")  # `ip netns exec` mounts what lies there in a folder of the namespace's name over /etc
@@ -48,10 +49,15 @@ def machines(*mbit_s: float) -> Generator[list[str]]:
 
 
 def plug_in(name: str, switch: str, mbit_s: float) -> None:
-    """One more machine: eth0 leads to the port of the switch that has the machine's name."""
+    """One more machine: eth0 leads to the port of the switch that has the machine's name.
+
+    Packets are as large as the bucket, as they are for a network card that cuts them itself. A bucket that has to cut
+    them into frames takes half of a core for it, at any rate.
+    """
     run("ip", "netns", "add", name)
     run(*f"ip link add eth0 netns {name} type veth peer name {port(name)} netns {switch}".split())
-    for command in (f"addr add {address(name)}/24 dev eth0", "link set lo up", "link set eth0 up"):
+    whole = f"link set eth0 up gso_max_size {min(65536, int(WHOLE * burst(mbit_s)))}"
+    for command in (f"addr add {address(name)}/24 dev eth0", "link set lo up", whole):
         run("ip", "-n", name, *command.split())
     run(*f"ip -n {switch} link set {port(name)} master br0 up".split())
     for end, device in ((name, "eth0"), (switch, port(name))):
@@ -116,9 +122,13 @@ def inside(name: str) -> tuple[str, ...]:
 
 
 def bucket(device: str, mbit_s: float) -> tuple[str, ...]:
-    burst = max(3000, round(mbit_s * 1e6 / 8 * BUCKET_S))
-    shape = f"tc qdisc replace dev {device} root tbf rate {mbit_s:g}mbit burst {burst} latency 100ms"
+    shape = f"tc qdisc replace dev {device} root tbf rate {mbit_s:g}mbit burst {burst(mbit_s)} latency 100ms"
     return tuple(shape.split())
+
+
+def burst(mbit_s: float) -> int:
+    """Bytes that a bucket holds."""
+    return max(3000, round(mbit_s * 1e6 / 8 * BUCKET_S))
 
 
 def run(*command: str) -> None:
