@@ -21,6 +21,8 @@ ConfigDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A folder with options of your own, as sync/mine.yaml.")
 ]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration and stop.")]
+OF_WORKERS = ("cluster.num_workers", "cluster.compute", "cluster.link", "cluster.node", "cluster.hosts")
+BESIDE = ("run.dir", "dataset.batch_size")  # what may change where these do
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -32,7 +34,7 @@ def train(
     dry_run: DryRun = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Go on with this run from its checkpoint; stop.* may change."),
+        typer.Option(metavar="RUN", help="Go on with this run; stop.* may change, or cluster.num_workers."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
@@ -70,7 +72,8 @@ def starting(quiet: bool = False) -> Generator[None]:
 
 
 def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dict:
-    """The configuration of an earlier run, with another stop rule where one is given."""
+    """The configuration of an earlier run, with another stop rule where one is given, or another number of workers:
+    then it is one of a new run, which goes on with that one."""
     import yaml
 
     from ashl.config.compose import compose, typed_again
@@ -79,11 +82,14 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UsageError(f"--resume {run_dir}: there is no run whose config.yaml can be read.") from error
-    asked = compose(overrides, config_dir)
+    keys = [key_of(text) for text in overrides]
+    others = [key for key in keys if key in (*OF_WORKERS, *BESIDE)] if {*keys} & {*OF_WORKERS} else []
+    own = [f"{group}={config['choices'][group]}" for group in ("cluster", "dataset") if others]
+    asked = compose([*own, *overrides], config_dir)
     if not set(config["allow_targets"]) <= set(asked["allow_targets"]):
         raise UsageError(f"--resume {run_dir}: the run imports code of your own; {typed_again(config)}.")
-    for key in map(key_of, overrides):
-        if key == "allow_targets":
+    for key in keys:
+        if key == "allow_targets" or key in others:
             continue
         if key == "runtime":
             config = over_to(config, asked)
@@ -91,11 +97,23 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
         group, _, name = key.partition(".")
         if group != "stop" or name not in config["stop"]:
             raise UsageError(
-                f"{key}: only stop.* and runtime may change when a run goes on; a new one with other workers or "
-                f"settings takes its weights along with run.start_from={run_dir}."
+                f"{key}: only stop.*, runtime and the number of workers (cluster.num_workers) may change when a run "
+                f"goes on; a new one with other settings takes its weights along with run.start_from={run_dir}."
             )
         config["stop"][name] = asked["stop"][name]
+    if (new := with_workers(config, asked, others)) != config:
+        return {**new, "run": {**config["run"], "dir": asked["run"]["dir"]}, "resumed": str(run_dir.resolve())}
     return {**config, "run": {**config["run"], "dir": str(run_dir)}}
+
+
+def with_workers(config: dict, asked: dict, keys: list[str]) -> dict:
+    """The configuration with other workers, as these keys say."""
+    from ashl.config.workers import sized
+
+    new = {**config, "cluster": {**config["cluster"]}, "dataset": {**config["dataset"]}}
+    for group, _, name in (key.partition(".") for key in keys if key != "run.dir"):
+        new[group][name] = asked[group][name]
+    return {**new, "cluster": sized(new["cluster"], ([key.partition(".")[2] for key in keys],))} if keys else config
 
 
 def over_to(config: dict, asked: dict) -> dict:

@@ -62,5 +62,5 @@ def test_what_does_not_fit_is_refused(first: Path, capsys: pytest.CaptureFixture
         ashl.train(*own, "run.start_from=nowhere")
     with pytest.raises(UsageError, match=r"plan\.json does not fit the model"):
         ashl.train(*own, f"run.start_from={first / 'plan.json'}")
-    assert main(["train", "--resume", str(first), "cluster.num_workers=3"]) == 2
+    assert main(["train", "--resume", str(first), "topology=all_reduce"]) == 2
     assert f"takes its weights along with run.start_from={first}" in " ".join(capsys.readouterr().err.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL
 from ashl.compression.contract import Collective
@@ -17,6 +18,7 @@ from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoamingRule
+from ashl.topology.parameter_server import ParameterServer
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
 
@@ -82,6 +84,17 @@ def modes_of(parts: Parts) -> str:
         words += [f"overlap={chosen(own.overlap)}"] if beside(own) else []
         words += [f"compression={chosen(own.compression)}"] if talks(own) else []
     return " ".join(dict.fromkeys(words))
+
+
+def check_rescaled(parts: Parts, run_dir: Path) -> None:
+    """Raises UsageError where what a run keeps has no meaning for another number of workers."""
+    for own in parts.stages:
+        alike = isinstance(own.topology, ParameterServer | AllReduce)
+        if beside(own) or not alike or CHURN not in carried_by(own.topology, own.sync):
+            raise UsageError(
+                f"a run with {modes_of(parts)} cannot go on with another number of workers, as what it keeps belongs "
+                f"to those that it has; a new one takes its weights along: run.start_from={run_dir}"
+            )
 
 
 def check_respawn(parts: Parts, checkpoint_s: float | None) -> None:

@@ -65,7 +65,8 @@ class Settings:
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """The checked values outside of the groups. Raises UsageError, also on keys that nothing reads."""
     parts: dict[str, Any] = {}
-    extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - {"choices", "sweep", "tracking"}  # type: ignore[attr-defined]
+    beside = {"choices", "resumed", "sweep", "tracking"}
+    extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - beside  # type: ignore[attr-defined]
     if extra:
         raise UsageError(f"nothing reads {sorted(extra)[0]!r}; `ashl train --cfg` shows all keys")
     if isinstance(config["name"], str) and set(config["name"]) & {"/", "\\", "\0"}:

@@ -14,7 +14,8 @@ with that version or a newer one, after the server has kept its own (all of them
 its way then is lost, and computed again (`ashl.topology.membership`). EACH: workers have models of their own and meet
 in groups or pairs, and each keeps its state when it hears of it (`ashl.topology.broken_groups`, `ashl.topology.pairs`).
 ROUND: the same, but all at the begin of one round of their own, which is the version; so whatever comes from there on
-shows that it is later.
+shows that it is later. ANEW: all are at the top of their loops at one moment, and nothing is on its way, as it is made
+of a run with another number of workers (`ashl.run.rescaling`): gone on from in virtual time and on processes.
 
 What the records hold of later moments is forgotten when the run goes on, and written anew.
 
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ashl.errors import UsageError
-from ashl.plan.plan import Limits
+from ashl.plan.plan import Limits, Plan
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Books, Monitor
 from ashl.runtime import keeping
@@ -48,9 +49,9 @@ from ashl.tracking.recorder import METRICS, writing
 SCHEMA = 8
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")
-LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL = "lockstep", "server", "each", "round", "virtual"
+LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL, ANEW = "lockstep", "server", "each", "round", "virtual", "anew"
 MONITOR, STATE = "monitor.pt", "state.pt"
-MAY_CHANGE = "only stop.* and runtime may change when a run goes on"
+MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run goes on"
 LEAVE = "runs leave them with run.checkpoint_s=SECONDS"
 AHEAD_S = 1.0  # of run time, for the news of a version to come to all before it does
 LONGEST_S = 60.0
@@ -260,6 +261,11 @@ def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
             if (saved.folder / name).exists():
                 os.replace(saved.folder / name, run_dir / name)
         return manifest["sizes"]
+
+
+def plan_of(saved: Saved) -> Plan:
+    """The plan that was under way."""
+    return Plan.from_json(unpacked(torch.load(saved.folder / MONITOR, weights_only=True))["plan"])
 
 
 def monitor_of(saved: Saved, limits: Limits) -> dict[str, Any]:

@@ -15,14 +15,15 @@ from ashl.config.construct import construct, own_faults
 from ashl.config.identity import config_hash
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.build import Parts, assemble
+from ashl.planning.build import Job, Parts, assemble
 from ashl.planning.device import device_of
 from ashl.planning.legal_checkpoints import in_lockstep, in_one_round
 from ashl.planning.make import prepared
-from ashl.run import checkpoints, launch
+from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
-from ashl.run.checkpoints import EACH, LOCKSTEP, ROUND, SERVER, VIRTUAL, Saved, Savings
+from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, VIRTUAL, Saved, Savings
 from ashl.run.monitor import Monitor
+from ashl.run.rescaling import Origin
 from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, as_real, simulate
@@ -81,8 +82,11 @@ def run(
     plan, seat = seated(plan, parts, config, job)
     if seat and seat.job.rank != 0:
         return Ran(jobs.take_part(plan, seat))
+    runtime = parts.runtime
+    torch.set_num_threads(runtime.threads)
     with jobs.waited_for(plan, seat):
-        resume = resume or started_before(config, job)
+        whole = assemble(plan, seat.place.device if seat else device_of(runtime), parts, data)
+        resume, origin, plan = found(started_before(config, job) or resume, config, plan, whole)
         saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan, parts)
         run_dir = resume or folder(config, plan)
         recorder = Recorder(run_dir, tracking.events, sizes)
@@ -90,10 +94,7 @@ def run(
     console = Console(highlight=False)
     if not quiet:
         notes(console, plan)
-    runtime = parts.runtime
-    torch.set_num_threads(runtime.threads)
     progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
-    whole = assemble(plan, seat.place.device if seat else device_of(runtime), parts, data)
     monitor = Monitor(
         plan,
         whole,
@@ -108,6 +109,7 @@ def run(
         try:
             with own_faults(plan.allow_targets, AshlError):
                 saving = Saving(identity(config), config["run"]["checkpoint_s"])
+                saved = saved if origin is None else rescaling.begin(origin, plan, monitor, saving)
                 pace = drive(plan, run_dir, monitor, seat, saving, saved)
         except Exception as error:  # whatever it was, the records are finished first
             failure, pace = error, None
@@ -211,11 +213,23 @@ def identity(config: dict[str, Any]) -> str:
     return config_hash({**config, "stop": None, "runtime": {key: runtime[key] for key in OF_A_RUN}})
 
 
+def found(resume: Path | None, config: dict[str, Any], plan: Plan, job: Job) -> tuple[Path | None, Origin | None, Plan]:
+    """The run to go on with in its own folder, or with other workers in one of theirs, and the plan, which says so."""
+    if resume is None or not rescaling.rescales(config, resume):
+        return resume, None, plan
+    before = yaml.safe_load((resume / "config.yaml").read_text(encoding="utf-8"))
+    origin = rescaling.origin_of(resume, identity(before), plan, job)
+    return None, origin, replace(plan, notes=(*plan.notes, origin.note))
+
+
 def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan, parts: Parts) -> tuple[Saved, dict[str, int]]:
     """The checkpoint of this run, and how much of its records is from before. Raises UsageError where there is none, or
     where it is of another run."""
     saved = checkpoints.newest(run_dir, identity(config))
-    goes_over = (saved.how == VIRTUAL) != is_virtual(config)
+    if (before := checkpoints.plan_of(saved).num_workers) != plan.num_workers:  # by the size of a job
+        n = plan.num_workers
+        raise UsageError(f"{run_dir} has {before} workers, and this job {n}; take it on with cluster.num_workers={n}")
+    goes_over = saved.how != ANEW and (saved.how == VIRTUAL) != is_virtual(config)
     apart = any(own.topology.replicas or own.topology.servers > 1 for own in parts.stages)
     if goes_over and (apart or not in_lockstep(parts, plan.num_workers)):
         raise UsageError(

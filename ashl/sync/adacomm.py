@@ -41,6 +41,9 @@ class AdaComm(BarrierRule):
     def begin(self, stage: Stage, tally: Tally) -> Period:
         return Period(self.local_steps, self.local_steps, tally.now_s)
 
+    def rescaled(self, stage: Stage, state: Period, tally: Tally) -> Period:
+        return state
+
     def observe(self, stage: Stage, state: Period, tally: Tally, push: Push) -> Period:
         """At a merge: is it time for another τ? Judged here, so that all workers that it lets go get the same."""
         if len(tally.waiting) < tally.present:

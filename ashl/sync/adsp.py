@@ -26,7 +26,7 @@ Source: Hu, Wang and Wu, "Distributed Machine Learning through Heterogeneous Edg
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Positive, option
@@ -73,6 +73,10 @@ class ADSP(ServerRule):
         """The first period begins with the stage."""
         now_s, searching = tally.now_s, self.search_s is not None
         return Search(self.commits, now_s, self.commits, now_s, searching, [0.0] * tally.num_workers)
+
+    def rescaled(self, stage: Stage, state: Search, tally: Tally) -> Search:
+        """Other workers are searched for anew."""
+        return replace(self.begin(stage, tally), searches=state.searches)
 
     def observe(self, stage: Stage, state: Search, tally: Tally, push: Push) -> Search:
         now_s = tally.now_s

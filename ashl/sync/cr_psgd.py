@@ -41,6 +41,9 @@ class CRPSGD(BarrierRule):
     def begin(self, stage: Stage, tally: Tally) -> Growth:
         return Growth(0, tally.version, tally.samples)
 
+    def rescaled(self, stage: Stage, state: Growth, tally: Tally) -> Growth:
+        return state
+
     def observe(self, stage: Stage, state: Growth, tally: Tally, push: Push) -> Growth:
         return state if tally.version == state.version else state._replace(t=state.t + 1, version=tally.version)
 

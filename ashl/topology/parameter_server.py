@@ -121,6 +121,11 @@ class ServerRule(Rule, contract=True):
         """This worker is gone, or has come (`tally.gone` says which): the rule's state from here on."""
         return state
 
+    def rescaled(self, stage: Stage, state: Any, tally: Tally) -> Any:
+        """The run goes on with another number of workers, from `tally.now_s` on: what of the rule's state holds for
+        them, too."""
+        return self.begin(stage, tally)
+
     def anneal(self, state: Any) -> float:
         """What the server's learning rate is multiplied with."""
         return 1.0

@@ -1,0 +1,91 @@
+"""A run goes on with another number of workers: what of its state has a meaning for others.
+
+Rule: it goes on from one state that all agree on, the server's or, where workers sum, any of theirs. From there come
+the model, the moments of whoever steps on merged gradients, the outer optimizer's, what the sync rule keeps of the run
+as a whole (`ServerRule.rescaled`), and all counts: of everybody together as they were, and by worker dealt out over
+those who are there now. All stand at the top of their loops on that model, each as far into its own data as the run is
+into all of it. Begins anew: what each worker kept by itself, as for one that comes (`ashl.topology.membership`), that
+is its own momentum and what codecs keep at both ends, and what rules keep by worker.
+
+Limit: where the samples of a round are the same, whoever computes on them, the run goes on as with the workers that it
+had, to rounding; with exact sums bit for bit.
+Source: as in Or, Zhang and Freedman, "Resource elasticity in distributed deep learning", MLSys 2020.
+"""
+
+from dataclasses import fields
+
+from ashl.data.partition import apportion
+from ashl.stage.link import Ends
+from ashl.stage.stage import Stage
+from ashl.stage.tally import Progress, Tally
+from ashl.topology import all_reduce
+from ashl.topology.all_reduce import Ahead, PeerState
+from ashl.topology.local_work import WorkerState
+from ashl.topology.merging import orders_of, rule_of
+from ashl.topology.parameter_server import ServerState
+
+
+def rescaled(stage: Stage, state: ServerState | PeerState, now_s: float) -> list[WorkerState | ServerState]:
+    """The states of all ranks in this stage, which is one of another number of workers than the state is of."""
+    return by_server(stage, state, now_s) if isinstance(state, ServerState) else [*by_sums(stage, state, now_s)]
+
+
+def by_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerState | ServerState]:
+    """The workers', then the server's."""
+    tally, n = tally_of(stage, before.tally), stage.num_workers
+    tally.now_s = now_s
+    server = ServerState(before.params, before.moments, tally, before.evaluated, outer_state=before.outer_state)
+    server.entered, server.workers, server.quorum = stage.index, stage.plan.workers, stage.quorum
+    server.ends, server.pulls = stage.entered(Ends(), tally.samples), [stage.tag("pull")] * n
+    server.rule_state = rule_of(stage).rescaled(stage, before.rule_state, tally)
+    states = list[WorkerState | ServerState]()
+    for rank in stage.workers:
+        state = WorkerState(before.params, stage.trainer.moments())
+        begin(stage, rank, state, tally)
+        state.local_steps, state.ratio, state.interval_s, batch = orders_of(stage, server, rank)
+        state.batch = batch or state.batch
+        if stage.topology.pull_ratio is not None:
+            stage.link.gave(server.ends, rank, before.params)
+        states.append(state)
+    return [*states, server]
+
+
+def by_sums(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
+    """Those of workers that count alike."""
+    tally, alike, states = tally_of(stage, before.tally), stage.sync.exchange == "gradient", list[PeerState]()
+    tally.now_s = now_s
+    planned = all_reduce.rule_of(stage).in_round(stage, tally)
+    rest = planned.rest(tally.steps, tally.samples)
+    for rank in stage.workers:
+        state = PeerState(before.params, None, tally=tally, evaluated=before.evaluated, outer_state=before.outer_state)
+        begin(stage, rank, state, tally)
+        state.moments = before.moments if alike else stage.trainer.moments()
+        state.plan(Ahead(None, rest, planned, planned.cut(rest)), rank)
+        states.append(state)
+    return states
+
+
+def begin(stage: Stage, rank: int, state: WorkerState, tally: Tally) -> None:
+    """A worker enters this stage, where these counts are."""
+    state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
+    state.enter(stage, rank)
+    state.round, _ = tally.done_by(rank)
+    state.step = round(tally.samples * stage.worker(rank).data_share / state.batch)
+    state.drawn = state.step * state.batch
+
+
+def tally_of(stage: Stage, before: Tally) -> Tally:
+    """The counts, with those of each worker dealt out by what it has of the data. Leads begin anew, and what counts per
+    worker from the begin of the stage on, or from the best loss, is as far as it was."""
+    shares = [worker.data_share for worker in stage.plan.workers]
+    n = stage.num_workers
+    tally = Tally(n)
+    for own in fields(Progress)[1:]:
+        setattr(tally, own.name, getattr(before, own.name))
+    for name in ("commits", "steps_by", "dropped_by", "drops", "stale_sum"):
+        setattr(tally, name, apportion(sum(getattr(before, name)), shares).tolist())
+    tally.pulled, tally.stale_max, tally.max_lead = [before.version] * n, [max(before.stale_max)] * n, before.max_lead
+    made, each = tally.total_commits, n / before.num_workers
+    tally.started = before.started._replace(commits=made - round((made - before.started.commits) * each))
+    tally.best = before.best[0], made - round((made - before.best[1]) * each)
+    return tally
