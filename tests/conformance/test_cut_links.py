@@ -1,6 +1,6 @@
-"""Three machines under a starter like torchrun, of which one loses its network (twenty times), or its process, or
-stands still: where that is a worker's, the others go on; else every process of every machine ends within twice the
-timeout, and who fell silent is named."""
+"""Three machines under a starter like torchrun (four times torchrun itself), of which one loses its network (24 times),
+or its process, or stands still: where that is a worker's, the others go on; else every process of every machine ends
+within twice the timeout, and who fell silent is named."""
 
 import os
 import re
@@ -21,6 +21,7 @@ from tests.disturbed import wait_for
 from tests.namespaces import address, cut, machines, missing, start
 
 TIMEOUT_S = 6.0
+AGENT_S = 10.0  # which torchrun's agent may take to end after its rank has
 RUN = (
     f"runtime=torchrun runtime.timeout_s={TIMEOUT_S} cluster=real tracking=none tracking.events=all "
     "model.hidden=[8] stop.seconds=100 run.dir=run --quiet"
@@ -34,6 +35,7 @@ MODES = {
 APART = {
     f"{name}, its server apart": f"{MODES[name]} cluster.server_host={{last}}" for name in ("bsp", "ssp", "ad_psgd")
 }
+BY_AGENTS = {f"{name}, by torchrun": MODES[name] for name in ("bsp", "all_reduce")}
 GROUPS = "topology=partial_all_reduce sync=ripples_random sync.group_size=2"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -64,10 +66,23 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
     with machines(1000, 1000, 1000) as names:
         world = {"WORLD_SIZE": "3", "MASTER_ADDR": address(names[0]), "MASTER_PORT": "29500"}
         world |= {"GLOO_SOCKET_IFNAME": "eth0"}
-        mode = {**MODES, **APART, "groups": GROUPS}[request.param]
-        command = [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *mode.format(last=names[2]).split()]
+        mode = {**MODES, **APART, **BY_AGENTS, "groups": GROUPS}[request.param]
+        command = ["-m", "ashl.cli", "train", *RUN.split(), *mode.format(last=names[2]).split()]
         folders = [tmp_path / str(rank) for rank in range(3)]
-        made = Job(names, [start(name, command, folders[k], world | {"RANK": str(k)}) for k, name in enumerate(names)])
+
+        def starter(rank: int) -> list[str]:
+            if request.param not in BY_AGENTS:
+                return [sys.executable]
+            place = f"--nnodes=3 --nproc-per-node=1 --node-rank={rank} --master-addr={address(names[0])}"
+            return [sys.executable, "-m", "torch.distributed.run", *place.split(), "--master-port=29500"]
+
+        made = Job(
+            names,
+            [
+                start(name, [*starter(k), *command], folders[k], world | {"RANK": str(k)})
+                for k, name in enumerate(names)
+            ],
+        )
         try:
             end = time.monotonic() + 60
             while not any(under_way(folder / "run/events.jsonl") for folder in folders):
@@ -87,9 +102,13 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
 def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[str]:
     """Do it to a run; what each machine said, but for these, in good time and with nothing left behind."""
     family = [child for process in job.processes for child in psutil.Process(process.pid).children(recursive=True)]
+    ranks = [child for child in family if "ashl.cli" in child.cmdline()]  # of agents
     act()
-    since, took = time.monotonic(), {}
-    while len(took) < len(job.processes) and time.monotonic() < since + 2 * TIMEOUT_S:
+    since, took, limit_s = time.monotonic(), {}, 2 * TIMEOUT_S
+    if ranks:
+        assert not psutil.wait_procs(ranks, timeout=limit_s)[1]
+        limit_s += AGENT_S
+    while len(took) < len(job.processes) and time.monotonic() < since + limit_s:
         took |= {
             k: time.monotonic() - since for k, p in enumerate(job.processes) if k not in took and p.poll() is not None
         }
@@ -103,16 +122,21 @@ def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[
     return [line[-1] for k, line in enumerate(lines) if k not in but]
 
 
-def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, str]:
-    """Do it to this machine's process: the others know in good time, go on, and end in order when they are asked to.
-    Why it is lost, how it ended itself, and its last words."""
-    home = job.home()
-    events = Path(folder_of(job.processes[home]), "run/events.jsonl")
+def left(job: Job, who: int, act: Callable[[], object]) -> int:
+    """Do it to this machine's process: the others know in good time, and go on. How it ended itself."""
+    events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
     act()
     wait_for(lambda: '"lost"' in events.read_text(), 2 * TIMEOUT_S)
     size = events.stat().st_size
     wait_for(lambda: '"round"' in events.read_text()[size:])
-    code = job.processes[who].wait(2 * TIMEOUT_S)
+    return job.processes[who].wait(2 * TIMEOUT_S)
+
+
+def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, str]:
+    """The same, and the others end in order when they are asked to. Why it is lost, how it ended itself, and its last
+    words."""
+    home = job.home()
+    events, code = Path(folder_of(job.processes[home]), "run/events.jsonl"), left(job, who, act)
     job.processes[home].send_signal(signal.SIGINT)
     assert [job.processes[k].wait(30) for k in range(3) if k != who] == [
         130 if k == home else 0 for k in range(3) if k != who
@@ -130,7 +154,14 @@ def test_a_workers_link_is_cut(job: Job, who: int) -> None:
     assert "the job's store at " in said
 
 
-@pytest.mark.parametrize("job", MODES, indirect=True)
+@pytest.mark.parametrize("job", BY_AGENTS, indirect=True)
+def test_a_workers_link_is_cut_where_torchrun_has_started_it(job: Job) -> None:
+    """Its agent ends with it, and those of the others have them go on."""
+    assert left(job, 2, lambda: cut(job.names[2])) == 1
+    assert [process.poll() for process in job.processes[:2]] == [None, None]
+
+
+@pytest.mark.parametrize("job", [*MODES, *BY_AGENTS], indirect=True)
 def test_the_link_of_the_store_is_cut(job: Job) -> None:
     """Or of home, where that is the same machine: those on the others know whom they miss."""
     home, said = job.home(), ended(job, lambda: cut(job.names[0]))
