@@ -11,7 +11,7 @@ from ashl.stage.rule import CHURN
 from ashl.stage.stage import sums_beside
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoamingRule, RoundRule
-from ashl.topology.parameter_server import UPDATES, ServerRule
+from ashl.topology.parameter_server import ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
 
@@ -55,9 +55,7 @@ def _in_lockstep(own: StageParts, num_workers: int) -> bool:
     sync = own.sync
     if not sync.in_rounds or sync.quorum(num_workers) < num_workers:
         return False
-    if isinstance(sync, ServerRule):
-        return sync.messages() is UPDATES
-    return isinstance(sync, RoundRule) or isinstance(own.topology, AllReduce)
+    return isinstance(sync, ServerRule | RoundRule) or isinstance(own.topology, AllReduce)
 
 
 def says_again(parts: Parts) -> bool:

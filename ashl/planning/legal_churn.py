@@ -18,7 +18,7 @@ from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoamingRule
-from ashl.topology.parameter_server import ParameterServer
+from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
 
@@ -90,7 +90,8 @@ def check_rescaled(parts: Parts, run_dir: Path) -> None:
     """Raises UsageError where what a run keeps has no meaning for another number of workers."""
     for own in parts.stages:
         alike = isinstance(own.topology, ParameterServer | AllReduce)
-        if beside(own) or not alike or CHURN not in carried_by(own.topology, own.sync):
+        plain = not isinstance(own.sync, ServerRule) or own.sync.messages() is UPDATES
+        if beside(own) or not (alike and plain) or CHURN not in carried_by(own.topology, own.sync):
             raise UsageError(
                 f"a run with {modes_of(parts)} cannot go on with another number of workers, as what it keeps belongs "
                 f"to those that it has; a new one takes its weights along: run.start_from={run_dir}"
@@ -180,7 +181,8 @@ def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
     """Where a worker keeps something of the whole of its shard, that cannot grow on the way."""
     for stage, own in zip(stages, parts.stages, strict=True):
         estimator = own.sync.estimator or own.compression.estimator
-        if estimator not in PIECEWISE or type(own.optimizer).statistics is not Optimizer.statistics:
+        whole = isinstance(own.sync, ServerRule) and own.sync.messages().whole
+        if whole or estimator not in PIECEWISE or type(own.optimizer).statistics is not Optimizer.statistics:
             raise UsageError(
                 f"runtime.on_loss=reshard: in stage {stage.name} a worker computes with its whole shard at once, which "
                 "cannot grow on the way; take runtime.on_loss=forget"

@@ -149,7 +149,7 @@ class Link:
 
     def undo(self, ends: Ends, body: Body) -> None:
         """A body was dropped on the way: the sender takes back what was in it."""
-        if not isinstance(body, SizeOnly):
+        if not isinstance(body, SizeOnly) and body.dtype == torch.uint8:  # else it was sent as it is
             ends.sender = self.codec.undo(ends.sender, body)
 
     def kept(self, ends: Ends) -> Tensor | None:

@@ -8,6 +8,11 @@ element rounded at random to a multiple of Δ = ‖x‖_∞/(2^(b−1) − 1), w
 μ‖x − x̃‖². After `epoch_steps` such steps workers are held until all have arrived, and the next epoch begins. Bits: 32·d
 each way once an epoch; b·d + 32 down, and those of C up, with every step.
 
+Nobody waits for a full gradient of a worker that is lost, nor for its arrival at the end of an epoch; what it had sent
+stays in ∇f(x̃) until the next snapshot, a mean over the samples of all who have sent theirs. Who comes is given x̃,
+whatever x is by then, and pushes its full gradient there, which joins the mean. Where steps go on nobody waits for it;
+where it had sent one in an earlier life that one is in the mean, and this one is dropped and counted.
+
 Limits: full passes cost time, and the longer an epoch the fewer; the nearer x is to x̃, the more bits go down, and
 beyond 16 it is sent as it is. With compression=none and mu=null it is asynchronous SVRG. The step is the optimizer's:
 plain SGD in the paper. γ must not fall with time for linear convergence, and has to be smaller the longer the delays.
@@ -21,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,7 +41,7 @@ from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.rule import CODEC
+from ashl.stage.rule import CHURN, CODEC
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.sync.prox import shrunk
@@ -47,19 +52,41 @@ from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 @dataclass
 class Epoch:
-    """What the server knows of the epoch: x̃, ∇f(x̃) once all have sent theirs (before that, its sum over samples), how
-    many samples it is over, the workers that have not sent theirs, and the steps left."""
+    """What the server knows of the epoch: x̃, the workers whose next push is a full gradient there, those whose own is
+    part of ∇f(x̃), how many samples that is over, and the steps left. While it `gathers` nobody steps, and the gradient
+    is a sum over samples."""
 
     anchor: Any
-    missing: set[int]
+    owing: set[int]
     left: int
     gradient: Any = None
     samples: int = 0
+    sent: set[int] = field(default_factory=set)
+    gathers: bool = True
     done: int = 0
 
     def admits(self, tally: Tally) -> bool:
         """Whether those that wait may go on: all at once at either end of the full gradients, else as they come."""
-        return len(tally.waiting) == tally.num_workers or bool(self.done and self.left)
+        return len(tally.waiting) == tally.present or (not self.gathers and self.left > 0)
+
+    def take(self, worker: int, gradient: Any, samples: int) -> bool:
+        """A full gradient has come; whether there was none of this worker."""
+        self.owing.discard(worker)
+        if worker in self.sent:
+            return False
+        self.sent.add(worker)
+        total = self.gradient if self.gathers or self.gradient is None else self.gradient * self.samples
+        part = gradient * samples
+        self.gradient = part if total is None else total + part
+        self.samples += samples
+        if not self.gathers:
+            self.gradient = self.gradient * (1 / self.samples)
+        return True
+
+    def settle(self) -> None:
+        """Once all have sent theirs the sum becomes the mean."""
+        if self.gathers and self.samples and not self.owing:
+            self.gathers, self.gradient = False, self.gradient * (1 / self.samples)
 
 
 @option
@@ -68,13 +95,13 @@ class AsyLPG(ServerRule):
 
     exchange: ClassVar[str] = "gradient"
     estimator: ClassVar[str] = "minibatch"  # its own is made of them
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, CHURN})
     epoch_steps: Count | None
     mu: Positive | None
     l1: NonNegative
 
-    def admit(self, state: Epoch, tally: Tally) -> Iterable[int]:
-        return tally.waiting if state.admits(tally) else ()
+    def admit(self, state: Epoch | None, tally: Tally) -> Iterable[int]:
+        return tally.waiting if state is not None and state.admits(tally) else ()
 
     def messages(self) -> Snapshots:
         return Snapshots(self)
@@ -85,6 +112,7 @@ class Snapshots(Updates):
     """Full gradients at a snapshot and what has changed since go up, snapshots and models in few bits come down."""
 
     unbiased: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
     rule: AsyLPG
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
@@ -105,27 +133,42 @@ class Snapshots(Updates):
     def merged(self, stage: Stage, state: ServerState, message: Message) -> bool:
         tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
         if state.rule_state is None:
-            state.rule_state = self.opened(stage, state.params)
+            state.rule_state = self.opened(stage, state)
         epoch = state.rule_state
-        tally.commit(worker, int(steps), int(samples))
-        stepped = not epoch.missing
-        if stepped:
+        if stepped := worker not in epoch.owing:
+            tally.commit(worker, int(steps), int(samples))
             zeta = stage.link.decode(state.ends, worker, message.body)
             lr = stage.trainer.rate(tally.samples)
             state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr)
             state.params = shrunk(x, lr * self.rule.l1)
             tally.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
+        elif epoch.take(worker, message.body, int(samples)):
+            tally.commit(worker, int(steps), int(samples))
         else:
-            part = message.body * samples
-            epoch.gradient = part if epoch.gradient is None else epoch.gradient + part
-            epoch.samples += int(samples)
-            epoch.missing.discard(worker)
-            if not epoch.missing:
-                epoch.gradient = epoch.gradient * (1 / epoch.samples)
-        if not epoch.left and len(tally.waiting) == tally.num_workers:
-            state.rule_state = self.opened(stage, state.params)
+            tally.drop(worker, int(steps))
+            tally.waiting[worker] = tally.waiting[worker][0], True
+        self.renewed(stage, state)
         return stepped
+
+    def renewed(self, stage: Stage, state: ServerState) -> None:
+        """Full gradients are a mean once all are there, and an epoch is over once all have arrived."""
+        epoch, tally = state.rule_state, state.tally
+        epoch.settle()
+        if not epoch.left and 0 < len(tally.waiting) == tally.present:
+            state.rule_state = self.opened(stage, state)
+
+    def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
+        if state.rule_state is None:
+            state.rule_state = self.opened(stage, state)
+        if rank in state.tally.gone:
+            state.rule_state.owing.discard(rank)
+        else:
+            state.rule_state.owing.add(rank)
+        self.renewed(stage, state)
+
+    def greeting(self, stage: Stage, state: ServerState) -> Any:
+        return state.rule_state.anchor
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """A snapshot, nothing where the model still is the snapshot, or the model in few bits."""
@@ -133,7 +176,7 @@ class Snapshots(Updates):
 
     def body(self, stage: Stage, state: ServerState, rank: int) -> Any:
         epoch = state.rule_state
-        if epoch.missing:
+        if epoch.gathers:
             return epoch.anchor
         if not epoch.done:
             return None
@@ -149,10 +192,10 @@ class Snapshots(Updates):
             return state.params
         return stage.link.made(read_model(body, stage.trainer.num_params))
 
-    def opened(self, stage: Stage, params: Vector) -> Epoch:
+    def opened(self, stage: Stage, state: ServerState) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
         steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
-        return Epoch(params, set(stage.workers), steps)
+        return Epoch(state.params, set(stage.workers) - state.tally.gone, steps)
 
 
 def written(x: Any, anchor: Any, turn: Turn, mu: float | None) -> Any:

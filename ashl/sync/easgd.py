@@ -3,7 +3,8 @@
 Rule: a worker takes H steps from its own x_i and sends it; with x̃ the server's model, x̃ ← x̃ + α·(x_i − x̃), and the
 worker goes on from x_i − α·(x_i − x̃) with x̃ as it was before. Both ends move by the same, so that x_i + x̃ stays what it
 was. Workers may explore, the further apart the smaller α; what is evaluated is x̃. Nobody waits for anybody. In the
-paper α = 0.9/n, with n workers; with momentum at the workers it is EAMSGD.
+paper α = 0.9/n, with n workers; with momentum at the workers it is EAMSGD. The model of a worker that is lost is gone
+with it, and what it had pulled at x̃ stays; who comes begins at x̃, and α is what it was.
 
 Limit: on one worker α = 1/2 leaves both ends at one model, x̃ + Δ/2: ASP with aggregate.scale=0.5, to rounding. Source:
 Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS 2015, Algorithm 1.
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
+from ashl.stage.rule import CHURN
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
@@ -27,7 +29,7 @@ from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 class EASGD(ServerRule):
     """Models on springs."""
 
-    carries: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and each moves the server's by itself
+    carries: ClassVar[frozenset[str]] = frozenset({CHURN})  # whole models travel, and each moves the server's by itself
     local_steps: Count | Literal["plan"]
     alpha: Ratio
 
@@ -59,6 +61,10 @@ class Springs(Updates):
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return state.rule_state
+
+    def greeted(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
+        """Where it goes on from a checkpoint, its own model is there."""
+        state.params = kept.params if kept is not None and kept.entered == state.entered else body
 
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         return state.params - body

@@ -2,7 +2,8 @@
 
 Rule: w ← w + Σ w_i·(w_i^H − w) and m ← m + Σ w_i·(m_i^H − m), then all go on from both means. What travels is the model
 and as much again each way, and is counted. Local SGD keeps each worker's momentum where it is; of skewed shards it then
-goes on pointing at the worker's own optimum after each average.
+goes on pointing at the worker's own optimum after each average. A round without a worker that is lost is the mean over
+those who are left, Σ w_i = 1; who comes has both means of the last round, as all others do.
 
 Limits: H = 1 is BSP, to rounding; without momentum it is local SGD, which is what to take then. Source: Yu, Jin and
 Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex Optimization",
@@ -17,7 +18,7 @@ from typing import Any, ClassVar
 from ashl.option import Count, option
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, halves, joined
-from ashl.stage.rule import OUTER, WEIGHTS
+from ashl.stage.rule import CHURN, OUTER, WEIGHTS
 from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
@@ -29,7 +30,7 @@ class PRSGDMomentum(BarrierRule, StepRule):
     """A barrier at every H steps, for models and momenta."""
 
     momentum_travels: ClassVar[bool] = True
-    carries: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER})
+    carries: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER, CHURN})
     local_steps: Count
 
     def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
@@ -52,12 +53,18 @@ class WithMomentum(Updates):
         return work, stage.aggregate.clip(work.body), work.loss
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
-        return joined(state.params, state.moments[0] if state.moments else state.params) if changed else None
+        return self.greeting(stage, state) if changed else None
+
+    def greeting(self, stage: Stage, state: ServerState) -> Any:
+        return joined(state.params, state.moments[0] if state.moments else state.params)
+
+    def greeted(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
+        params, momentum = halves(body)
+        state.params, state.moments = params, state.moments and (momentum,)
 
     def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        params, momentum = halves(body)
-        state.moments = state.moments and (momentum,)
-        return params
+        self.greeted(state, body, None)
+        return state.params
 
 
 WITH_MOMENTUM = WithMomentum()

@@ -6,6 +6,10 @@ G_i, the model steps, w ← w − γ·Σ_i w_i·G_i/b_i, and that worker alone i
 round, each along a mean of all workers' data. What a worker sends after its step counts for the next round, and it goes
 on with the model that it has. Nobody waits, nothing is thrown away; what is applied is at most 2n − 2 steps old.
 
+Of a worker that is lost nobody waits for a gradient any more: a round is complete, and over, with those who are left.
+Its G_i leaves the sum, Σ w_i = 1 over the others, and what of its gradients was in no step is dropped and counted. Who
+comes has its first step in the round after; what it sends until then counts for that one.
+
 Limit: one worker is SGD. Staleness is counted from a worker's last reply, also where that brought no model. Source:
 Maranjyan and Richtárik, "Ringleader ASGD: The First Asynchronous SGD with Optimal Time Complexity under Data
 Heterogeneity", ICLR 2026, arXiv 2509.22860; its listing was not at hand, so that the order of the two phases is by its
@@ -14,46 +18,58 @@ description.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+from ashl.aggregate.weighted import Push
 from ashl.option import option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage.rule import CODEC, WEIGHTS
+from ashl.stage.rule import CHURN, CODEC, WEIGHTS
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
-Sums = dict[int, tuple[Any, int]]  # G_i and b_i
+Sums = dict[int, Push]  # by worker: G_i, the b_i steps in it, and their samples
 
 
 @dataclass
 class Table:
-    """The round: what came for it, what came for the next one, who has had its step, and who had the last one."""
+    """The round: what came for it, what came for the next one, the workers whose step in it is still to come, those of
+    them that have sent nothing for it, whether it has had a step, and who had the last one."""
 
     sums: Sums = field(default_factory=dict)
     later: Sums = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
+    due: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
+    used: bool = False
     stepped: int | None = None
 
-    def take(self, worker: int, gradient: Any, num_workers: int) -> bool:
-        """A gradient has come; whether the model steps."""
-        sums = self.later if worker in self.done else self.sums
-        total, count = sums.get(worker, (None, 0))
-        sums[worker] = (gradient if total is None else total + gradient, count + 1)
-        steps = worker not in self.done and len(self.sums) == num_workers
-        self.stepped = worker if steps else None
-        return steps
+    def opened(self, workers: Iterable[int]) -> Table:
+        """The next round, with a step for each of these."""
+        due = set(workers)
+        return Table(self.later, {}, due, due - self.later.keys(), stepped=self.stepped)
 
-    def after(self, num_workers: int) -> None:
-        """The model has stepped for this worker; with the last one the next round begins."""
-        assert self.stepped is not None
-        self.done.add(self.stepped)
-        if len(self.done) == num_workers:
-            self.sums, self.later, self.done = self.later, {}, set()
+    def take(self, push: Push) -> bool:
+        """A gradient has come; whether the model steps."""
+        worker, sums = push.worker, self.sums if push.worker in self.due else self.later
+        if (own := sums.get(worker)) is not None:
+            push = own._replace(body=own.body + push.body, steps=own.steps + 1, samples=own.samples + push.samples)
+        sums[worker] = push
+        self.missing.discard(worker)
+        self.stepped = None if self.missing or worker not in self.due else worker
+        self.used = self.used or self.stepped is not None
+        return self.stepped is not None
+
+    def forget(self, worker: int) -> list[Push]:
+        """This worker is gone; returns what was in no step."""
+        now, later = self.sums.pop(worker, None), self.later.pop(worker, None)
+        self.due.discard(worker)
+        self.missing.discard(worker)
+        return [own for own in (None if self.used else now, later) if own is not None]
 
 
 @option
@@ -61,10 +77,10 @@ class Ringleader(ServerRule):
     """A table of gradients, and a step for each worker in turn."""
 
     exchange: ClassVar[str] = "gradient"
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, CHURN})
 
     def begin(self, stage: Stage, tally: Tally) -> Table:
-        return Table()
+        return Table().opened(there(stage, tally))
 
     def messages(self) -> Gradients:
         return GRADIENTS
@@ -77,20 +93,41 @@ class Gradients(Updates):
         return await node.compute(partial(self.merged, stage, state, message), work=1, kind="apply")
 
     def merged(self, stage: Stage, state: ServerState, message: Message) -> bool:
-        table, tally, worker, n = state.rule_state, state.tally, message.src, stage.num_workers
-        steps, samples = message.meta[:2]
+        table, tally, worker = state.rule_state, state.tally, message.src
+        steps, samples, loss, version, *_ = message.meta
         lr = stage.trainer.rate(tally.samples)
         tally.commit(worker, int(steps), int(samples))
-        if not table.take(worker, stage.link.decode(state.ends, worker, message.body), n):
+        body = stage.link.decode(state.ends, worker, message.body)
+        if not table.take(Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, 0, 0, 0)):
             return False
-        terms = [total * (stage.team_weights[rank] / count) for rank, (total, count) in sorted(table.sums.items())]
+        sums = [table.sums[rank] for rank in sorted(table.sums)]
+        weights = stage.handed(tally.gone).weights_of(sums, set(stage.workers) - table.sums.keys())
+        terms = [own.body * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)]
         state.moments, _, state.params = stage.sync.step(stage, state, sum_in_rank_order(terms), lr)
-        table.after(n)
+        table.due.remove(worker)
+        self.renewed(stage, state)
         tally.merge()
         return True
+
+    def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
+        tally = state.tally
+        for own in state.rule_state.forget(rank) if rank in tally.gone else ():
+            tally.take_back(rank, own.steps, own.steps, own.samples)
+            for _ in range(own.steps):
+                tally.drop(rank, 1)
+        self.renewed(stage, state)
+
+    def renewed(self, stage: Stage, state: ServerState) -> None:
+        """Once all have had their step the next round begins."""
+        if not state.rule_state.due:
+            state.rule_state = state.rule_state.opened(there(stage, state.tally))
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return state.params if state.rule_state.stepped == rank else None
 
 
 GRADIENTS = Gradients()
+
+
+def there(stage: Stage, tally: Tally) -> list[int]:
+    return [rank for rank in stage.workers if rank not in tally.gone]

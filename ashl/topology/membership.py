@@ -59,7 +59,7 @@ class Welcome(NamedTuple):
     version: int = 0
     steps: int = 0  # applied so far
     samples: int = 0
-    rounds: int = 0  # its own, applied or dropped
+    rounds: int = 0  # its own, applied or dropped or kept for a merge
     done: int = 0  # ... of the steps
     planned: int = 0  # the stage from which on another message says what workers do; 0 = the plan does
     local_steps: int = 1
@@ -110,7 +110,7 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     state.ends.forget(rank)
     check_left(node, stage, rank, tally.present + len(state.newcomers))
     tally.now_s = node.now
-    state.rule_state = rule.changed(stage, state.rule_state, tally, rank)
+    rule.messages().changed(stage, state, rank)
     if not rule.in_rounds:
         return False
     for push in state.buffer:
@@ -130,12 +130,16 @@ async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> No
     tally.come(rank)
     state.quorum, state.pulls[rank] = stage.quorum_of(tally.present), stage.tag("pull", state.lives[rank])
     tally.now_s = node.now
-    state.rule_state = rule_of(stage).changed(stage, state.rule_state, tally, rank)
+    messages = rule_of(stage).messages()
+    messages.changed(stage, state, rank)
     stage.link.gave(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
     applied, what = (tally.version, tally.steps, tally.samples), orders_of(stage, state, rank)
-    greeting = Welcome(GO, 0, stage.index, *applied, *tally.done_by(rank), planned, *what)
-    await node.send(rank, welcomed(state.lives[rank]), state.params, (*greeting, *away(stage, tally.gone)))
+    held, (rounds, done) = [push.steps for push in state.buffer if push.worker == rank], tally.done_by(rank)
+    pushed = rounds + len(held), done + sum(held)
+    greeting = Welcome(GO, 0, stage.index, *applied, *pushed, planned, *what)
+    body = messages.greeting(stage, state)
+    await node.send(rank, welcomed(state.lives[rank]), body, (*greeting, *away(stage, tally.gone)))
     if rows is not None:
         await node.send(rank, PLANNED, rows)
 
@@ -180,7 +184,7 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
         node.ledger.close(greeting.end_ns)
         return None
     params, moments = stages[0].trainer.init()
-    state = WorkerState(params if message.body is None else message.body, moments if kept is None else kept.moments)
+    state = WorkerState(params, moments if kept is None else kept.moments)
     state.steps, state.samples = greeting.steps, greeting.samples
     if greeting.planned:
         state.assigned = greeting.planned, (await node.recv(PLANNED)).body
@@ -189,6 +193,8 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
     state.enter(stage, node.rank)
     if kept is not None:
         state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
+    if message.body is not None:
+        rule_of(stage).messages().greeted(state, message.body, kept)
     state.follow(greeting)
     state.round, state.step = greeting.rounds, greeting.done
     state.drawn = state.step * state.batch

@@ -45,11 +45,12 @@ class Updates:
     """What goes back and forth: updates up, the model down. A rule may bring other messages (`ServerRule.messages`).
 
     `plain`: needs an optimizer that leaves its steps nothing but the learning rate to say. `unbiased`: needs a codec
-    that keeps the mean.
+    that keeps the mean. `whole`: made of a worker's whole shard at once, now and then.
     """
 
     plain: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """(work, body, loss) of a worker's next push."""
@@ -59,6 +60,18 @@ class Updates:
             work = await (sliced if stage.messages else local_work)(node, stage, state)
         body, loss = await encoded(node, stage, state, work)
         return work, body, loss
+
+    def greeting(self, stage: Stage, state: ServerState) -> Any:
+        """What a worker begins with that comes while the others run."""
+        return state.params
+
+    def greeted(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
+        """... at that worker; `kept` is what it was in a checkpoint, where it comes from one."""
+        state.params = body
+
+    def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
+        """This worker is gone, or is about to come (`tally.gone` says which)."""
+        state.rule_state = rule_of(stage).changed(stage, state.rule_state, state.tally, rank)
 
     def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
         """What a push that is not late does to the server's state; whether the model changed."""

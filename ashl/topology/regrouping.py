@@ -69,6 +69,9 @@ async def repaired(node: Node, stage: Stage, state: PeerState) -> tuple[Stage, s
     stage = await among(node, stage, state, formed)
     if not formed.word:
         return stage, None
+    if state.redo is not None:
+        node.round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
+        state.round += 1
     state.redo, state.tally, steps = None, state.tally.copy(), stage.cut(state.rest).round_steps
     for rank in stage.workers:
         state.tally.drop(rank, steps[rank])
@@ -165,7 +168,7 @@ def welcome_tag(epoch: int, k: int) -> Tag:
 
 async def welcome(node: Node, stage: Stage, state: PeerState, rank: int) -> None:
     """At the lowest of those who were there: let a newcomer know all that it needs."""
-    alike = state.moments if stage.sync.exchange == "gradient" else None
+    alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
     parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state))
     for k, body in enumerate((state.params, *parcel)):
         await node.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))

@@ -12,7 +12,7 @@ from ashl.config.compose import compose
 from ashl.run import train as run
 from ashl.tracking import jsonl
 
-SIM = ["-q", "runtime=sim", "tracking=none"]
+SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=0 optimizer.weight_decay=0"
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,7 @@ SIM = ["-q", "runtime=sim", "tracking=none"]
         ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
-        ("runtime=local sync=easgd run.checkpoint_s=1", "real processes leave checkpoints only then"),
-        ("runtime=local sync=ringleader run.checkpoint_s=1", "take sync=bsp, sync=local_sgd or sync=ssp"),
+        (f"runtime=local {SPY} run.checkpoint_s=1", "checkpoints only then"),
         # combinations
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),

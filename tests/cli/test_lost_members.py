@@ -17,6 +17,7 @@ from ashl.runtime.sums import sum_in_rank_order
 from ashl.tracking import jsonl
 from tests.cli.test_lost_workers import check_return
 from tests.disturbed import LONG, check_records, ranks_of, wait_for
+from tests.sim.test_lost_messages import Averaged
 from tests.sim.test_regrouping import Alone
 
 THREE = "cluster.compute=[1,1.5,1]"
@@ -45,6 +46,7 @@ def fails(*events: tuple[int, float]) -> str:
                 (1, ("sync=bsp", "topology.algorithm=ring")),
                 (0, ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov")),
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
+                (1, ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9")),
             )
         ),
     ],
@@ -54,7 +56,8 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(worker: int, mode: tupl
     assert main(["train", *LONG, *RING, *mode, fails((worker, 0.3)), "stop.seconds=1.4"]) == 0
     summary = check_records(workplace / "run", "finished")
     assert [(of["worker"], of["time_s"], of["why"]) for of in summary["lost_workers"]] == [(worker, 0.3, "declared")]
-    alone = Alone(assemble(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0])
+    by = Averaged if "sync=pr_sgd_momentum" in mode else Alone
+    alone = by(assemble(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0])
     with_it, others = summary["workers"][worker]["commits"], [rank for rank in range(3) if rank != worker]
     assert 0 < with_it < summary["commits"]
     for number in range(summary["commits"]):

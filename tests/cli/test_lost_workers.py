@@ -19,6 +19,12 @@ from ashl.runtime.machine import machine
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, wait_for
 
+OWN = (  # with messages of their own
+    "sync=easgd",
+    "sync=pr_sgd_momentum sync.local_steps=4",
+    "sync=ringleader",
+    "sync=asylpg compression=grid optimizer.momentum=0 sync.epoch_steps=20",
+)
 FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 
 
@@ -26,7 +32,7 @@ FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 @pytest.mark.parametrize("rank", [0, 1])  # the first waits at a barrier, the second computes
 @pytest.mark.parametrize(
     "mode",
-    ["sync=ssp", "sync=bsp", "sync=local_sgd sync.local_steps=4", "sync=asp", "sync=fedbuff", "sync=backup"],
+    ["sync=ssp", "sync=bsp", "sync=local_sgd sync.local_steps=4", "sync=asp", "sync=fedbuff", "sync=backup", *OWN],
 )
 def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3")
@@ -70,10 +76,10 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl"])
+@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN])
 def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
     kill, own = lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL), ["stop.seconds=5", "runtime.respawn=1"]
-    assert train(kill, mode, *own) == (0, "")
+    assert train(kill, *mode.split(), *own) == (0, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL")
 
 

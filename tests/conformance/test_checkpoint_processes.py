@@ -38,6 +38,9 @@ RUNS = {
     "one exchange late, by a server": "sync=local_sgd sync.local_steps=2 overlap=late compression=topk "
     "compression.ratio=0.2",
     "fragments by a server": "sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 outer=nesterov",
+    "momenta that travel, by a server": "sync=pr_sgd_momentum sync.local_steps=2 optimizer.momentum=0.9",
+    "momenta that travel, all-reduce": "topology=all_reduce sync=pr_sgd_momentum sync.local_steps=2 "
+    "optimizer.momentum=0.9",
     "QSGD, all-reduce": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
 }
 OWN_PACE = {
@@ -50,6 +53,9 @@ OWN_PACE = {
     "a bound, one exchange late": "sync=ssp overlap=late compression=topk compression.ratio=0.2",
     "local steps, one exchange late": "sync=async_local_sgd sync.local_steps=2 overlap=late",
     "stages, exchanges late": "schedule=ashl overlap=late",
+    "models on springs": "sync=easgd sync.local_steps=2",
+    "a table of gradients": "sync=ringleader compression=topk compression.ratio=0.2",
+    "snapshots": "sync=asylpg compression=grid optimizer.momentum=0 sync.epoch_steps=50",
     "pairs": "topology=gossip sync=ad_psgd topology.graph=ring",
     "pairs that wait": "topology=gossip sync=swarm topology.graph=complete sync.local_steps=3 sync.overlap=false",
     "neighbours' models, some late": "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2",

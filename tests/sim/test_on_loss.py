@@ -126,6 +126,7 @@ def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(monk
         assert merges[0].worker(0).data_share > stage.worker(0).data_share
 
 
-def test_what_takes_a_shard_as_a_whole_cannot_have_more_on_the_way() -> None:
+@pytest.mark.parametrize("mode", ["sync=bsp topology=all_reduce optimizer=bcd", "sync=asylpg optimizer.momentum=0"])
+def test_what_takes_a_shard_as_a_whole_cannot_have_more_on_the_way(mode: str) -> None:
     with pytest.raises(UsageError, match=r"a worker computes with its whole shard at once.*on_loss=forget"):
-        planned(*RUN, "sync=bsp", "topology=all_reduce", "optimizer=bcd", "runtime.on_loss=reshard")
+        planned(*RUN, *mode.split(), "runtime.on_loss=reshard")

@@ -16,7 +16,7 @@ from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
 from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
-from tests.swarm.test_swarm_stages import drawn_sync
+from tests.swarm.test_swarm_stages import drawn_sync, plain
 
 SEEDS, MANY = 60, 10_000
 FIRST = 20_000  # other clusters than those of the other swarms
@@ -37,6 +37,18 @@ def drawn_events(rng: random.Random, n: int, until_s: float) -> list[Event]:
     return events
 
 
+def with_messages(rng: random.Random) -> object:
+    """A mode whose messages are more than updates."""
+    name = rng.choice(["easgd", "pr_sgd_momentum", "ringleader", "asylpg"])
+    own = {
+        "easgd": {"local_steps": rng.randint(1, 5)},
+        "pr_sgd_momentum": {"local_steps": rng.randint(1, 5)},
+        "ringleader": {},
+        "asylpg": {"epoch_steps": rng.choice([None, 1, rng.randint(1, 30)])},
+    }
+    return conf_option("sync", name, **own[name])
+
+
 def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
@@ -55,10 +67,12 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = list[Stage](), conf_option("compression", "topk", ratio=0.1)
     for index in range(rng.choice([1, 1, 2, 3])):
-        stage = bound(rng, drawn_sync(rng, topology, n), topology, n, limits)
+        sync, other = drawn_sync(rng, topology, n), random.Random(f"{seed} {index} messages")
+        sync = with_messages(other) if other.random() < 0.4 else sync
+        stage = bound(rng, sync, topology, n, limits)
         until = {rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)}
         plan = replace(stage.plan, until=until)
-        compressed = topology.pull_ratio is not None or rng.random() < 0.3
+        compressed = (topology.pull_ratio is not None or rng.random() < 0.3) and plain(sync)
         stages.append(
             replace(
                 stage,
@@ -83,6 +97,14 @@ class Counted:
         self.came, self.settled = Counter[int](), Counter[int]()
         for name, counter in (("arrive", self.came), ("commit", self.settled), ("drop", self.settled)):
             patch.setattr(Tally, name, self.counting(getattr(Tally, name), counter))
+        patch.setattr(Tally, "take_back", self.taking_back(Tally.take_back))
+
+    def taking_back(self, method):
+        def taken_back(tally, worker, rounds, *rest):
+            self.settled[worker] -= rounds
+            return method(tally, worker, rounds, *rest)
+
+        return taken_back
 
     @staticmethod
     def counting(method, counter):

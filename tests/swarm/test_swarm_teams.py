@@ -45,13 +45,17 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
     stages, codec = list[Stage](), conf_option("compression", rng.choice(["topk", "power_sgd"]))
     for index in range(rng.choice([1, 1, 2, 3])):
         sync = conf_option("sync", "bsp") if rng.random() < 0.5 else conf_option("sync", "local_sgd", local_steps=3)
+        other = random.Random(f"{seed} {index} momentum")
+        sync = conf_option("sync", "pr_sgd_momentum", local_steps=3) if other.random() < 0.3 else sync
         stage = bound(rng, sync, topology, n, limits)
         stages.append(
             replace(
                 stage,
                 index=index,
                 plan=replace(stage.plan, until={rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)}),
-                codec=wrapped(codec, ()) if rng.random() < 0.3 and not codec.layers else stage.codec,
+                codec=wrapped(codec, ())
+                if rng.random() < 0.3 and not (codec.layers or sync.momentum_travels)
+                else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
                 joins=cluster.joins,

@@ -1,0 +1,227 @@
+"""Workers that fail and come back where messages are more than updates: momenta that travel, models on springs, a table
+of gradients, snapshots. Held against the rule of each by the formula alone, in the order in which pushes came."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from ashl.aggregate.weighted import Push
+from ashl.data.quadratic import optimum
+from ashl.planning.build import assemble
+from ashl.runtime.sums import sum_in_rank_order
+from ashl.size_only import halves, joined
+from ashl.stage.stage import Stage
+from ashl.sync.asylpg import Epoch
+from ashl.sync.easgd import EASGD
+from ashl.sync.ringleader import Gradients, Table
+from ashl.topology.local_work import WorkerState
+from ashl.topology.parameter_server import ServerState
+from tests.identities.test_more_methods import pushed
+from tests.sim.test_churn import RUN, back, lost, with_events
+from tests.sim.test_regrouping import Alone, models
+from tests.support import Ran, planned, run
+
+
+class Averaged(Alone):
+    """Rounds of PR-SGD with momentum, of some workers."""
+
+    def round(self, members: Sequence[int]) -> Tensor:
+        bodies, (mean,) = list[Tensor](), self.moments
+        for rank in members:
+            self.workers[rank].moments = self.moments
+            moved = self.update(rank)
+            bodies.append(joined(moved, self.workers[rank].moments[0] - mean) * (1 / len(members)))
+        moved, turned = halves(sum_in_rank_order(bodies))
+        self.moments = (mean + turned,)
+        self.outer, self.params = self.stage.outer.step(self.outer, self.params, moved, 1.0)
+        self.samples += sum(self.stage.round_samples[rank] for rank in members)
+        return self.params
+
+
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_momenta_are_those_of_who_is_there(topology: str) -> None:
+    """To the bit: who comes back begins with the mean momentum of the others, as the others do."""
+    mode = ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9", f"topology={topology}")
+    events = lost(0, 0.51), back(0, 1.2)
+    plan = with_events(planned(*RUN, *mode, "aggregate=uniform", "outer=nesterov", "stop.steps=99"), *events)
+    ran, alone = run(plan), Averaged(assemble(plan, "cpu").stages[0])
+    found, before, teams = models(ran), [0, 0, 0], list[list[int]]()
+    for record, _ in ran.snapshots:
+        teams.append([rank for rank in range(3) if record["commits"][rank] > before[rank]])
+        before = record["commits"]
+    teams = [team for team in teams if team]
+    assert [team for at, team in enumerate(teams) if not at or teams[at - 1] != team] == [[0, 1, 2], [1, 2], [0, 1, 2]]
+    for number, team in enumerate(teams[:-1], 1):  # the last round may be cut short
+        if len(team) == 3 and number > 1 and len(teams[number - 2]) == 2:
+            done = before[0] - len(teams) + number - 1 + ran.end["dropped_by"][0] // 3
+            alone.workers[0] = alone.worker(0, done * 3)
+        assert torch.equal(found[number], alone.round(team)), number
+
+
+def pushes(ran: Ran) -> Iterator[tuple[int, int, Tensor]]:
+    """By push that was counted: who pushed, when that was merged, and the model after it."""
+    before = [0, 0, 0]
+    for record, params in ran.snapshots:
+        changed = [rank for rank in range(3) if record["commits"][rank] > before[rank]]
+        for rank in changed:
+            yield rank, record["time_ns"], params
+        before = record["commits"]
+
+
+def steps_of(stage: Stage, worker: WorkerState, rank: int, params: Tensor, steps: int) -> Tensor:
+    """Local steps of a worker."""
+    for _ in range(steps):
+        span = range(worker.drawn, worker.drawn + worker.batch)
+        rate = stage.trainer.rate(0)
+        _, worker.moments, params = stage.trainer.local_step(params, worker.moments, rank, worker.step, rate, span)
+        worker.step, worker.drawn = worker.step + 1, span.stop
+    return params
+
+
+def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
+    """To the bit; the others' models and the server's stay as they are."""
+    mode = ("sync=easgd", "sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=90")
+    plan = with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 0.93))
+    ran, stage = run(plan), assemble(plan, "cpu").stages[0]
+    assert isinstance(stage.sync, EASGD)
+    centre, moments = stage.trainer.init()
+    workers, own, history = [WorkerState(centre, moments) for _ in range(3)], [centre] * 3, [centre]
+    for rank, worker in enumerate(workers):
+        worker.enter(stage, rank)
+    came = next(r["staleness"] for r in ran.of("round") if r["rank"] == 0 and r["end_ns"] > 930_000_000)
+    away = True
+    for rank, time_ns, params in pushes(ran):
+        if away and rank == 0 and time_ns > 930_000_000:
+            away, own[0], workers[0].moments = False, history[len(history) - 1 - came], moments
+        moved = own[rank] + (steps_of(stage, workers[rank], rank, own[rank], 2) - own[rank])
+        pull = (moved - centre) * stage.sync.alpha
+        centre, own[rank] = centre + pull, moved - pull
+        history.append(centre)
+        assert torch.equal(centre, params), len(history)
+    assert not away
+    assert ran.end["reason"] == "steps"
+
+
+# --- a table of gradients ---------------------------------------------------------------------------------------------
+
+
+def test_a_round_goes_on_without_the_one_that_it_waited_for() -> None:
+    table = Table().opened(range(3))
+    assert not any(table.take(pushed(rank, 1.0)) for rank in (0, 1, 0))
+    assert table.forget(2) == []
+    assert table.take(pushed(1, 3.0)), "the next push of any other makes the step"
+    assert {rank: own.body / own.steps for rank, own in table.sums.items()} == {0: 1.0, 1: 2.0}
+    assert table.stepped == 1
+
+
+def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
+    table = Table().opened(range(3))
+    assert [table.take(pushed(rank, 1.0)) for rank in (0, 1, 2)] == [False, False, True]
+    table.due.remove(2)
+    assert table.take(pushed(1, 2.0))
+    table.due.remove(1)
+    assert not table.take(pushed(1, 5.0)), "for the next round"
+    assert table.forget(0) == [], "what it sent was in two steps"
+    assert not table.due
+    table = table.opened([1, 2])
+    assert (table.sums.keys(), table.missing) == ({1}, {2})
+    assert [own.body for own in table.forget(1)] == [5.0], "that was in none"
+
+
+def test_who_comes_has_its_first_step_in_the_round_after() -> None:
+    table = Table().opened([0, 1])
+    assert [table.take(pushed(rank, 1.0)) for rank in (2, 0, 2, 1)] == [False, False, False, True]
+    assert table.sums.keys() == {0, 1}
+    table.due.remove(1)
+    assert table.take(pushed(0, 1.0))
+    table = table.opened(range(3))
+    assert (table.sums[2].steps, table.missing) == (2, {0, 1})
+
+
+def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, by a list of what came and of who left: every gradient is in the model, or waits, or is dropped."""
+    mode = ("sync=ringleader", "aggregate=uniform", "optimizer.momentum=0.9", "stop.steps=80")
+    plan = with_events(planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93))
+    came, take, changed = list[tuple[int, Tensor | None]](), Table.take, Gradients.changed
+
+    def taking(table: Table, push: Push) -> bool:
+        came.append((push.worker, push.body))
+        return take(table, push)
+
+    def changing(messages: Gradients, stage: Stage, state: ServerState, rank: int) -> None:
+        came.append((rank, None))
+        changed(messages, stage, state, rank)
+
+    monkeypatch.setattr(Table, "take", taking)
+    monkeypatch.setattr(Gradients, "changed", changing)
+    ran = run(plan)
+    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    params, moments = trainer.init()
+    there, due, now, later, dropped = {0, 1, 2}, {0, 1, 2}, dict[int, list](), dict[int, list](), 0
+    used = False
+    for worker, gradient in came:
+        if gradient is None:
+            if worker in there:
+                dropped += len(later.pop(worker, [])) + (0 if used else len(now.get(worker, [])))
+                now.pop(worker, None)
+            there ^= {worker}
+            due &= there
+        elif worker not in due:
+            later.setdefault(worker, []).append(gradient)
+        else:
+            now.setdefault(worker, []).append(gradient)
+            if due <= now.keys():
+                means = [sum(now[rank][1:], now[rank][0]) * (1 / len(now) / len(now[rank])) for rank in sorted(now)]
+                moments, params = trainer.apply(params, moments, sum_in_rank_order(means), trainer.rate(0))
+                due, used = due - {worker}, True
+        if not due:
+            due, now, later, used = set(there), later, {}, False
+    assert [gradient for _, gradient in came].count(None) == 4
+    assert torch.equal(params, ran.params)
+    assert sum(ran.end["dropped_by"]) == dropped > 0
+    assert ran.end["steps"] == sum(gradient is not None for _, gradient in came) - dropped
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def gradients(*parts: tuple[float, int]) -> float:
+    return sum(gradient * samples for gradient, samples in parts) / sum(samples for _, samples in parts)
+
+
+def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
+    epoch = Epoch(None, {0, 1, 2}, 5)
+    assert epoch.take(0, 1.0, 10)
+    assert epoch.take(1, 4.0, 20)
+    epoch.settle()
+    assert epoch.gathers
+    epoch.owing.discard(2)
+    epoch.settle()
+    assert (epoch.gathers, epoch.gradient) == (False, gradients((1.0, 10), (4.0, 20))), "it is lost"
+    epoch.owing |= {0, 2}
+    assert epoch.take(2, 7.0, 30)
+    assert epoch.gradient == pytest.approx(gradients((1.0, 10), (4.0, 20), (7.0, 30))), "... and comes back"
+    before = epoch.gradient
+    assert not epoch.take(0, 1.0, 10), "who had sent it before"
+    assert (epoch.gradient, epoch.owing) == (before, set())
+
+
+@pytest.mark.slow
+def test_it_still_comes_to_the_optimum() -> None:
+    """Linearly, as each works with the snapshot of all others, whatever it missed; also where the last full gradient
+    that was missing is lost, and who came had sent its own before."""
+    data = ("dataset=quadratic", "model=linear", "optimizer.lr=0.2", "dataset.batch_size=40", "stop.epochs=36")
+    plain = ("optimizer.momentum=0", "optimizer.weight_decay=0", "sync=asylpg", "compression=grid")
+    plan = planned(*data, *plain, "compression.bits=4", "cluster=homogeneous", "cluster.compute=[1,2,4]")
+    whole = run(plan)
+    early_s = next(r["end_ns"] for r in whole.of("round") if r["rank"] == 0) / 1e9
+    half_s = whole.time_ns / 2e9
+    events = (lost(2, early_s), lost(0, early_s + 0.03), back(0, early_s + 0.05), back(2, half_s), lost(1, half_s))
+    ran = run(with_events(plan, *events, back(1, 1.2 * half_s)))
+    assert len(ran.of("lost")) == len(ran.of("joined")) == 3
+    best, _ = optimum(assemble(plan, "cpu").data)
+    first = assemble(plan, "cpu").learner.init()
+    apart = [float((params - best).norm()) for params in (first, whole.params, ran.params)]
+    assert apart[2] < 1e-3 * apart[0]
