@@ -182,6 +182,7 @@ def test_what_cannot_be_is_refused(four: Path, capsys) -> None:
     "mode",
     [
         "topology=gossip sync=d_psgd",
+        pytest.param("topology=parameter_server sync=pr_sgd_momentum", marks=SLOW),  # no plain updates
         pytest.param("topology=all_reduce sync=bsp overlap=merged", marks=SLOW),
         pytest.param("topology=sharded_server topology.servers=2 sync=bsp", marks=SLOW),
     ],
