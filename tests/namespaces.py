@@ -31,6 +31,11 @@ def missing() -> str | None:
     return f"links cannot be shaped: {shaped.stderr.strip()}" if shaped.returncode else None
 
 
+def no_sshd() -> str | None:
+    """Why `ssh_between` would not do here."""
+    return None if shutil.which("sshd", path="/usr/sbin:/usr/bin") else "there is no sshd"
+
+
 @contextmanager
 def machines(*mbit_s: float) -> Generator[list[str]]:
     """As many as there are rates; yields their names, which are those of their namespaces, too."""

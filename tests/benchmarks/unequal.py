@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.namespaces import CPU, address, inside, machines, missing, run, slowed, ssh_between
+from tests.namespaces import CPU, address, inside, machines, missing, no_sshd, run, slowed, ssh_between
 
 WORKERS = ((1000, 0.5), (200, 0.4), (50, 0.3))  # Mbit/s, cores
 FAST, SLOW, CORES = 1000, 50, 0.5  # of the server's machine
@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to leave the calibrations, and to go on with them")
     parser.add_argument("typed", nargs="*", help="KEY=VALUE as for `ashl calibrate`")
     asked = parser.parse_args()
-    if why := missing() or (not (CPU / "cpu.cfs_quota_us").exists() and f"there are no control groups in {CPU}"):
+    groups = (CPU / "cpu.cfs_quota_us").exists()
+    if why := missing() or no_sshd() or (None if groups else f"there are no control groups in {CPU}"):
         sys.exit(f"not run: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the namespaces taken away
     for place in [asked.server] if asked.server else PLACES:

@@ -1,7 +1,6 @@
 """`ashl launch`: on this machine as two hosts, and over real ssh between network namespaces behind unequal links."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from ashl.cli.app import main
 from tests.disturbed import wait_for
-from tests.namespaces import address, inside, machines, missing, ssh_between
+from tests.namespaces import address, inside, machines, missing, no_sshd, ssh_between
 from tests.test_node_agent import SSH
 
 SHORT = [
@@ -113,8 +112,7 @@ def left_running(folder: Path) -> list[str]:
 @pytest.mark.timeout(600)
 def test_three_machines_behind_unequal_links(tmp_path: Path) -> None:
     """As root, with sshd; elsewhere it says why not. Each machine has a folder of its own."""
-    why = missing() or ("" if shutil.which("sshd", path="/usr/sbin:/usr/bin") else "there is no sshd")
-    if why:
+    if why := missing() or no_sshd():
         pytest.skip(why)
     with machines(1000, 200, 50) as names, ssh_between(names, tmp_path) as ssh:
         addresses = [address(name) for name in names]
