@@ -129,7 +129,7 @@ def kept(tmp_path: Path) -> Path:
 def test_the_newest_whole_one_counts(kept: Path) -> None:
     found = checkpoints.newest(kept, "run")
     assert (found.number, found.how, found.ranks_ns, found.broken) == (2, LOCKSTEP, [3 * SECOND, 3 * SECOND + 1], None)
-    with pytest.raises(UsageError, match=r"of another run; only stop\.\* and runtime may change"):
+    with pytest.raises(UsageError, match=r"another run; only stop\.\*, runtime and the number of workers may change"):
         checkpoints.newest(kept, "other")
     part = part_of(folder_of(kept, 2), 1)
     part.write_bytes(part.read_bytes()[:-1] + b"?")  # flipped

@@ -140,7 +140,8 @@ class Churn:
         if rank in sim.gone or self.over:
             return
         sim.gone.add(rank)
-        self._still.pop(rank, None)
+        if self._still.pop(rank, None) and isinstance(aside := sim._mail[rank], Aside):  # what it was told goes with it
+            self._uninformed.difference_update(item for item in aside.held if not isinstance(item, Message | int))
         for task in [task for task in sim._tasks if task.node.rank == rank]:
             sim._cancel(task)
         self._halted(rank)

@@ -133,12 +133,13 @@ def go_back(node: Node, state: PeerState, version: int) -> None:
 
 
 def changed(stage: Stage, state: PeerState, formed: Formed) -> Tally:
-    """The counts without those who are lost, and with those who came."""
+    """The counts without those who are lost, and with those who came. What the lost had handed in for a round that is
+    done once more is dropped; where none is, they had nothing under way."""
     tally, steps = state.tally.copy(), stage.cut(state.rest).round_steps
     tally.gone = set(tally.gone)
     for rank in formed.lost:
         tally.lose(rank)
-        if formed.word == GO:
+        if formed.word == GO and state.redo is not None:
             tally.drop(rank, steps[rank])
     for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
         tally.lose(rank)  # who waits for the model still
