@@ -105,6 +105,7 @@ class PeerState(WorkerState):
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
     epoch: int = 0  # of the team
+    formed_ns: int = 0  # when all had asked for that team
     kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges
     redo: Work | None = None  # what is to be exchanged once more
 
@@ -146,6 +147,7 @@ class Ahead(NamedTuple):
     rest: tuple[int, int] | None  # of the rounds, as `Stage.rest` says
     planned: Stage  # the stage as it is in the next round
     own: Stage  # ... and as much of that as is left
+    seen_ns: int = 0  # when a rank saw the merge first; who stands still sees it later
 
 
 def begun(tally: Tally, now_s: float) -> Tally:
@@ -189,10 +191,10 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
                     return end(node, stage, state, reason)
                 planned, own = as_planned(stage, state.tally, state.rest)
                 continue
-        late = keep_in_time(node, stage, state, state.params)
         moment = ("merge", stage.index, state.tally.version)
-        merge = partial(merged_and_planned, stage, own, state, update, team.loss)
+        merge = partial(merged_and_planned, stage, own, state, update, team.loss, now_ns=node.now_ns)
         result, ahead = node.alike(team.ranks, moment, merge)
+        late = keep_in_time(node, stage, state, state.params, now_ns=ahead.seen_ns)
         state.adopt(result)
         state.plan(ahead, node.rank)
         tally, planned, own = result.tally, ahead.planned, ahead.own
@@ -282,16 +284,23 @@ def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, stalen
 
 
 def merged_and_planned(
-    stage: Stage, own: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0, more: int = 0
+    stage: Stage,
+    own: Stage,
+    state: PeerState,
+    update: Any,
+    mean_loss: float,
+    staleness: int = 0,
+    more: int = 0,
+    now_ns: int = 0,
 ) -> tuple[Merged, Ahead]:
     """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
     result = merged(own, state, update, mean_loss, staleness)
     planned = rule_of(stage).in_round(stage, result.tally)
     rest = planned.rest(result.tally.steps, result.tally.samples, more)
-    return result, Ahead(stage.judge.over(result.tally), rest, planned, planned.cut(rest))
+    return result, Ahead(stage.judge.over(result.tally), rest, planned, planned.cut(rest), now_ns)
 
 
 def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge; returns the last word."""
     state.word = None
-    return end_ridden(node, stage, state, reason, node.now_ns)
+    return end_ridden(node, stage, state, reason, state.formed_ns if stage.elastic else node.now_ns)

@@ -43,10 +43,12 @@ class Budgeted(Protocol):
     in_time: InTime | None
 
 
-def keep_in_time(node: Node, stage: Stage, state: Budgeted, params: Any, tally: Any = None) -> bool:
+def keep_in_time(
+    node: Node, stage: Stage, state: Budgeted, params: Any, tally: Any = None, now_ns: int | None = None
+) -> bool:
     """Ridden: whether a merge comes too late. `params` and `tally` are the model and the counts before it, the latter
-    the state's where the merge has not been counted."""
-    if state.in_time is None and node.now_ns > stage.judge.deadline_ns:
+    the state's where the merge has not been counted; `now_ns` is when it came, if not now."""
+    if state.in_time is None and (node.now_ns if now_ns is None else now_ns) > stage.judge.deadline_ns:
         tally = tally or state.tally
         counts = node.rank == stage.home or stage.elastic or not isinstance(tally, Tally)  # others only look at it
         state.in_time = InTime(params, tally.copy() if counts else tally)

@@ -96,7 +96,7 @@ def word_of(stage: Stage, reason: str | None) -> int:
 
 async def among(node: Node, stage: Stage, state: PeerState, formed: Formed) -> Stage:
     """Go on as this team."""
-    state.epoch = formed.epoch
+    state.epoch, state.formed_ns = formed.epoch, formed.time_ns
     if formed.ranks == stage.workers and not (formed.lost or formed.came):
         return stage
     if len(formed.ranks) < stage.min_workers:
