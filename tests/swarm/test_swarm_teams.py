@@ -96,10 +96,11 @@ def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> 
 
 
 def standing(cluster: Cluster, stages: list[Stage], end: dict) -> set[int]:
-    """Who stands still at the end of a run that awaits nobody."""
-    pauses = [(event.worker, event.time_s, event.time_s + event.pause) for event in cluster.events if event.pause]
-    awaited = stages[-1].elastic
-    return {rank for rank, start, stop in pauses if not awaited and start <= end["end_ns"] / 1e9 <= stop}
+    """Who ends apart, standing still at the end of a run that awaits nobody: all, where rank 0 does."""
+    spans = [(event.worker, round(1e9 * event.time_s), event.pause) for event in cluster.events if event.pause]
+    awaited, now = stages[-1].elastic, end["end_ns"]
+    still = {rank for rank, start, lasts in spans if not awaited and start <= now <= start + round(1e9 * lasts)}
+    return still if 0 not in still else set(range(cluster.num_workers))
 
 
 def check_ring(seed: int) -> None:
