@@ -32,6 +32,12 @@ def beside(own: StageParts) -> bool:
     return isinstance(own.overlap, Delayed) or not own.overlap.serial
 
 
+def entangled(own: StageParts) -> bool:
+    """... so that none can go on without another; with a server that merges whole updates they are its own affair."""
+    whole = isinstance(own.topology, ParameterServer) and isinstance(own.overlap, Delayed) and not own.overlap.fragments
+    return beside(own) and not whole
+
+
 def virtual_only(own: StageParts, parts: Parts) -> bool:
     """Whether it goes on without a worker in virtual time, and not on processes, where sums do if gloo carries them."""
     return by_sums(own) and parts.runtime.backend != "gloo" and device_of(parts.runtime) != HOST
@@ -55,7 +61,7 @@ def closed(own: StageParts) -> bool:
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
     return not by_grants(parts) and all(
-        CHURN in carried_by(own.topology, own.sync) and not (beside(own) or talks(own) or virtual_only(own, parts))
+        CHURN in carried_by(own.topology, own.sync) and not (entangled(own) or talks(own) or virtual_only(own, parts))
         for own in parts.stages
     )
 
@@ -170,7 +176,7 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
                 f"cluster.events ({named}) with compression={chosen(own.compression)}: its workers wait for messages "
                 "of each other, and not for a sum; take compression=topk"
             )
-        if beside(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
+        if entangled(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
             raise UsageError(
                 f"cluster.events ({named}) with overlap={chosen(own.overlap)} is not built yet: what goes on beside a "
                 "step would not stand still; take overlap=none"

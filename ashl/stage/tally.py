@@ -105,8 +105,8 @@ class Tally(Progress):
     _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
     _waiting_at: dict[int, dict[int, None]] = field(default_factory=dict)  # those that wait, by their clock
     _unsorted: dict[int, None] = field(default_factory=dict)  # ... and have not been found too far ahead yet
-    _merged: dict[int, None] = field(default_factory=dict)  # those that wait, on a model that is no longer the newest
-    _unmerged: dict[int, None] = field(default_factory=dict)  # ... on the newest
+    _merged: dict[int, None] = field(default_factory=dict)  # those whose push no merge has before it any more
+    _unmerged: dict[int, None] = field(default_factory=dict)  # ... and those whose push one has
 
     def __post_init__(self) -> None:
         for name in BY_WORKER:
@@ -148,7 +148,7 @@ class Tally(Progress):
         """This worker has pushed, and waits from now on."""
         self.waiting[worker] = (staleness, late)
         self._unsorted[worker] = None
-        (self._merged if self.pulled[worker] < self.version else self._unmerged)[worker] = None
+        (self._merged if late or self.pulled[worker] < self.version else self._unmerged)[worker] = None
 
     def commit(self, worker: int, steps: int, samples: int) -> None:
         """A push of this worker is now part of the model."""
@@ -254,7 +254,7 @@ class Tally(Progress):
         return self.waiting.pop(worker)
 
     def behind(self) -> Collection[int]:
-        """Workers that wait and whose model has been merged into a newer one: what a barrier lets go."""
+        """Workers that wait, and for no merge: theirs has been, or they came too late. A barrier lets them go."""
         return self._merged.keys()
 
     def within(self, staleness: float) -> list[int]:

@@ -25,6 +25,11 @@ OWN = (  # with messages of their own
     "sync=ringleader",
     "sync=asylpg compression=grid optimizer.momentum=0 sync.epoch_steps=20",
 )
+LATE = (
+    "sync=asp overlap=late",
+    "sync=local_sgd sync.local_steps=4 outer=nesterov overlap=eager",
+    "sync=local_sgd sync.local_steps=4 compression=topk overlap=overlap_local_sgd",
+)
 FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 
 
@@ -32,7 +37,16 @@ FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
 @pytest.mark.parametrize("rank", [0, 1])  # the first waits at a barrier, the second computes
 @pytest.mark.parametrize(
     "mode",
-    ["sync=ssp", "sync=bsp", "sync=local_sgd sync.local_steps=4", "sync=asp", "sync=fedbuff", "sync=backup", *OWN],
+    [
+        "sync=ssp",
+        "sync=bsp",
+        "sync=local_sgd sync.local_steps=4",
+        "sync=asp",
+        "sync=fedbuff",
+        "sync=backup",
+        *OWN,
+        *LATE,
+    ],
 )
 def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3")
@@ -76,7 +90,7 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN])
+@pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN, *LATE])
 def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
     kill, own = lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL), ["stop.seconds=5", "runtime.respawn=1"]
     assert train(kill, *mode.split(), *own) == (0, "")

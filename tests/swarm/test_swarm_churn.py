@@ -10,8 +10,9 @@ import pytest
 from ashl.cluster.spec import Churn, Cluster, Event
 from ashl.compression.around.wrapped import wrapped
 from ashl.errors import AshlError
+from ashl.overlap.late import Late
 from ashl.planning.predict import WITHOUT
-from ashl.stage.stage import Stage
+from ashl.stage.stage import SERIAL, Stage
 from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
@@ -79,6 +80,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 index=index,
                 plan=plan,
                 codec=wrapped(codec, ()) if compressed else stage.codec,
+                overlap=other.choice([SERIAL, SERIAL, Late(own=1), Late(own=0.5)]) if plain(sync) else SERIAL,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
                 joins=cluster.joins,
