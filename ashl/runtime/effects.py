@@ -159,6 +159,9 @@ class Regroup(NamedTuple):
         return (yield self)
 
 
+COLLECTIVES = (AllReduce, AllGather, Regroup)  # what all members of a team come to
+
+
 class Formed(NamedTuple):
     """A new team. Who is ahead of its version goes back to it."""
 

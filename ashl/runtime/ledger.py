@@ -101,8 +101,21 @@ class Ledger:
         self.mark("wait", now_ns)
 
     def _moving(self, begin_ns: int, end_ns: int) -> None:
-        self.mark("wait", begin_ns)
-        self.blocked(end_ns, (self.cursor + end_ns) // 2, 0)
+        """A wait until then, and half of the rest is pushing, half pulling."""
+        at, spans = self.cursor, self._spans
+        if end_ns > self.limit_ns:
+            self.mark("wait", begin_ns)
+            return self.blocked(end_ns, (self.cursor + end_ns) // 2, 0)
+        if begin_ns > at:
+            spans.append(("wait", at, begin_ns))
+            at = begin_ns
+        if end_ns > at:
+            half = (at + end_ns) // 2
+            if half > at:
+                spans.append(("push", at, half))
+            spans.append(("pull", half, end_ns))
+            at = end_ns
+        self.cursor = at
 
     def traffic(self, start_ns: int, up: int, down: int) -> None:
         if start_ns <= self.limit_ns:

@@ -19,7 +19,7 @@ from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel, Channels
 from ashl.runtime.checkpoint import Saving
 from ashl.runtime.collected import collected
-from ashl.runtime.effects import Compute, Message, Recv, Send
+from ashl.runtime.effects import COLLECTIVES, Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import chunk
@@ -170,6 +170,9 @@ class Sim:
                     return self._block(task, effect)
             elif effect is None:
                 return self._end(task)
+            elif kind in COLLECTIVES:
+                task.waiting = effect
+                return self._post(task, effect)
             else:
                 blocked, value = self._rare(task, effect)
                 if blocked:
@@ -324,9 +327,6 @@ class Sim:
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
         """Effects off the hot path: (blocked, value)."""
-        if isinstance(effect, (fx.AllReduce, fx.AllGather, fx.Regroup)):
-            self._post(task, effect)
-            return True, None
         if isinstance(effect, fx.Sleep):
             self._at(self.now_ns + round(effect.seconds * 1e9), self._awake, (task, None))
             return True, None

@@ -39,12 +39,13 @@ class Judge:
     def left(self, steps: int, samples: int, whole: tuple[int, int]) -> tuple[int, int] | None:
         """(a, b): after so many steps and samples, a/b rounds of `whole` are left to the count that ends the run; None
         where no count does."""
-        limits, left = self.limits, list[tuple[int, int]]()
-        if limits.steps is not None:
-            left.append((limits.steps - steps, whole[0]))
-        if limits.epochs is not None:
-            left.append((math.ceil(limits.epochs * self.epoch_samples) - samples, whole[1]))
-        return min(left, key=lambda part: part[0] / part[1]) if left else None
+        limits = self.limits
+        by_steps = None if limits.steps is None else (limits.steps - steps, whole[0])
+        if limits.epochs is None:
+            return by_steps
+        by_samples = math.ceil(limits.epochs * self.epoch_samples) - samples, whole[1]
+        sooner = by_steps is not None and by_steps[0] / by_steps[1] <= by_samples[0] / by_samples[1]
+        return by_steps if sooner else by_samples
 
     def over(self, tally: Progress) -> str | None:
         """Why the run ends, judged from counts alone."""

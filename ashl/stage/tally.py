@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -120,8 +121,11 @@ class Tally(Progress):
 
     def copy(self) -> Tally:
         """The same, to count on with; of a rank that nobody waits for."""
-        lists = {name: list(getattr(self, name)) for name in BY_WORKER}
-        return replace(self, **lists, _at_clock=dict(self._at_clock))
+        twin = copy(self)  # each round makes one: `replace` would go through all fields
+        for name in BY_WORKER:
+            setattr(twin, name, list(getattr(self, name)))
+        twin._at_clock = dict(self._at_clock)
+        return twin
 
     def begin(self, now_s: float) -> None:
         """A stage begins: leads and limits are counted from here."""
@@ -140,8 +144,9 @@ class Tally(Progress):
     def observe_all(self, staleness: int, loss: float, whose: str, commits: int = 0) -> None:
         """A push of every worker has come, all with this loss, and `commits` lie between one and the next."""
         self.latest = self.num_workers - 1
-        self.stale_sum = [total + staleness for total in self.stale_sum]
-        self.stale_max = [max(most, staleness) for most in self.stale_max]
+        if staleness:
+            self.stale_sum = [total + staleness for total in self.stale_sum]
+            self.stale_max = [max(most, staleness) for most in self.stale_max]
         self.hear_all(loss, whose, commits)
 
     def arrive(self, worker: int, staleness: int, late: bool) -> None:

@@ -35,14 +35,6 @@ class Anchor(NamedTuple):
     drawn: int
 
 
-class Estimate(NamedTuple):
-    """What came of it: the mean loss seen, the gradient, the samples that it is of."""
-
-    loss: float
-    gradient: Any
-    samples: int
-
-
 def draw(state: Any) -> tuple[int, range]:
     """The worker's next minibatch: its number, and where it lies in the worker's stream of samples."""
     number, first = state.step, state.drawn
@@ -50,8 +42,8 @@ def draw(state: Any) -> tuple[int, range]:
     return number, range(first, state.drawn)
 
 
-async def estimated(node: Node, stage: Stage, state: Any) -> Estimate:
-    """The gradient at `state.params`, by the stage's estimator."""
+async def estimated(node: Node, stage: Stage, state: Any) -> tuple[float, Any, int]:
+    """(mean loss seen, gradient at `state.params`, samples that it is of), by the stage's estimator."""
     trainer, rank, params, kind = stage.trainer, node.rank, state.params, stage.estimator
     if kind == "full":
         draw(state)
@@ -60,27 +52,27 @@ async def estimated(node: Node, stage: Stage, state: Any) -> Estimate:
         work = partial(trainer.sweep, params, state.moments, state.anchor, rank)
         size = trainer.shard_size(rank)
         loss, state.anchor, statistics = await node.compute(work, work=size)
-        return Estimate(loss, statistics, size)
+        return loss, statistics, size
     if kind == "svrg":
         if state.anchor is None or state.drawn - state.anchor.drawn >= trainer.shard_size(rank):
             _, gradient, _ = await over_shard(node, stage, state)
             state.anchor = Anchor(params, gradient, state.drawn)
         loss, gradient = await reduced(node, stage, state)
-        return Estimate(loss, gradient + state.anchor.gradient, state.batch)
+        return loss, gradient + state.anchor.gradient, state.batch
     step, span = draw(state)
     if kind == "moments":
         work = partial(trainer.spread_gradient, params, rank, step, span, stage.codec.parts)
         loss, gradient, state.squares = await node.compute(work, work=state.batch)
-        return Estimate(loss, gradient, state.batch)
+        return loss, gradient, state.batch
     loss, gradient = await node.compute(partial(trainer.gradient, params, rank, step, span), state.batch)
-    return Estimate(numbers([loss])[0], gradient, state.batch)
+    return numbers([loss])[0], gradient, state.batch
 
 
-async def over_shard(node: Node, stage: Stage, state: Any) -> Estimate:
-    """The gradient over all samples of the worker."""
+async def over_shard(node: Node, stage: Stage, state: Any) -> tuple[float, Any, int]:
+    """The same over all samples of the worker."""
     size = stage.trainer.shard_size(node.rank)
     work = partial(stage.trainer.full_gradient, state.params, node.rank, stage.worker(node.rank).batch)
-    return Estimate(*await node.compute(work, work=size), size)
+    return (*await node.compute(work, work=size), size)
 
 
 async def reduced(node: Node, stage: Stage, state: Any) -> tuple[float, Any]:

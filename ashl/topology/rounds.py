@@ -92,6 +92,8 @@ def rounds_of(state: RoundState, rank: int, k: int) -> float:
 def round_tag(stage: Stage, state: RoundState, rank: int, k: int) -> Tag:
     """The tag of what a worker says in round k, of the life in which it is there: what an earlier one had sent ahead
     may lie there still."""
+    if not state.views:
+        return stage.tag("gossip", k)
     life = next((view.known.get(rank, 0) // 2 for view in reversed(state.views) if view.first <= k), 0)
     return stage.tag(f"gossip{life or ''}", k)
 

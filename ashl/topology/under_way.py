@@ -28,8 +28,9 @@ async def post(node: Node, stage: Stage, state: RoundState, k: int, messages: Ou
 
 
 async def say(node: Node, stage: Stage, state: RoundState, k: int, said: Outgoing) -> None:
+    tag = round_tag(stage, state, node.rank, k)
     for rank, (body, meta) in said.items():
-        await node.send(rank, round_tag(stage, state, node.rank, k), body, meta)
+        await node.send(rank, tag, body, meta)
 
 
 async def taken_up(node: Node, stages: Sequence[Stage], index: int, state: RoundState) -> tuple[int, RoundState]:
