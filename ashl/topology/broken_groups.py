@@ -7,10 +7,10 @@ processes it may have ended at some of them alone, and the rest average without 
 
 Rule of a join: the coordinator names a worker of the next group that begins, which sends its model once it has
 averaged; where nobody has one any more, the newcomer begins with the first model. It counts as having asked as often as
-whoever has asked least, its optimizer begins anew, and its data go on behind what was counted of it. Groups that it is
-in learn how often each of their members had been lost: so nobody takes one for its earlier life. Who comes at a
-border takes part from the next stage on, and who comes when the run is over learns it. A life is known by the moment
-at which it asked to take part, and what answers it has that as its tag.
+before, and at least as often as whoever has asked least; its optimizer begins anew, and its data go on behind what was
+counted of it. Groups that it is in learn how often each of their members had been lost: so nobody takes one for its
+earlier life. Who comes at a border takes part from the next stage on, and who comes when the run is over learns it. A
+life is known by the moment at which it asked to take part, and what answers it has that as its tag.
 
 From a checkpoint on processes all come anew, each as it was at the top of its loop, with its own model and data. The
 coordinator counts of each what is in its model, and nobody has asked; what others had of an average that a worker was

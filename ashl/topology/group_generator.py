@@ -147,10 +147,11 @@ def lose(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group
 
 
 def come(state: Groups, worker: int) -> None:
-    """A worker that was gone takes part: it has asked as often as whoever is there and has asked least."""
+    """A worker that was gone takes part: it has asked as often as before, so that it is not taken for a slow one from
+    now on, and at least as often as whoever is there and has asked least."""
     there = [times for other, times in enumerate(state.requests) if other not in state.gone]
     state.gone.discard(worker)
-    state.requests[worker] = min(there, default=0)
+    state.requests[worker] = max(state.requests[worker], min(there, default=0))
     _release(state, worker)
 
 

@@ -20,7 +20,7 @@ CLUSTER = (
     "stop.seconds=2000",
     "runtime.gradients=false",
 )
-GROUPS = ("topology=partial_all_reduce", "sync=ripples_smart")
+GROUPS = ("topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=4", "sync.section_length=8")
 DECOUPLED = ("sync=decoupled", "sync.local_steps=8", "sync.grace_s=1", "sync.min_learners=8")
 MODES = {
     "bsp": ("sync=bsp",),
@@ -30,12 +30,8 @@ MODES = {
     "asp": ("sync=asp",),
     "bsp by all-reduce": ("topology=all_reduce", "sync=bsp"),
     "local SGD by all-reduce, H = 8": ("topology=all_reduce", "sync=local_sgd", "sync.local_steps=8"),
-    "Ripples smart, H = 8": (
-        "topology=partial_all_reduce",
-        "sync=ripples_smart",
-        "sync.group_size=4",
-        "sync.section_length=8",
-    ),
+    "Ripples smart, H = 8": GROUPS,
+    "Ripples smart, H = 8, threshold 1": (*GROUPS, "sync.threshold=1"),
     "ahl, H from 4": ("sync=ahl", "schedule.h_preset=[4]"),
     "shl, H from 2": ("sync=shl", "schedule.h_preset=[2]"),
     "decoupled, H = 8, 8 of 16": DECOUPLED,

@@ -281,6 +281,17 @@ def test_a_straggler_does_not_hold_up_the_second_round() -> None:
     assert any(2 in group for group in groups)
 
 
+@pytest.mark.parametrize(("away", "counts_as"), [(0, 9), (2, 5)], ids=["the quickest", "the slowest"])
+def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(away: int, counts_as: int) -> None:
+    """Or the slowdown filter would leave out for good whoever has been away for a moment."""
+    rule = rule_of("smart", inter_intra=False)
+    state = standing([0] * 4, 0, [9, 5, 3, 9], set())
+    gg.lose(state, rule, away, 0)
+    gg.come(state, away)
+    assert state.requests[away] == counts_as
+    assert away in state.free(counts_as)
+
+
 def test_a_division_of_all_mixes_as_enumerated() -> None:
     """All orders of four workers cut into pairs: ρ = 1 − (n/k)(k − 1)/(n − 1) = 1/3."""
     every = [matrix(4, gg.even(order, 2)) for order in itertools.permutations(range(4))]
