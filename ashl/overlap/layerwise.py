@@ -12,7 +12,8 @@ tensor anyhow. By `plan`:
     [2, 3]   as given: how many groups each message holds, the last layers first
 With `ratio=adaptive` a message keeps as much as is hidden: the largest k ≤ max_ratio·s with which it has ended when the
 next one is ready, max(R_l, end of the one before) + t_c(k) ≤ R_{l−1}, but no less than `compression.ratio`, which is
-all that is left to the last message: nothing hides it. A step takes as long as with `compression.ratio` in all.
+all that is left to the last message: nothing hides it. A step takes as long as with `compression.ratio` in all. A round
+in which a worker is lost is done once more without it: all messages are encoded anew, from what was kept before.
 
 Limits: a single message is `none`, and without compression this is `merged`. The paper's condition is
 t_select(l) + t_c(k) ≤ b_{l−1}; as t_select(l) is over when the message begins, it is that of l − 1 that hides it here.

@@ -10,6 +10,7 @@ time pays for. By `plan`:
              leave one message, which is `none`
     bytes    by size alone: 1 MiB, then 25 MiB each, as torch's DistributedDataParallel does
     [2, 3]   as given: how many groups each message holds, the last layers first
+The plan stays where a worker is lost: that round is done once more without it, all of its messages.
 
 Limits: without latency optimal = greedy = `wfbp` in time; with all latency one message is best, which is `none`.
 Source: Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM

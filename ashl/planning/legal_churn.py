@@ -33,9 +33,11 @@ def beside(own: StageParts) -> bool:
 
 
 def entangled(own: StageParts) -> bool:
-    """... so that none can go on without another; with a server that merges whole updates they are its own affair."""
+    """... so that none can go on without another. With a server that merges whole updates they are its own affair, and
+    sums of parts that end with the step are all done once more."""
     whole = isinstance(own.topology, ParameterServer) and isinstance(own.overlap, Delayed) and not own.overlap.fragments
-    return beside(own) and not whole
+    parts = isinstance(own.topology, AllReduce) and not isinstance(own.overlap, Delayed) and not own.overlap.crosses
+    return beside(own) and not (whole or parts)
 
 
 def virtual_only(own: StageParts, parts: Parts) -> bool:

@@ -145,6 +145,7 @@ class Churn:
         for task in [task for task in sim._tasks if task.node.rank == rank]:
             sim._cancel(task)
         self._halted(rank)
+        sim.nodes[rank].ledger.broken(now)
         self._forget(rank)
         sim._unit_free[rank] = sim._push_end[rank] = now
         sim.nodes[rank].counter = None

@@ -159,8 +159,15 @@ class Ledger:
             self._parts, self._messages = [], []
         return found
 
+    def broken(self, now_ns: int) -> None:
+        """A collective of another task that was under way comes to nothing."""
+        self._aside = [(begin, min(end, now_ns)) for begin, end in self._aside if begin < now_ns]
+
     def halt(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> list[Span]:
         """The rank stands still from now on: what was booked for later is taken back, and returned."""
+        for begin_ns, end_ns in self._aside:
+            if begin_ns < now_ns and end_ns > self.cursor < now_ns:
+                self._moving(begin_ns, min(end_ns, now_ns))
         self.blocked(now_ns, push_end_ns, pull_start_ns)
         late = [(kind, max(start, now_ns), end) for kind, start, end in self._spans if end > now_ns]
         self._spans, self.cursor = clipped(self._spans, now_ns), min(self.cursor, now_ns)

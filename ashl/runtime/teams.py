@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heapify
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ashl.runtime.channel import Channel, Collective
@@ -114,12 +115,15 @@ class Teams:
 
     def _take_back(self, ranks: list[int], team: tuple[int, ...]) -> None:
         """These will not have the result that they wait for."""
-        sim = self.sim
-        tasks = [sim._mains[rank] for rank in ranks]
-        waiting = {task for task in tasks if isinstance(task.waiting, Collective) and task.waiting.group == team}
-        for task in sorted(waiting, key=lambda task: task.node.rank):
-            until, _ = self.still.get(task.node.rank, (sim.now_ns, None))
-            task.node.ledger.halt(until, until, until)
+        sim, now = self.sim, self.sim.now_ns
+        there = (target for _, _, target, _ in sorted(sim._heap, key=itemgetter(0, 1)) if isinstance(target, Task))
+        waiting = [task for task in there if isinstance(task.waiting, Collective) and task.waiting.group == team]
+        waiting = sorted((task for task in waiting if task.node.rank in ranks), key=lambda task: task.node.rank)
+        for task in waiting:
+            until, _ = self.still.get(task.node.rank, (now, None))
+            if task.main:
+                task.node.ledger.halt(until, until, until)
+            task.node.ledger.broken(now)
             self._stuck.setdefault(task.node.rank, []).append((task, task.waiting))
         sim._heap[:] = [event for event in sim._heap if event[2] not in waiting]
         heapify(sim._heap)

@@ -32,13 +32,15 @@ from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.overlapped import overlapped
 from ashl.topology.regrouping import come, keep, regrouped, repaired
 
+Do = Callable[[Node, Stage, WorkerState], Awaitable[Work]]
+
 
 class StepRule(Rule, contract=True):
     """What an all-reduce asks its sync mode: how many steps lie between two sums, and of what. All go on together."""
 
     in_rounds: ClassVar[bool] = True
 
-    def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
+    def work(self) -> Do:
         """What a worker does between two sums, and hands in."""
         return local_work
 
@@ -174,25 +176,17 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         node.mark(stage.index, state if own is planned else None)
         team = team if own is team.stage else Team.of(node, own, state.epoch)
         word = REASONS.index(state.word) if node.rank == home else 0
-        if stage.messages:
-            work = await overlapped(team, stage, state, state.tally.version, word)
-            update = work.body
-        else:
-            work = await do(node, stage, state) if state.redo is None else state.redo
-            if stage.elastic:
-                keep(state, work)
-            team.begin(work.loss / team.size, word)
-            try:
-                update = await exchanged(team, stage, state, state.tally.version, stage.aggregate.clip(work.body))
-            except TeamBrokenError:
-                stage, reason = await repaired(node, stage, state)
-                team, home = Team.of(node, stage, state.epoch), stage.home
-                if reason:
-                    return end(node, stage, state, reason)
-                planned, own = as_planned(stage, state.tally, state.rest)
-                continue
+        try:
+            work = await summed(team, stage, state, do, word)
+        except TeamBrokenError:
+            stage, reason = await repaired(node, stage, state)
+            team, home = Team.of(node, stage, state.epoch), stage.home
+            if reason:
+                return end(node, stage, state, reason)
+            planned, own = as_planned(stage, state.tally, state.rest)
+            continue
         moment = ("merge", stage.index, state.tally.version)
-        merge = partial(merged_and_planned, stage, own, state, update, team.loss, now_ns=node.now_ns)
+        merge = partial(merged_and_planned, stage, own, state, work.body, team.loss, now_ns=node.now_ns)
         result, ahead = node.alike(team.ranks, moment, merge)
         late = keep_in_time(node, stage, state, state.params, now_ns=ahead.seen_ns)
         state.adopt(result)
@@ -218,6 +212,19 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             return end(node, stage, state, reason)
         if node.rank == home:
             state.word = foreseen(node, stage, tally) or (JOIN if node.knocks else None)
+
+
+async def summed(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> Work:
+    """A round's work with the weighted sum of everybody's as the body, or that of the round that is done once more;
+    `team.loss` and `team.word` are sums then. Raises TeamBrokenError where a worker is lost."""
+    version = state.tally.version
+    if stage.messages:
+        return await overlapped(team, stage, state, version, word)
+    work = await do(team.node, stage, state) if state.redo is None else state.redo
+    if stage.elastic:
+        keep(state, work)
+    team.begin(work.loss / team.size, word)
+    return work._replace(body=await exchanged(team, stage, state, version, stage.aggregate.clip(work.body)))
 
 
 async def delayed(node: Node, stage: Stage, state: PeerState) -> int:

@@ -73,6 +73,10 @@ class Coding:
         self.bodies[k] = link.encode(self.ends[k], x, self.turns[k])
         return self.bodies[k]
 
+    def encoded(self, vectors: Sequence[Vector]) -> list[Body]:
+        """The bodies of all messages, where these are there."""
+        return [self.encode(k, x) for k, x in enumerate(vectors)]
+
     def ended(self) -> bool:
         """Everything has been encoded: whether it was finite."""
         node, stage, state, every = self.team.node, self.stage, self.state, self.stage.health_every
@@ -104,7 +108,7 @@ class Coding:
         if team.lost:
             return torch.zeros_like(in_order(self.vectors))
         update = await team.compute(partial(self.sum, came))
-        if reports_mean(stage, self.version) and team.node.rank == 0:
+        if reports_mean(stage, self.version) and team.node.rank == stage.home:
             team.node.show_update(update, of=None, tick=self.version)
         return update
 

@@ -26,6 +26,7 @@ GRAPH = ("topology=gossip", "topology.graph=complete", THREE)
 GROUPS = ("topology=partial_all_reduce", THREE)
 ROUNDS = tuple((*GRAPH, f"sync={mode}") for mode in ("d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum"))
 AVERAGES = tuple((*GROUPS, f"sync=ripples_{mode}") for mode in ("first_come", "random", "smart", "static"))
+PARTS = ("sync=bsp", "overlap=wfbp", "optimizer.momentum=0.9", "model.hidden=[32,32]", "cluster.exchange_s=0.02")
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -47,6 +48,8 @@ def fails(*events: tuple[int, float]) -> str:
                 (0, ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov")),
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
                 (1, ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9")),
+                (0, PARTS),
+                (1, ("sync=bsp", "overlap=layerwise", "overlap.plan=none", "compression=topk", "model.hidden=[32,32]")),
             )
         ),
     ],
@@ -87,7 +90,7 @@ def check_lost(run: Path, rank: int, why: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), *ROUNDS, *AVERAGES])
+@pytest.mark.parametrize("mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), (*RING, *PARTS), *ROUNDS, *AVERAGES])
 def test_the_others_go_on_without_a_killed_worker(mode: tuple[str, ...], rank: int, train, workplace: Path) -> None:
     """Mostly in the middle of an exchange."""
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode, "stop.seconds=3")
@@ -117,8 +120,9 @@ def test_groups_of_three_lose_two_of_four(mode: tuple[str, ...], pace: str, work
         ("sync=bsp", "optimizer=adam", "topology.algorithm=ring"),
         ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
         ("sync=bsp", "compression=topk", "compression.ratio=0.1", "cluster.exchange_s=0.002"),
+        PARTS,
     ],
-    ids=["momentum", "adam, ring", "outer", "topk"],
+    ids=["momentum", "adam, ring", "outer", "topk", "parts"],
 )
 def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
     mode: tuple[str, ...], rank: int, train, workplace: Path

@@ -2,18 +2,21 @@
 alone, and to the nanosecond."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ashl.compression.around.sliced import cut, joined
 from ashl.errors import AshlError, UsageError
 from ashl.planning.build import assemble, parts_of
 from ashl.planning.legal_churn import check_churn
 from ashl.runtime.node import Node
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage.link import Ends, Link
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState, turn_of
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
@@ -54,15 +57,14 @@ class Alone:
 
     def round(self, members: Sequence[int]) -> Tensor:
         """The model after a round of these."""
-        stage, link, weight = self.stage, self.stage.link, 1 / len(members)
+        stage, link = self.stage, self.stage.link
         updates = [self.update(rank) for rank in members]
         if link.flags.lossless:
-            total = sum_in_rank_order([x * weight for x in updates])
+            total = sum_in_rank_order([x * (1 / len(members)) for x in updates])
+        elif stage.links:
+            total = self.by_message(members, updates)
         else:
-            turns = [turn_of(stage, rank, self.workers[rank], self.version) for rank in members]
-            ends = [self.workers[rank].ends for rank in members]
-            bodies = [link.encode(*both) for both in zip(ends, updates, turns, strict=True)]
-            total = link.merge(ends[0], bodies, [weight] * len(members), members)
+            total = self.coded(link, [self.workers[rank].ends for rank in members], updates, members)
         for rank in members:
             self.workers[rank].round += 1
         rate = stage.trainer.rate(self.samples)
@@ -73,6 +75,23 @@ class Alone:
         self.version += 1
         self.samples += sum(stage.round_samples[rank] for rank in members)
         return self.params
+
+    def coded(self, link: Link, ends: list[Ends], updates: list[Tensor], members: Sequence[int]) -> Tensor:
+        turns = [turn_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
+        turns = [turn._replace(layer=link.layer) for turn in turns]
+        bodies = [link.encode(*both) for both in zip(ends, updates, turns, strict=True)]
+        return link.merge(ends[0], bodies, [1 / len(members)] * len(members), members)
+
+    def by_message(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
+        """Each of a gradient's messages by itself, with what is kept of it."""
+        kept, sums = [self.workers[rank].ends for rank in members], list[Tensor]()
+        pieces = list[list[Ends]]()
+        for part, link in zip(self.stage.messages[::-1], self.stage.links[::-1], strict=True):
+            pieces.append([replace(ends, sender=cut(ends.sender, part.start, part.stop)) for ends in kept])
+            sums.append(self.coded(link, pieces[-1], [x[part.start : part.stop] for x in updates], members))
+        for ends, own in zip(kept, zip(*pieces, strict=True), strict=True):
+            ends.sender = joined([piece.sender for piece in own])
+        return torch.cat(sums)
 
 
 def models(ran: Ran) -> dict[int, Tensor]:
@@ -86,8 +105,10 @@ def models(ran: Ran) -> dict[int, Tensor]:
         ("sync=bsp", "optimizer.momentum=0.9"),
         ("sync=bsp", "compression=topk", "compression.ratio=0.1"),
         ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
+        ("sync=bsp", "overlap=wfbp", "optimizer.momentum=0.9"),
+        ("sync=bsp", "overlap=layerwise", "overlap.plan=none", "compression=topk", "compression.ratio=0.1"),
     ],
-    ids=["momentum", "topk", "outer"],
+    ids=["momentum", "topk", "outer", "wfbp", "layerwise"],
 )
 def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], rank: int) -> None:
     """Also where rank 0 is lost, which judges and hands out the models: another one does."""
@@ -165,6 +186,25 @@ def test_a_loss_while_all_wait_for_it_is_noticed_in_time() -> None:
     first = ran.snapshots[0][0]
     assert first["commits"] == [1, 1, 0]
     assert 70_000_000 < first["time_ns"] < 80_000_000
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_in_the_sum_of_one_part_breaks_off_the_round(rank: int) -> None:
+    """Rounds of 0.03 s of steps and sums of several parts: whenever a worker fails, all parts of its round are summed
+    once more by the others, from the moment on at which both know of it and have their gradients."""
+    plan = planned(
+        *SIZES, "sync=bsp", "overlap=wfbp", "cluster.compute=[1,1,1]", "stop.steps=21", "model.hidden=[64,64]"
+    )
+    whole, n = run(plan), 60
+    times = [record["time_ns"] for record, _ in whole.snapshots]
+    for moment in range(times[1], times[2] + 1, (times[2] - times[1]) // n):
+        ran = run(with_events(plan, lost(rank, moment / 1e9)))
+        commits = ran.end["commits"]
+        assert commits[rank] == 2 + (moment >= times[2])
+        assert commits.count(ran.end["merges"]) == 2
+        assert ran.end["dropped_by"][rank] == 1
+        assert ran.end["steps"] == sum(ran.end["steps_by"]) >= 21
+        assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
 
 
 def test_losses_one_after_the_other_and_a_return_before_anybody_has_noticed() -> None:

@@ -11,6 +11,7 @@ import pytest
 from ashl.cluster.spec import Churn, Cluster
 from ashl.compression.around.wrapped import wrapped
 from ashl.errors import AshlError
+from ashl.overlap.wfbp import WFBP
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
 from ashl.stage.stage import Stage
@@ -20,6 +21,7 @@ from tests.conf_option import conf_option
 from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
 from tests.swarm.test_swarm_churn import drawn_events
 from tests.swarm.test_swarm_groups import drawn_sync
+from tests.swarm.test_swarm_overlap import drawn_parts
 
 SEEDS, MANY = 60, 2_000
 FIRST = 40_000  # other clusters than those of the other swarms
@@ -63,6 +65,9 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
                 elastic=cluster.loses,
             )
         )
+        if other.random() < 0.4 and sync.exchange == "gradient" and stages[-1].link.flags.lossless:
+            parts = drawn_parts(other, stage.trainer.num_params)
+            stages[-1] = replace(stages[-1], overlap=WFBP(), parts=parts)
     stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
     return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
 
