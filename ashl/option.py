@@ -5,12 +5,13 @@ stands in for a class variable of a base is required, whatever the base says.
 """
 
 import difflib
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from inspect import get_annotations, isfunction, signature
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from functools import cache
+from inspect import get_annotations, iscoroutinefunction, isfunction, signature
+from types import FunctionType
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ashl.errors import UsageError
@@ -62,7 +63,7 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
     bases = [part for part in cls.__mro__ if issubclass(part, Contract) and part.__dict__.get("_contract", True)]
     named = [set(part.__dict__) | set(get_annotations(part)) for part in bases]
     asked = {name for names in named for name in names if not name.startswith("_")} | known_fields(cls)
-    who = f"{where} names '{cls.__module__}.{cls.__name__}'"
+    who = f"{where} names {quoted(cls)}"
     for part in cls.__mro__[:-1]:
         if part in bases:
             continue
@@ -75,9 +76,9 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
                 raise UsageError(f"{who}, whose {name!r} nothing asks for; {hint}")
         for name, value in part.__dict__.items():
             above = next((base.__dict__[name] for base in bases if name in base.__dict__), None)
-            if name in asked and isfunction(value) and isfunction(above) and not takes(value, above):
+            if isfunction(above) and name not in known_fields(cls) and not takes(value, above):
                 right = f"{name}({', '.join(signature(above).parameters)})"
-                raise UsageError(f"{who}, whose {name!r} is asked with other arguments; write it as {right}")
+                raise UsageError(f"{who}, whose {name!r} cannot be asked; write it as {right}")
     methods = {name for part in bases for name, value in part.__dict__.items() if isfunction(value)}
     if wrong := sorted(name for name in methods & known_fields(cls) if not name.startswith("_")):
         raise UsageError(f"{who}, which has a field {wrong[0]!r} where a method is asked for; give it another name")
@@ -88,14 +89,47 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
             raise UsageError(f"{who}, which does not say {name!r}; it has no default, so give the class one")
 
 
-def takes(hook: Callable[..., Any], above: Callable[..., Any]) -> bool:
-    """Whether a hook can be called with all that the one above it is called with."""
-    asked = signature(above).parameters.values()
+def refuse_untyped(made: Contract, where: str) -> None:
+    """Refuse an option of which a value is none that its base has room for: a misspelt word would be ignored, too.
+
+    Raises UsageError.
+    """
+    bases = [part for part in type(made).__mro__ if issubclass(part, Contract) and part._contract]
+    for base in bases:
+        for name, adapter in values_of(base).items():
+            value = getattr(made, name)
+            try:
+                adapter.validate_python(value, strict=True)
+            except ValidationError as error:
+                right = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors()))
+                raise UsageError(
+                    f"{where} names {quoted(type(made))}, whose {name}={value!r} is not possible: should be {right}"
+                ) from error
+
+
+@cache
+def values_of(base: type[Contract]) -> dict[str, TypeAdapter]:
+    """What a contract asks for that is no method, with the type that each has to be of."""
+    hints = get_type_hints(base, include_extras=True)
+    asked = [name for name in get_annotations(base) if get_origin(hints[name]) is ClassVar and not name.startswith("_")]
+    return {name: TypeAdapter(get_args(hints[name])[0]) for name in asked}
+
+
+def quoted(cls: type) -> str:
+    return f"'{cls.__module__}.{cls.__name__}'"
+
+
+def takes(hook: Any, above: FunctionType) -> bool:
+    """Whether a hook is one, and can be called with all that the one above it is called with."""
+    bound = hook.__get__(above) if isinstance(hook, FunctionType | staticmethod | classmethod) else hook
+    if not callable(bound) or (iscoroutinefunction(bound) and not iscoroutinefunction(above)):
+        return False
+    asked = signature(above.__get__(above)).parameters.values()
     if any(par.kind in (par.VAR_POSITIONAL, par.VAR_KEYWORD) for par in asked):
         return True
     named = {par.name: None for par in asked if par.kind is par.KEYWORD_ONLY}
     try:
-        signature(hook).bind(*(None for par in asked if par.name not in named), **named)
+        signature(bound).bind(*(None for par in asked if par.name not in named), **named)
     except TypeError:
         return False
     return True

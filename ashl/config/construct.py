@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ashl.errors import AshlError, UsageError
-from ashl.option import Contract, refuse_unasked
+from ashl.option import Contract, refuse_unasked, refuse_untyped
 
 KINDS = {  # by which a class is known to be of a group
     "model": ("build",),
@@ -88,13 +88,16 @@ def construct(spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), pl
             f"`ashl list {where}` shows, or give the class what they have"
         )
     try:
-        return cls(**keys)
+        made = cls(**keys)
+        if isinstance(made, Contract):
+            refuse_untyped(made, where)
     except ValidationError as error:
         raise UsageError(explain(error, where, cls)) from error
     except AshlError:
         raise
     except Exception as error:
         raise UsageError(f"{where} names {target!r}, which cannot be made: {fault(error, allow)}") from error
+    return made
 
 
 def arguments(make: Maker, keys: Mapping[str, Any], where: str, offered: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ says that it carries it.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from ashl.option import Contract
+from ashl.compression.contract import Estimator
+from ashl.option import Contract, Count, Duration
 
 if TYPE_CHECKING:
     from ashl.runtime.node import Node
@@ -41,12 +42,13 @@ class Network(Protocol):
 class Rule(Contract, group="sync", strict=True):
     """What every sync mode says, whichever loop asks it. A field of the option may stand in for any of these."""
 
-    exchange: ClassVar[str] = "difference"  # what travels, see `topology.local_work`: "gradient" or "accumulated", too
+    # what travels, see `topology.local_work`
+    exchange: ClassVar[Literal["gradient", "difference", "accumulated"]] = "difference"
     averages: ClassVar[bool] = False  # whether weights are renormalised over a merge, not over all workers
-    local_steps: ClassVar[int | str] = 1  # H between two exchanges; "plan" = the plan's, by worker
+    local_steps: ClassVar[Count | Literal["plan"]] = 1  # H between two exchanges; "plan" = the plan's, by worker
     in_rounds: ClassVar[bool] = False  # whether nobody goes on before all have, so that the last round may be cut short
-    interval_s: ClassVar[float] = 0.0  # seconds of the first local work, where seconds count instead of H
-    estimator: ClassVar[str | None] = None  # of the gradient, see `topology.estimate`; None = the codec says
+    interval_s: ClassVar[Duration] = 0.0  # seconds of the first local work, where seconds count instead of H
+    estimator: ClassVar[Estimator | None] = None  # of the gradient, see `topology.estimate`; None = the codec says
     resizes: ClassVar[bool] = False  # whether batches change, so that weights have to follow the samples
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
     momentum_travels: ClassVar[bool] = False  # whether the optimizer's momentum goes along in every message

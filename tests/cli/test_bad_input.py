@@ -259,8 +259,7 @@ class Raising(ServerRule):
         ("sync._target_=my_rules.Raising", "my_rules.py, line 32)", 1),
         (
             "sync._target_=my_rules.Short",
-            "sync names 'my_rules.Short', whose 'quorum' is asked with other arguments; write it as quorum(self, "
-            "num_workers)",
+            "sync names 'my_rules.Short', whose 'quorum' cannot be asked; write it as quorum(self, num_workers)",
             2,
         ),
         (

@@ -81,6 +81,37 @@ def test_a_method_is_no_value_and_a_field_no_method(mine) -> None:
         made(mine, option(Field), "sync", quorum=2)
 
 
+@pytest.mark.parametrize("hook", [2, property(lambda self: 2), staticmethod(lambda: 2), classmethod(lambda cls: 2)])
+def test_what_cannot_be_asked_is_no_hook(hook: Any, mine) -> None:
+    with pytest.raises(UsageError, match=r"'quorum' cannot be asked; write it as quorum\(self, num_workers\)"):
+        made(mine, option(type("Mine", (ServerRule,), {"quorum": hook})), "sync")
+
+
+def test_nobody_awaits_an_answer(mine) -> None:
+    class Mine(ServerRule):
+        async def admit(self, state: Any, tally: Tally) -> Any:  # type: ignore[override]
+            return tally.waiting
+
+    with pytest.raises(UsageError, match="'admit' cannot be asked"):
+        made(mine, option(Mine), "sync")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("exchange", "gradiant", "'gradient', 'difference' or 'accumulated'"),
+        ("local_steps", "plans", "a valid integer or 'plan'"),
+        ("local_steps", 0, "greater than or equal to 1"),
+        ("estimator", "svgr", "'minibatch', 'full' or 'svrg'"),
+        ("averages", "no", "a valid boolean"),
+    ],
+)
+def test_a_value_is_one_of_those_that_there_are(name: str, value: Any, right: str, mine) -> None:
+    """What was misspelt was taken for something else."""
+    with pytest.raises(UsageError, match=rf"{name}='?{value}'? is not possible: should be {right}"):
+        made(mine, option(type("Mine", (ServerRule,), {name: value})), "sync")
+
+
 def test_what_is_for_its_own_use_is_a_rules_own(mine) -> None:
     class Mine(BarrierRule):
         def _helper(self) -> int:
