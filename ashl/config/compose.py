@@ -7,7 +7,7 @@ there does not exist, whether it was mistyped on the command line, forced in wit
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,22 +56,21 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     for key in keys:
         if config_dir and (config_dir / key).is_dir():
             raise lacking("group", key, known)
+    composed = _shipped if config_dir is None else partial(_compose, config_dir=config_dir)
     with _one_sentence(known, config_dir or CONF):
-        chosen, choices = _shipped(groups) if config_dir is None else _compose(groups, config_dir)
+        chosen, choices = composed(groups)
         config = _with(chosen, values)
         _refuse_hidden(choices, config_dir)
         presets = [group for group in PRESETS if group in choices]
+        source = "".join(f"{group}={choices[group]}: " for group in presets)
+        if presets:
+            chosen, _ = composed(tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS))
         before = None
         if values or presets:
-            if presets:
-                options = tuple(f"{g}={o}" for g, o in choices.items() if g not in PRESETS)
-                chosen = (_shipped(options) if config_dir is None else _compose(options, config_dir))[0]
             unchanged = _plain(chosen)
-            unknown = next(_unknown(_plain(config), unchanged), None)
-            if unknown:
+            if unknown := next(_unknown(_plain(config), unchanged), None):
                 typed = any(unknown.startswith(key) for key in [*keys, *presets])
-                source = "" if typed else "".join(f"{group}={choices[group]}: " for group in presets)
-                raise _explained(unknown, unchanged, choices, known, source)
+                raise _explained(unknown, unchanged, choices, known, "" if typed else source)
             before = unchanged.get("cluster")
         plain = _plain(config, resolve=True)
     if not isinstance(plain["allow_targets"], list):
@@ -79,8 +78,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
             f"allow_targets={plain['allow_targets']} is no list; write it as in 'allow_targets=[mypackage]'."
         )
     if plain["allow_targets"] and "allow_targets" not in named:
-        where = "".join(f"{group}={choices[group]}: " for group in presets)
-        raise UsageError(f"{where}a file cannot allow code to be imported; {typed_again(plain)}.")
+        raise UsageError(f"{source}a file cannot allow code to be imported; {typed_again(plain)}.")
     for group, option in choices.items():
         if group not in PRESETS and not isinstance(plain.get(group), dict):
             raise UsageError(f"{known[group][option]} must hold keys and values, as in `_target_: mypackage.MyClass`.")

@@ -52,27 +52,25 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     both = [combined((1, end), (1, ends[-1])) for end in ends[:-1]]
     whole_s = fmean(way.seconds(dense_bytes) for own in full.workers for way in (own.push, own.pull))
     before = min(1.0, whole_s / max(1e-9, fmean(line.seconds(dense_bytes) for line in both)))
-    push, pull = (
-        [combined((1, cost), (-before, off)) for cost, off in zip(costs, both, strict=True)]
-        for costs in ([own.push for own in full.workers], [own.pull for own in full.workers])
-    )
+    push = [combined((1, own.push), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
+    pull = [combined((1, own.pull), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
     empty_s = handling.empty_s
     if empty_s is not None:
         spec = {**spec, "empty_s": [max(0.0, own_s - before * math.fsum(empty_s)) for own_s in spec["empty_s"]]}
+    steps = [[t / own.median_s for t in uninterrupted(own, share)] for own, share in zip(alone, used, strict=True)]
     beside = on[at[-1]]
     held = combined((1, ends[-1]), *((len(beside) / len(alone), end) for end in ends[:1] if beside))
+    into, out = (asdict(combined((1, way), (-1 / max(1.0, cores[at[-1]]), held))) for way in (port.into, port.out))
     return {
         **spec,
         "compute": [own.median_s for own in alone],
-        "steps": [
-            [t / own.median_s for t in uninterrupted(own, share)] for own, share in zip(alone, used, strict=True)
-        ],
+        "steps": steps,
         "latencies": [line.latency_s for line in push],
         "pull_latencies": [line.latency_s for line in pull],
         "up_bytes_s": [1 / line.s_per_byte if line.s_per_byte else None for line in push],
         "down_bytes_s": [1 / line.s_per_byte if line.s_per_byte else None for line in pull],
-        "server_in": asdict(combined((1, port.into), (-1 / max(1.0, cores[at[-1]]), held))),
-        "server_out": asdict(combined((1, port.out), (-1 / max(1.0, cores[at[-1]]), held))),
+        "server_in": into,
+        "server_out": out,
         "shared": {
             "machine": at,
             "cores": cores,

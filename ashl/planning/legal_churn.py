@@ -153,36 +153,42 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
             "server_fail, or take topology=parameter_server"
         )
     for stage, own in zip(stages, parts.stages, strict=True):
-        if befalls & MEMBERS and CHURN not in carried_by(own.topology, own.sync):
-            who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
-            raise UsageError(
-                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, which "
-                "cannot go on without a worker yet; take topology=parameter_server and a mode that merges updates, as "
-                "sync=bsp or sync=asp" + (", or sync=ad_psgd" if own.topology.replicas else "")
-            )
-        if befalls & COMING and closed(own):
-            served = own.topology.has_server
-            who = f"topology={chosen(own.topology)}" if served else f"sync={chosen(own.sync)}"
-            raise UsageError(
-                f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named}): stage {stage.name} has {who}, where "
-                "a worker that is lost cannot come back yet; take "
-                f"{'topology=parameter_server' if served else 'sync=ad_psgd'}, or events of fail alone"
-            )
-        if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
-            raise UsageError(
-                f"cluster.events ({named}): stage {stage.name} sums by NCCL, and processes go on without a worker only "
-                "where gloo sums; take runtime.backend=gloo, or runtime=sim"
-            )
-        if befalls & MEMBERS and talks(own):
-            raise UsageError(
-                f"cluster.events ({named}) with compression={chosen(own.compression)}: its workers wait for messages "
-                "of each other, and not for a sum; take compression=topk"
-            )
-        if entangled(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
-            raise UsageError(
-                f"cluster.events ({named}) with overlap={chosen(own.overlap)} is not built yet: what goes on beside a "
-                "step would not stand still; take overlap=none"
-            )
+        check_stage(stage.name, own, parts, befalls)
+
+
+def check_stage(name: str, own: StageParts, parts: Parts, befalls: set[str]) -> None:
+    """Raises UsageError where a stage cannot go on through what befalls the cluster."""
+    named = ", ".join(sorted(befalls))
+    where = f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named})"
+    if befalls & MEMBERS and CHURN not in carried_by(own.topology, own.sync):
+        who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
+        raise UsageError(
+            f"{where}: stage {name} has {who}, which cannot go on without a worker yet; take topology=parameter_server "
+            "and a mode that merges updates, as sync=bsp or sync=asp"
+            + (", or sync=ad_psgd" if own.topology.replicas else "")
+        )
+    if befalls & COMING and closed(own):
+        served = own.topology.has_server
+        who = f"topology={chosen(own.topology)}" if served else f"sync={chosen(own.sync)}"
+        raise UsageError(
+            f"{where}: stage {name} has {who}, where a worker that is lost cannot come back yet; take "
+            f"{'topology=parameter_server' if served else 'sync=ad_psgd'}, or events of fail alone"
+        )
+    if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
+        raise UsageError(
+            f"{where}: stage {name} sums by NCCL, and processes go on without a worker only where gloo sums; take "
+            "runtime.backend=gloo, or runtime=sim"
+        )
+    if befalls & MEMBERS and talks(own):
+        raise UsageError(
+            f"{where} with compression={chosen(own.compression)}: its workers wait for messages of each other, and not "
+            "for a sum; take compression=topk"
+        )
+    if entangled(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
+        raise UsageError(
+            f"{where} with overlap={chosen(own.overlap)} is not built yet: what goes on beside a step would not stand "
+            "still; take overlap=none"
+        )
 
 
 def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.planning.legal_churn import can_wait_for_good, goes_on, lets_in
+from ashl.planning.legal_churn import can_wait_for_good
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.lives import away_until, nothing_yet, with_earlier
@@ -231,20 +231,10 @@ class Attendance:
         return sorted((rank for rank in since if since[rank] > for_s), key=lambda rank: -since[rank])
 
 
-def attend(
-    plan: Plan,
-    run_dir: Path,
-    monitor: Monitor,
-    desk: Desk,
-    processes: dict[int, BaseProcess],
-    savings: Savings,
-    places: Sequence[Place],
-    start: Callable[[int, int], None],
-) -> dict | None:
+def attend(seen: Attendance, run_dir: Path, monitor: Monitor, savings: Savings) -> dict | None:
     """Take in what the ranks tell until all have left, as `conduct` says."""
-    parts, runtime = monitor.job.parts, monitor.job.parts.runtime
-    timeout_s, by_rank = runtime.timeout_s, {place.rank: place for place in places}
-    seen = Attendance(plan, desk, processes, by_rank, start, goes_on(parts), lets_in(parts))
+    plan, desk, processes, runtime = seen.plan, seen.desk, seen.processes, monitor.job.parts.runtime
+    timeout_s = runtime.timeout_s
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     desk.publish(desk.news._replace(scores=monitor.scores))  # of before, where it goes on
     announced, failed_at, interrupted_at = None, None, None
@@ -276,9 +266,7 @@ def attend(
         elif failed_at is None:
             failed_at = now
         if failed_at is not None and drained - failed_at > SETTLE_S:
-            rank, what = culprit(seen.errors, seen.gone() | seen.lost, seen.silent(QUIET_S))
-            log = log_of(run_dir, rank)
-            raise AshlError(f"{who(plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else ""))
+            raise failed(seen, run_dir, monitor)
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
             if vanished := [rank for rank in seen.silent(PATIENCE_S - SETTLE_S) if rank not in processes]:
                 raise AshlError(f"{who(plan, monitor, vanished[0])} vanished, and the run was interrupted")
@@ -298,6 +286,13 @@ def attend(
         if rank not in seen.lost:
             process.join(PATIENCE_S)
     return kept_pace(seen.pace, plan.num_workers)
+
+
+def failed(seen: Attendance, run_dir: Path, monitor: Monitor) -> AshlError:
+    """What to say of a run that a rank has failed."""
+    rank, what = culprit(seen.errors, seen.gone() | seen.lost, seen.silent(QUIET_S))
+    log = log_of(run_dir, rank)
+    return AshlError(f"{who(seen.plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else ""))
 
 
 def how_ended(code: int) -> str:

@@ -19,7 +19,8 @@ from ashl.errors import UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of, gpu_of, one_each
-from ashl.run.attendance import attend
+from ashl.planning.legal_churn import goes_on, lets_in
+from ashl.run.attendance import Attendance, attend
 from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk
 from ashl.run.doors import opened
@@ -81,7 +82,9 @@ def conduct(
     end, processes = End(130), dict[int, BaseProcess]()
     try:
         with children(plan, places) as (processes, start):
-            pace = attend(plan, run_dir, monitor, desk, processes, savings, places, start)
+            parts, by_rank = monitor.job.parts, {place.rank: place for place in places}
+            seen = Attendance(plan, desk, processes, by_rank, start, goes_on(parts), lets_in(parts))
+            pace = attend(seen, run_dir, monitor, savings)
         if pace is not None:
             end = End(0)
         return pace

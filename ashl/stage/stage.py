@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -80,11 +80,13 @@ class Stage:
 
     _once: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def once(self, fn: Callable[[Stage], T]) -> T:
-        """What all ranks look up of this stage: fn(stage), computed for the first that asks."""
-        if fn not in self._once:
-            self._once[fn] = fn(self)
-        return self._once[fn]
+    def once(self, fn: Callable[[Stage], T], key: Hashable = None) -> T:
+        """What all ranks look up of this stage: fn(stage), computed for the first that asks. A function that is made
+        anew for each of them has a `key` in common."""
+        key = key or fn
+        if key not in self._once:
+            self._once[key] = fn(self)
+        return self._once[key]
 
     @property
     def num_workers(self) -> int:
@@ -98,18 +100,9 @@ class Stage:
 
     def fragment(self, k: int) -> Stage:
         """The stage as it is for one fragment of the model alone."""
-        if ("fragment", k) not in self._once:
-            own = self.fragments[k]
-            self._once["fragment", k] = replace(
-                self,
-                size=own.size,
-                layout=own.layout,
-                codec=own.codec,
-                outer=own.outer,
-                fragments=(),
-                health_mean=False,
-            )
-        return self._once["fragment", k]
+        own = self.fragments[k]
+        its = {"size": own.size, "layout": own.layout, "codec": own.codec, "outer": own.outer}
+        return self.once(lambda whole: replace(whole, fragments=(), health_mean=False, **its), ("fragment", k))
 
     @property
     def most_bytes(self) -> int:
@@ -264,18 +257,16 @@ class Stage:
         """The stage as it is in a round of which no more than that is left."""
         if rest is None or rest[0] >= rest[1]:
             return self
-        if rest not in self._once:
-            steps = [self.at_most(worker.local_steps, rank, rest) for rank, worker in enumerate(self.plan.workers)]
-            workers = (replace(worker, local_steps=h) for worker, h in zip(self.plan.workers, steps, strict=True))
-            self._once[rest] = self.doing(tuple(workers))
-        return self._once[rest]
+        return self.once(lambda whole: whole.stepping(lambda rank, planned: whole.at_most(planned, rank, rest)), rest)
 
     def taking(self, steps: int) -> Stage:
         """The stage with so many steps of every worker in a round."""
-        if ("taking", steps) not in self._once:
-            workers = tuple(replace(worker, local_steps=steps) for worker in self.plan.workers)
-            self._once["taking", steps] = self.doing(workers)
-        return self._once["taking", steps]
+        return self.once(lambda whole: whole.stepping(lambda rank, planned: steps), ("taking", steps))
+
+    def stepping(self, steps: Callable[[int, int], int]) -> Stage:
+        """... with so many of each, by its rank and by what was planned."""
+        workers = enumerate(self.plan.workers)
+        return self.doing(tuple(replace(own, local_steps=steps(rank, own.local_steps)) for rank, own in workers))
 
     def among(self, gone: Collection[int]) -> Stage:
         """The stage without these workers, Σ w_i = 1 over the others."""

@@ -338,33 +338,37 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
     generator.close(state.groups)
     for heir in broken_groups.unserved(state):
         await take_in(node, stage, state, heir)
-    away = set[int]()
-    while True:
-        idle = generator.dismissed(state.groups)
-        away.update(idle)
-        if last:
-            await dismiss(node, stage, state, idle)
-        else:
-            for worker in idle:
-                if (work := state.asked.pop(worker))[0]:
-                    commit(node, stage, state, (worker,), [work])
-                    state.last[worker] = OWN - worker
-        if len(away | tally.gone) == stage.num_workers:
-            break
+    away = {*await let_go(node, stage, state)}
+    while len(away | tally.gone) < stage.num_workers:
+        heard = message is not None
         if message is None:
             message = await node.recv(*heard_by(stage))
-            asks = message.tag[0] == "ask"
-            if not last and (not asks or message.meta[0]):
-                hear(node, stage, state, message)
-        if last and message.tag[0] == "ask" and message.start_ns <= tally.end_ns:
+        asks = message.tag[0] == "ask"
+        if last and asks and message.start_ns <= tally.end_ns:
             tally.drop(message.src, int(message.meta[0]))
+        elif not last and not heard and (not asks or message.meta[0]):
+            hear(node, stage, state, message)
         await take_in(node, stage, state, message)
         message = None
+        away.update(await let_go(node, stage, state))
     if not last:
         tally.end_ns = within(stage, node.now_ns)
         await dismiss(node, stage, state, [worker for worker in stage.workers if worker not in tally.gone])
     elif stage.joins:
         node.spawn(broken_groups.close_doors(node, state))
+
+
+async def let_go(node: Node, stage: Stage, state: MakerState) -> list[int]:
+    """Those who are expected in no group any more: under STOP they leave, under NEXT their work counts first."""
+    idle = generator.dismissed(state.groups)
+    if state.word == STOP:
+        await dismiss(node, stage, state, idle)
+        return idle
+    for worker in idle:
+        if (work := state.asked.pop(worker))[0]:
+            commit(node, stage, state, (worker,), [work])
+            state.last[worker] = OWN - worker
+    return idle
 
 
 async def dismiss(node: Node, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
