@@ -1,9 +1,20 @@
 """Every way a command can end badly: one sentence for the user, one exit code for scripts."""
 
+import json
+from typing import Any
+
 
 def plain(text: str) -> str:
     """Text from elsewhere as it may be shown: on one line, without what a terminal would obey."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def parsed(text: str | bytes) -> Any:
+    """The value that JSON text stands for. Raises ValueError, also where brackets are nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deep") from None
 
 
 class AshlError(Exception):

@@ -146,7 +146,9 @@ Number = BeforeValidator(_no_truth_value)
 Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
 Duration = Annotated[NonNegative, Field(le=1e9)]  # seconds, up to 30 years: what a clock of nanoseconds can bear
+Span = Annotated[Duration, Field(gt=0)]
 Ratio = Annotated[float, Number, Field(gt=0, le=1)]
 Fraction = Annotated[float, Number, Field(ge=0, le=1)]
 Count = Annotated[int, Number, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Number, Field(ge=0, lt=2**63)]
+Size = Annotated[Count, Field(le=10**9)]  # of an array that is made up

@@ -10,7 +10,7 @@ import typer
 
 from ashl import __version__
 from ashl.config.catalog import meant, nearest
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError, UsageError, plain
 
 from .advise import advise
 from .calibrate import calibrate
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in args:
             traceback.print_exc()
-        print(f"ashl: {_sentence(error)}", file=sys.stderr)
+        print(f"ashl: {plain(_sentence(error))}", file=sys.stderr)
         return error.exit_code if isinstance(error, AshlError) else 1
     finally:
         _settle()

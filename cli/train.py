@@ -74,14 +74,10 @@ def starting(quiet: bool = False) -> Generator[None]:
 def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dict:
     """The configuration of an earlier run, with another stop rule where one is given, or another number of workers:
     then it is one of a new run, which goes on with that one."""
-    import yaml
-
     from ashl.config.compose import compose, typed_again
+    from ashl.config.recorded import config_of
 
-    try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"--resume {run_dir}: there is no run whose config.yaml can be read.") from error
+    config = config_of(run_dir)
     keys = [key_of(text) for text in overrides]
     others = [key for key in keys if key in (*OF_WORKERS, *BESIDE)] if {*keys} & {*OF_WORKERS} else []
     own = [f"{group}={config['choices'][group]}" for group in ("cluster", "dataset") if others]

@@ -8,7 +8,7 @@ import typer
 
 from ashl.errors import UsageError
 
-from .train import Debug
+from .train import Debug, starting
 
 
 def ui(
@@ -25,8 +25,10 @@ def ui(
         raise UsageError(
             f"There is no mlflow.db in {store.absolute()}; run `ashl train` first, or name its folder: --store DIR."
         )
-    from ashl.tracking.ui import serve
+    with starting():  # MLflow takes its time
+        from ashl.tracking.ui import serve
 
-    with serve(store, port, host, folder) as server:
+        page = serve(store, port, host, folder)
+    with page as server:
         typer.echo(f"{server.link}\nCtrl-C ends it.")
         server.wait()

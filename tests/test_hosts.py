@@ -29,7 +29,8 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_hostfile(tmp_path: Path) -> None:
     text = "# ours\na slots=2\n\n  me@b.example.org   # the slow one\nfe80::1 slots=2"
-    assert read_hosts(written(tmp_path, text)) == THREE
+    for mark in ("", "\ufeff"):  # which some editors begin a file with
+        assert read_hosts(written(tmp_path, mark + text)) == THREE
     assert [host.name for host in THREE] == ["a", "b.example.org", "fe80::1"]
 
 
@@ -138,6 +139,8 @@ def test_how_many_it_takes() -> None:
         size(five)
     with pytest.raises(UsageError, match="--np 6 need 6 slots"):
         size(config, 6)
+    with pytest.raises(UsageError, match="cluster=profile is in virtual time, which needs no hosts"):
+        size(compose(["cluster=profile", "runtime=torchrun"]))
 
 
 def test_what_the_user_sees(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,8 @@ def test_round_trip() -> None:
         ("step_s", None),
         ("step_s", "0.1"),
         ("step_s", 1e-12),
+        ("step_s", 1e300),  # seconds that no clock can bear
+        ("pull_s", 10**400),
         ("step_spread_s", -1.0),
         ("push_s", -1.0),
         ("push_s", 0.0),  # measured: never zero
@@ -108,6 +110,7 @@ def test_missing_unknown_and_broken() -> None:
         ({k: v for k, v in data.items() if k != "num_params"}, "the profile lacks num_params"),
         ({**data, "num_params": 0}, "num_params is 0"),
         ({**data, "schema": 1}, "schema is 1"),
+        ({**data, "model": "\x1b[2J"}, "stands where a name is expected"),
         ({**data, "source": "guessed"}, "source is 'guessed'"),
         ([], "no mapping"),
     ]:
@@ -115,6 +118,8 @@ def test_missing_unknown_and_broken() -> None:
             Profile.from_json(json.dumps(broken))
     with pytest.raises(ValueError, match="Expecting"):
         Profile.from_json(profile().to_json()[:-5])
+    with pytest.raises(ValueError, match="nested too deep"):
+        Profile.from_json("[" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +179,10 @@ def test_a_profile_needs_nothing_of_the_server() -> None:
 
 def test_the_table_of_a_profile_fits_80_columns() -> None:
     screen = Console(file=io.StringIO(), width=80)
-    show_profile(screen, profile())
+    show_profile(screen, replace(profile(), model="[/x]"))
     said = screen.file.getvalue()  # ty: ignore[unresolved-attribute]
     assert "encode ms" in said
+    assert "[/x] with" in said, "no markup"
     assert "…" not in said
 
 

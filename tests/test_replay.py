@@ -75,7 +75,7 @@ def test_other_bytes_go_by_the_lines_of_a_profile(place: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["none"], "none holds no run whose config.yaml and plan.json can be read"),
+        (["none"], "none: there is no run whose config.yaml can be read"),
         (["run", "model=cnn"], "model=cnn is not replayed: a run measured its own model on its own cluster"),
         (["run", "cluster=mixed"], "cluster=mixed is not replayed"),
         (["run", "compression=topk"], "give profile=FILE of this cluster, from `ashl profile --full compression=topk`"),

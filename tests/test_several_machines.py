@@ -210,7 +210,7 @@ def test_a_profile_from_before_there_were_hosts_in_it() -> None:
         del worker["host"], worker["device"]
     assert Profile.from_json(json.dumps(plain)) == profile(None, None)
     plain["workers"][0]["host"] = "a\x1b[31m"
-    with pytest.raises(ValueError, match="where the name of a host or device is expected"):
+    with pytest.raises(ValueError, match="where a name is expected"):
         Profile.from_json(json.dumps(plain))
 
 

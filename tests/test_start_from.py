@@ -62,5 +62,10 @@ def test_what_does_not_fit_is_refused(first: Path, capsys: pytest.CaptureFixture
         ashl.train(*own, "run.start_from=nowhere")
     with pytest.raises(UsageError, match=r"plan\.json does not fit the model"):
         ashl.train(*own, f"run.start_from={first / 'plan.json'}")
+    torch.save({name: t * 1j for name, t in torch.load(first / "final.pt", weights_only=True).items()}, "complex.pt")
+    Path("empty.pt").touch()
+    for file, why in (("complex.pt", "has complex numbers"), ("empty.pt", "it is empty")):
+        with pytest.raises(UsageError, match=f"{file} does not fit the model: .*{why}"):
+            ashl.train(*own, f"run.start_from={file}")
     assert main(["train", "--resume", str(first), "topology=all_reduce"]) == 2
     assert f"takes its weights along with run.start_from={first}" in " ".join(capsys.readouterr().err.split())

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import yaml
-
+from ashl.config.recorded import config_of, typed_of
 from ashl.errors import UsageError
+from ashl.plan.files import read_plan
 from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts
 from ashl.plan.plan import Plan
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile
@@ -49,13 +49,7 @@ class Record:
 
 def read_run(folder: Path) -> Record:
     """Raises UsageError for what cannot be replayed."""
-    try:
-        config, overrides = (
-            yaml.safe_load((folder / name).read_text(encoding="utf-8")) for name in ("config.yaml", "overrides.yaml")
-        )
-        plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise UsageError(f"{folder} holds no run whose config.yaml and plan.json can be read") from error
+    config, overrides, plan = config_of(folder), typed_of(folder), read_plan(str(folder / "plan.json"))
     summary = jsonl.whole(folder / SUMMARY)
     if summary is None or summary.get("status") != "finished":
         how = "has not ended" if summary is None else f"ended as {summary.get('status')}"
@@ -71,13 +65,13 @@ def read_run(folder: Path) -> Record:
         what = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else f"topology={topology}"
         raise UsageError(f"the run in {folder} has {what}, and replayed is one stage with a server or by all-reduce")
     try:
-        events = list(jsonl.read(folder / EVENTS))
-    except (OSError, ValueError):
-        events = []
-    rounds = tuple(
-        tuple(e for e in events if e.get("kind") == "round" and e["rank"] == rank and e["steps"] and e["spans"])
-        for rank in range(plan.num_workers)
-    )
+        events = list(jsonl.read(folder / EVENTS)) if (folder / EVENTS).exists() else []
+        rounds = tuple(
+            tuple(e for e in events if e.get("kind") == "round" and e["rank"] == rank and e["steps"] and e["spans"])
+            for rank in range(plan.num_workers)
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{folder / EVENTS} is damaged, so that the run cannot be replayed; run it anew") from error
     if not all(rounds):
         raise UsageError(
             f"the run in {folder} kept no spans of its workers; run it anew with tracking.events=all (it said "

@@ -10,13 +10,13 @@ from pydantic import Field
 
 from ashl.config.workers import MAX_WORKERS
 from ashl.errors import UsageError
-from ashl.option import Count, Duration, Natural, NonNegative, Positive, option
+from ashl.option import Count, Duration, Natural, NonNegative, Positive, Span, option
 
 TICK_S = 1e-9  # of the clock
 MBIT_BYTES = 125_000
 FAST_GBIT_S = 10.0  # of a link between machines: few have more
 Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
-
+Factor = Annotated[Positive, Field(le=1e9)]  # how many times as slow
 
 FAIL, COME, PAUSE, LINK_DOWN, SERVER_FAIL = "fail", "join", "pause", "link_down", "server_fail"
 BEFALLS = (FAIL, COME, PAUSE, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
@@ -29,8 +29,8 @@ class Event:
 
     time_s: Duration
     worker: Natural | None = None
-    compute: Positive | None = None
-    link: Positive | None = None
+    compute: Factor | None = None
+    link: Factor | None = None
     fail: bool = False
     join: bool = False
     pause: Duration | None = None
@@ -47,8 +47,8 @@ class Event:
 class Churn:
     """Each worker fails after an exponentially distributed time of this mean, and is back after one of that mean."""
 
-    mtbf_s: Annotated[Duration, Field(gt=0)]
-    mttr_s: Annotated[Duration, Field(gt=0)]
+    mtbf_s: Span
+    mttr_s: Span
 
 
 @option
@@ -62,10 +62,10 @@ class Cluster:
     paced: ClassVar[bool] = True
 
     num_workers: Annotated[Count, Field(le=MAX_WORKERS)] | None
-    compute: tuple[Positive, ...]
+    compute: tuple[Factor, ...]
     compute_spread: Annotated[NonNegative, Field(le=3)]
-    link: tuple[Positive, ...] | None
-    step_s: Annotated[Duration, Field(gt=0)] | None
+    link: tuple[Factor, ...] | None
+    step_s: Span | None
     exchange_s: Duration | None
     bandwidth_mbit_s: Rate | None
     latency_s: Duration | None

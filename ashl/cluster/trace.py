@@ -27,7 +27,7 @@ def followed(spec: Mapping[str, Any]) -> dict[str, Any]:
         return cluster
     name = f"cluster.trace={path}"
     try:
-        with open(Path(str(path)).expanduser(), encoding="utf-8", newline="") as file:
+        with open(Path(str(path)).expanduser(), encoding="utf-8-sig", newline="") as file:
             events = list(events_in(csv.DictReader(file, strict=True), cluster, name))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is no CSV text ({error})"
@@ -75,9 +75,9 @@ def workers(text: str, n: int, at: str) -> range:
     """Whom a line is about."""
     if not text.strip():
         return range(n)
-    if not text.strip().isdecimal() or int(text) >= n:
-        raise UsageError(f"{at}: worker={text.strip()} is none of the workers 0 to {n - 1}; leave it empty for all")
-    return range(int(text), int(text) + 1)
+    if not (rank := text.strip()).isdecimal() or len(rank) > len(str(n)) or int(rank) >= n:
+        raise UsageError(f"{at}: worker={rank[:20]} is none of the workers 0 to {n - 1}; leave it empty for all")
+    return range(int(rank), int(rank) + 1)
 
 
 def number(text: str, column: str, at: str) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ashl.data.dataset import Data, Dataset, Split
 from ashl.data.rng import Purpose, stream
-from ashl.option import Count, Natural, NonNegative, option
+from ashl.option import Count, Natural, NonNegative, Size, option
 
 
 @option
@@ -16,8 +16,8 @@ class Quadratic(Dataset):
     The eigenvalues of C run evenly in the logarithm from 1 down to 1/condition, in a random basis.
     """
 
-    num_samples: Count
-    num_features: Count
+    num_samples: Size
+    num_features: Size
     condition: Count
     noise: NonNegative
     seed: Natural

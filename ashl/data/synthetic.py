@@ -10,7 +10,7 @@ from pydantic import Field
 from ashl.data.dataset import Data, Dataset, Split
 from ashl.data.rng import Purpose, stream
 from ashl.errors import UsageError
-from ashl.option import Count, Natural, Positive, option
+from ashl.option import Natural, Positive, Size, option
 
 PATCH = 4  # images: pixels per side of a patch of one colour, so that convolution and pooling keep the pattern
 
@@ -23,10 +23,10 @@ class Synthetic(Dataset):
     classifier there is, Q being the normal distribution's tail. Centres of images are made of patches of 4x4 pixels.
     """
 
-    shape: Annotated[list[Count], Field(min_length=1, max_length=3)]
-    num_classes: Annotated[int, Field(ge=2)]
-    num_train: Count
-    num_test: Count
+    shape: Annotated[list[Size], Field(min_length=1, max_length=3)]
+    num_classes: Annotated[Size, Field(ge=2)]
+    num_train: Size
+    num_test: Size
     separation: Positive
     seed: Natural
 

@@ -4,7 +4,6 @@ what none of them can say.
 Samples are drawn anew by each worker, so that losses agree with the run's within the spread of seeds, not bit for bit.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from textwrap import indent
 from typing import Any, NamedTuple
 
 from ashl.compression.contract import Codec
-from ashl.errors import UsageError
+from ashl.errors import UsageError, parsed
 from ashl.learn.device import HOST
 from ashl.model.plain import PlainModel
 from ashl.optimizer.adam import Adam
@@ -171,7 +170,7 @@ class Run:
         file = self.folder / "summary.json"
         if file.exists():
             try:
-                return [int(stage["steps"]) for stage in json.loads(file.read_text(encoding="utf-8"))["stages"]]
+                return [int(stage["steps"]) for stage in parsed(file.read_text(encoding="utf-8"))["stages"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UsageError(
                     f"{file} is damaged; name another run, or delete it for as many rounds as planned."

@@ -1,5 +1,6 @@
 """Weights as plain tensors, name by name as the model has them, from files of which nothing is unpickled."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -13,11 +14,16 @@ FINAL, BEST = "final.pt", "best.pt"
 def put_into(module: nn.Module, file: Path) -> nn.Module:
     """The module with the file's tensors. Raises UsageError where it cannot be read, or does not fit."""
     try:
-        module.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        with warnings.catch_warnings(action="ignore"):  # of an older format
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+        for name, tensor in weights.items() if isinstance(weights, dict) else ():
+            if isinstance(tensor, torch.Tensor) and tensor.is_complex():
+                raise ValueError(f"{name} has complex numbers")
+        module.load_state_dict(weights)
     except OSError as error:
         raise UsageError(f"{file} cannot be read on this machine ({error.strerror or error})") from error
     except Exception as error:  # of many kinds, by what is broken
-        raise UsageError(f"{file} does not fit the model: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{file} does not fit the model: {' '.join(str(error).split()) or 'it is empty'}") from error
     return module
 
 

@@ -6,9 +6,10 @@ import math
 from copy import copy
 from itertools import accumulate
 from math import prod
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ashl.optimizer.adam import AdamW
@@ -38,7 +39,7 @@ class Muon(AdamW):
     elementwise: ClassVar[bool] = False
     _layers: ClassVar[Layers] = ()
     momentum: Decay
-    steps: Count
+    steps: Annotated[Count, Field(le=100)]
     others: tuple[str, ...]
 
     def for_layers(self, layers: Layers) -> Muon:

@@ -26,7 +26,7 @@ class Scheduled(Optimizer, contract=True):
     """
 
     lr: Annotated[Positive, Field(le=1e38)]  # of what float32 can hold
-    weight_decay: NonNegative
+    weight_decay: Annotated[NonNegative, Field(le=1e38)]
     schedule: Literal["constant", "cosine", "linear", "step"]
     warmup_epochs: NonNegative
     horizon_epochs: Positive | None

@@ -8,7 +8,10 @@ Limits: a coordinate that always moves by Δ has m = (1 − β1^t)·Δ and v = �
 Source: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (β1 = 0.9, β2 = 0.99).
 """
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from ashl.optimizer.schedule import Decay
@@ -23,7 +26,7 @@ class FedAdam(Outer):
     lr: Rate
     beta1: Decay
     beta2: Decay
-    tau: Positive
+    tau: Annotated[Positive, Field(le=1e18)]  # its square has to fit in a float32
 
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float

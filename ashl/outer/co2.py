@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ashl.optimizer.schedule import Decay
-from ashl.option import Positive, option
+from ashl.option import option
 from ashl.outer.contract import Moments, Outer, Rate
 
 
@@ -25,8 +25,8 @@ class CO2(Outer):
 
     lr: Rate
     momentum: Decay
-    penalty: Positive
-    clip: Positive | None
+    penalty: Rate
+    clip: Rate | None
 
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float

@@ -1,21 +1,24 @@
 """Whether what a file says can be: the checks of profiles and plans, each with one sentence."""
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ashl.plan.line import Line
 
+LARGEST = sys.float_info.max  # a whole number may be beyond it
+LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can bear
+
 
 def check_names(*names: object) -> None:
     for name in names:
         if name is not None and not (isinstance(name, str) and name.isprintable()):
-            raise ValueError(f"{name!r} stands where the name of a host or device is expected")
+            raise ValueError(f"{name!r} stands where a name is expected")
 
 
 def check_line(line: Line | None, what: str) -> None:
-    if line is not None and not all(is_number(cost) and cost >= 0 for cost in (line.latency_s, line.s_per_byte)):
+    if line is not None and not all(map(is_seconds, (line.latency_s, line.s_per_byte))):
         raise ValueError(f"{what} is {asdict(line)}, where seconds from 0 up are expected")
 
 
@@ -32,8 +35,12 @@ def require_keys(data: Any, names: Sequence[str], what: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def is_seconds(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= LONGEST_S
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63

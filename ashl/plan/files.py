@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
+from ashl.config.construct import explain
 from ashl.errors import UsageError
-from ashl.plan.checks import is_count, is_number
+from ashl.plan.checks import check_names, is_count, is_number
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import Profile
 
 T = TypeVar("T")
 RULES = ("loss", "evaluated_loss", "accuracy", "rises", "plateau", "epochs", "commits", "seconds")
+HANDED = {"momentum": ("keep", "reset"), "residual": ("keep", "drop")}  # over a border
+EXACT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def read(path: str, key: str, parse: Callable[[str], T]) -> T:
@@ -43,10 +50,28 @@ def checked(plan: Plan) -> Plan:
         raise ValueError("it needs workers and at least one stage")
     for stage in plan.stages:
         check_stage(stage, plan.num_workers)
+    check_types(plan, "")
+    if plan.seed < 0:
+        raise ValueError(f"seed is {plan.seed}, where a whole number from 0 up is expected")
     return plan
 
 
+def check_types(made: Any, where: str) -> None:
+    """Whether each value is of the kind that its dataclass says. Raises ValueError."""
+    try:
+        exact(type(made))(**vars(made))
+    except ValidationError as error:
+        raise ValueError(explain(error, where, type(made))) from error
+
+
+@cache
+def exact(cls: type) -> Callable[..., Any]:
+    """What makes such a dataclass, and checks it."""
+    return dataclass(config=EXACT, frozen=True, kw_only=True)(cls)
+
+
 def check_stage(stage: StagePlan, num_workers: int) -> None:
+    check_names(stage.name)
     where = f"stage {stage.name}"
     if len(stage.workers) != num_workers:
         raise ValueError(f"{where} has {len(stage.workers)} workers where the plan has {num_workers}")
@@ -55,6 +80,15 @@ def check_stage(stage: StagePlan, num_workers: int) -> None:
             raise ValueError(
                 f"{where}: until.{rule}={bound!r} is no rule; there are: {', '.join(RULES)}, each with a number"
             )
+    for what, how in stage.handover.items():
+        if how not in HANDED.get(what, ()):
+            there = " and ".join(f"{name} ({' or '.join(ways)})" for name, ways in HANDED.items())
+            raise ValueError(f"{where}: handover.{what}={how!r} is none; there are: {there}")
+    if stage.h_preset is not None and not is_count(stage.h_preset):
+        raise ValueError(f"{where}: h_preset is {stage.h_preset!r}, where a whole number from 1 up is expected")
+    if stage.r_preset is not None:
+        check_share(stage.r_preset, f"{where}: r_preset")
+    check_types(stage, where)
     for rank, worker in enumerate(stage.workers):
         here = f"{where}, worker {rank}"
         for name in ("local_steps", "batch"):
@@ -64,6 +98,7 @@ def check_stage(stage: StagePlan, num_workers: int) -> None:
                 )
         check_share(worker.data_share, f"{here}: data_share")
         check_share(worker.compression_ratio, f"{here}: compression_ratio")
+        check_types(worker, here)
     total = math.fsum(worker.data_share for worker in stage.workers)
     if abs(total - 1) > 1e-6:
         raise ValueError(f"{where}: the data shares add up to {total:g}, not to 1")

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+from ashl.errors import parsed
+
 T = TypeVar("T")
 SCHEMA = 1
 Spec = dict[str, Any]  # `_target_` and its parameters
@@ -132,15 +134,15 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Raises ValueError, KeyError or TypeError on anything that is not a plan of this schema."""
-        data: Any = json.loads(text)
+        data: Any = parsed(text)
         if not isinstance(data, dict) or data.get("schema", SCHEMA) != SCHEMA:
             found = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
             raise ValueError(f"{found} where schema {SCHEMA} was expected")
         data["stages"] = tuple(_stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages")))
         data["limits"] = _made(Limits, data["limits"], "limits")
-        data["layers"] = tuple((name, tuple(shape)) for name, shape in data.get("layers", ()))
+        data["layers"] = tuple(_layer(layer) for layer in _list(data.get("layers", []), "layers"))
         for key in ("allow_targets", "notes", "work", "shares", "needed", "sample_shape"):
-            data[key] = tuple(data.get(key, ()))
+            data[key] = tuple(_list(data.get(key, []), key))
         for key in ("model", "dataset", "task", "cluster", "runtime", "planner", "choices"):
             _mapping(data.get(key, {}), key)
         return _made(Plan, data, "the plan")
@@ -156,6 +158,13 @@ def _stage(data: Any, where: str) -> StagePlan:
         for rank, worker in enumerate(_list(data.get("workers", []), f"{where}: workers"))
     ]
     return _made(StagePlan, {**data, "workers": tuple(workers)}, where)
+
+
+def _layer(data: Any) -> tuple[str, tuple[int, ...]]:
+    if len(_list(data, "a layer")) != 2:
+        raise ValueError(f"a layer is {json.dumps(data)}, where a name and a shape are expected")
+    name, shape = data
+    return name, tuple(_list(shape, f"the shape of layer {name}"))
 
 
 def _mapping(data: Any, where: str) -> dict[str, Any]:

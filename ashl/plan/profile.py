@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from ashl.cluster.spec import Beside, Cluster, Measured
 from ashl.config.construct import explain
-from ashl.errors import UsageError
+from ashl.errors import UsageError, parsed
 from ashl.plan.calibration import Calibration
-from ashl.plan.checks import check_line, check_names, is_count, is_number, require_keys
+from ashl.plan.checks import check_line, check_names, is_count, is_number, is_seconds, require_keys
 from ashl.plan.contention import contended
 from ashl.plan.full import Full, fitted
 from ashl.plan.line import Line
@@ -68,7 +68,7 @@ class WorkerProfile:
         for name in (*NOISES, *NOISES.values(), "step_spread_s", "latency_s", "compress_s", *LOADED):
             if name in LOADED and getattr(self, name) is None:
                 continue
-            if not is_number(getattr(self, name)) or getattr(self, name) < 0:
+            if not is_seconds(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, where seconds from 0 up are expected")
         if self.step_s < TICK_S:
             raise ValueError(f"step_s is {self.step_s!r}, but a step takes at least the clock's nanosecond")
@@ -77,7 +77,7 @@ class WorkerProfile:
             if rate is not None and not (is_number(rate) and rate > 0):
                 raise ValueError(f"{name} is {rate!r}, where bytes per second above 0, or null, are expected")
         for name in PASSES:
-            if not all(is_number(cost) and cost >= 0 for cost in getattr(self, name)):
+            if not all(map(is_seconds, getattr(self, name))):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, where seconds of each layer group are expected")
         for name in LINES:
             check_line(getattr(self, name), name)
@@ -120,7 +120,7 @@ class Profile:
         for name in ("num_params", "dense_bytes"):
             if not is_count(getattr(self, name)):
                 raise ValueError(f"the profile's {name} is {getattr(self, name)!r}, where a whole number is expected")
-        if self.server_step_s is not None and not (is_number(self.server_step_s) and self.server_step_s >= 0):
+        if self.server_step_s is not None and not is_seconds(self.server_step_s):
             raise ValueError(f"the profile's server_step_s is {self.server_step_s!r}, where seconds are expected")
         if self.server_bytes_s is not None and not (is_number(self.server_bytes_s) and self.server_bytes_s > 0):
             raise ValueError(f"the profile's server_bytes_s is {self.server_bytes_s!r}, where bytes/s are expected")
@@ -129,7 +129,7 @@ class Profile:
         if not self.workers:
             raise ValueError("the profile has no workers; it needs one entry for each")
         check_line(self.all_reduce, "the profile's all_reduce")
-        check_names(self.server_host)
+        check_names(self.server_host, self.model, self.device)
         groups = len(self.group_bytes)
         if any(len(getattr(worker, name)) != groups for worker in self.workers for name in PASSES):
             raise ValueError(f"the profile has {groups} layer groups, and workers with another number of costs of them")
@@ -278,7 +278,7 @@ class Profile:
     @staticmethod
     def from_json(text: str) -> Profile:
         """Raises ValueError, in one sentence, on anything that is not a profile of this schema with sensible costs."""
-        data: Any = json.loads(text)
+        data: Any = parsed(text)
         if isinstance(data, dict):
             if data.get("schema") == SINCE:
                 data |= {"schema": SCHEMA, "full": None, "calibration": None}

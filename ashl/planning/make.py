@@ -120,7 +120,7 @@ def _prepared(
     check_combination(parts, config["choices"])
     num_workers = count_workers(parts, world_size)
     check_workers(parts["sync"], parts["topology"], num_workers, settings.seed)
-    data, limits = parts["dataset"].load(), limits_of(settings, parts["dataset"])
+    data, limits = loaded(parts["dataset"]), limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
     device_of(parts["runtime"])
@@ -171,6 +171,14 @@ def _prepared(
     return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch, known), resolved, data)
 
 
+def loaded(dataset: Any) -> Data:
+    """Raises UsageError where there is no room for it, and DataMissingError."""
+    try:
+        return dataset.load()
+    except MemoryError as error:
+        raise UsageError("the data set does not fit into this machine's memory; make dataset.* smaller") from error
+
+
 def learner_of(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
     """Raises UsageError where the model does not take the data, or what it is to start from."""
     start = start_of(settings.run.start_from)
@@ -191,6 +199,9 @@ def usable(plan: Plan, options: Options, path: str | None) -> Parts:
         resolved = parts_of(plan, options)
         check_stages(resolved, plan.stages)
         check_annealing(resolved, plan.stages)
+        extra = max(extra_ranks(own.topology, own.sync, resolved.cluster.node) for own in resolved.stages)
+        if plan.num_ranks != (ranks := plan.num_workers + extra):
+            raise UsageError(f"num_ranks is {plan.num_ranks}, and its workers and servers are {ranks}")
     except UsageError as error:
         if path is None:
             raise

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError
 
 from ashl.config.construct import construct, explain
 from ashl.errors import UsageError
-from ashl.option import Count, Duration, Natural, NonNegative, Positive, option
+from ashl.option import Count, Natural, NonNegative, Number, Positive, Ratio, Span, option
 from ashl.plan.plan import Limits
 
 STAGE_GROUPS = ("sync", "topology", "aggregate", "outer", "compression", "overlap", "optimizer")
@@ -20,10 +20,10 @@ class Stop:
 
     epochs: Positive | None
     steps: Count | None
-    seconds: Annotated[Duration, Field(gt=0)] | None
-    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None
+    seconds: Span | None
+    target_accuracy: Ratio | None
     target_loss: NonNegative | None
-    target_metric: float | None
+    target_metric: Annotated[float, Number, Field(allow_inf_nan=False)] | None
     target_hold: Count
 
 
@@ -31,7 +31,7 @@ class Stop:
 class Evaluation:
     """When a snapshot is evaluated; both null = once per epoch of the training set."""
 
-    every_s: Annotated[Duration, Field(gt=0)] | None
+    every_s: Span | None
     every_commits: Count | None
 
 
@@ -45,7 +45,7 @@ class Run:
     health_every: Count | None
     health_layers: bool
     health_mean: bool
-    checkpoint_s: Positive | None
+    checkpoint_s: Span | None
 
 
 @option
@@ -69,10 +69,10 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
     extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - beside  # type: ignore[attr-defined]
     if extra:
         raise UsageError(f"nothing reads {sorted(extra)[0]!r}; `ashl train --cfg` shows all keys")
-    if isinstance(config["name"], str) and set(config["name"]) & {"/", "\\", "\0"}:
+    if isinstance(config["name"], str) and (set(config["name"]) & {"/", "\\"} or not config["name"].isprintable()):
         raise UsageError(
-            f"name={config['name']} is part of a folder's name, so it cannot hold / or \\; say with run.dir where the "
-            "run folder goes"
+            f"name={config['name']} is part of a folder's name, so it cannot hold / or \\, or what cannot be printed; "
+            "say with run.dir where the run folder goes"
         )
     for key, cls in (("run", Run), ("stop", Stop), ("eval", Evaluation)):
         parts[key] = construct({"_target_": f"ashl.planning.settings.{cls.__name__}", **config[key]}, key)

@@ -18,7 +18,7 @@ except ImportError:
     from yaml import SafeLoader
 
 from ashl.config.identity import config_hash
-from ashl.errors import UsageError
+from ashl.errors import UsageError, parsed
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 
@@ -202,7 +202,7 @@ def read_run(folder: Path, digest: str = "", axes: Mapping[str, str] | None = No
     try:
         config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), SafeLoader)
         return Run(folder, digest or config_hash(config), flat(config), summary, axes or {}, label)
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         raise BrokenRecordError("config.yaml is missing or broken") from None
 
 
@@ -230,7 +230,7 @@ def are_numbers(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object. Raises BrokenRecordError."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parsed(path.read_bytes())
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict):

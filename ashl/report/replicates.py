@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from ashl.config.override import key_of
+from ashl.errors import plain
 from ashl.report.records import Run, Study
 
 NOT_AXES = ("seed", "name", "run", "tracking", "eval", "allow_targets")  # what changes no outcome, and the seed
@@ -21,7 +22,7 @@ class Replicates:
 
     @property
     def label(self) -> str:
-        return self.name() or self.runs[0].summary.get("name") or "run"
+        return plain(self.name() or str(self.runs[0].summary.get("name") or "run"))
 
     def name(self, without: Container[str] = ()) -> str:
         """Its name, or what is left of it without some of the axes."""

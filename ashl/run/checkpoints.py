@@ -29,13 +29,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ashl.errors import UsageError
+from ashl.errors import UsageError, parsed
 from ashl.plan.plan import Limits, Plan
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Books, Monitor
@@ -209,7 +210,7 @@ def newest(run_dir: Path, identity: str) -> Saved:
     for number in reversed(numbered(run_dir)):
         folder = keeping.folder_of(run_dir, number)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
+            manifest = parsed((folder / MANIFEST).read_text())
             if manifest["schema"] != SCHEMA:
                 raise ValueError(f"schema {manifest['schema']}")
             for name, digest in manifest["files"].items():
@@ -246,10 +247,15 @@ def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
     with writing(run_dir), jsonl.alone(run_dir / METRICS):
         manifest = json.loads((saved.folder / MANIFEST).read_text())
         if not manifest.get(CUT_BACK):
-            left = {
-                name: jsonl.kept(run_dir / name, size, lambda record, name=name: earlier(name, record))
-                for name, size in saved.sizes.items()
-            }
+            left: dict[str, bytes | None] = {}
+            for name, size in saved.sizes.items():
+                try:
+                    left[name] = jsonl.kept(run_dir / name, size, partial(earlier, name))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise UsageError(
+                        f"{run_dir / name} is damaged, so that the run cannot go on; a new one takes its weights along "
+                        f"with run.start_from={run_dir}"
+                    ) from error
             for name, text in left.items():
                 if text is None:
                     return saved.sizes  # more than there is, which is refused

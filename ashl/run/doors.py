@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ashl import __version__
-from ashl.errors import AshlError, UsageError
+from ashl.errors import AshlError, UsageError, parsed
 from ashl.run.sealed import Secret
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text, checked
@@ -108,7 +108,7 @@ def found(run_dir: Path) -> Door:
     """Of a run that goes on here. Raises UsageError where there is none that this process could join."""
     path = run_dir / FILE
     try:
-        door = checked(Door, json.loads(path.read_text()), "something")
+        door = checked(Door, parsed(path.read_text()), "something")
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: {closed(run_dir)}") from None
     except PermissionError:

@@ -37,7 +37,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 
     Raises UsageError with the number of the line that is none of these, or that names a host again."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"--hosts {path} cannot be read: {why}.") from error

@@ -316,8 +316,9 @@ class Monitor:
         if self.progress.due(host_s := self.host_s):
             workers, found = self.workers(), next(reversed(self.books.evaluations), None)
             epoch = len(self.job.data.train)
+            virtual = self.read_beats is not None
             args = (self.plan, self.books.ended, self.counts(), workers, self.absent.keys(), epoch)
-            self.progress.update(view(*args, found, found and self.own_metric(found), host_s))
+            self.progress.update(view(*args, found, found and self.own_metric(found), host_s, virtual))
 
 
 def judged(counts: Counts, found: Evaluation) -> Counts:

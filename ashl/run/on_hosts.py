@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 from pydantic import BaseModel, ValidationError
 
+from ashl.cluster.spec import ProfileCluster
 from ashl.errors import AshlError, UsageError, plain
 from ashl.plan.files import read_plan
 from ashl.planning.build import Options
@@ -86,6 +87,8 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
     asked, slots, options = where.size, where.slots, Options(config["allow_targets"])
     topology, schedule, sync = (options.of(group, config[group]) for group in ("topology", "schedule", "sync"))
     cluster = options.of("cluster", drawn(config["cluster"], config["seed"]))
+    if isinstance(cluster, ProfileCluster):
+        raise UsageError("cluster=profile is in virtual time, which needs no hosts; take cluster=real, or leave it out")
     workers, extra = cluster.num_workers, extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
     if config["plan"]:
         plan = read_plan(config["plan"])

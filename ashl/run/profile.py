@@ -63,10 +63,11 @@ def profile(
             declared, here = 1e3 * parts.cluster.step_s, 1e3 * step_here_s(plan, parts, data)
             console.print(f"a step at factor 1 takes {declared:.3g} ms as declared, {here:.3g} ms on this machine")
         forecast(console, plan, len(data.train), found)
-        console.print(f"run folder  {run_dir}", soft_wrap=True)
+        console.print(f"run folder  {run_dir}", soft_wrap=True, markup=False)
         console.print(
             f"use it with `ashl train profile={run_dir / 'profile.json'}` or plan={run_dir / 'plan.json'}",
             soft_wrap=True,
+            markup=False,
         )
     return 0
 

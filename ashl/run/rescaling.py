@@ -126,9 +126,12 @@ def take_over(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     books.stages = [end for end in books.stages if end.stage < origin.stage]
     books.borders = [dict.fromkeys(range(n), mean([*of.values()])) for of in books.borders[: origin.stage]]
     monitor.go_on({**known, "plan": plan.to_json()})
-    for line in jsonl.read(origin.run_dir / METRICS):
-        if line["time_s"] * 1e9 <= time_ns + 1:
-            monitor.recorder.metric(line)
+    try:
+        lines = [line for line in jsonl.read(origin.run_dir / METRICS) if line["time_s"] * 1e9 <= time_ns + 1]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{origin.run_dir / METRICS} is missing or damaged, so that the run cannot go on") from error
+    for line in lines:
+        monitor.recorder.metric(line)
 
 
 def taken_over(nodes: list[dict[str, Any]], first: int, n: int, time_ns: int) -> dict[str, Any]:

@@ -154,6 +154,9 @@ def listen(connection: Connection, stream: IO[bytes], error: bool, inbox: Inbox)
         for line in iter(lambda: stream.readline(8 * MAX_LINE), b""):
             inbox.put(OutputLine(connection, line.decode(errors="replace").rstrip("\r\n"), error))
     if not error:
+        for other in connection.listeners:
+            if other is not threading.current_thread() and other.is_alive():
+                other.join(1.0)  # why it has ended is said on the other stream
         inbox.put(OutputLine(connection, None))
 
 
@@ -206,7 +209,7 @@ def fault(connection: Connection, python: str) -> str:
     if code == 127:
         return f"has no {python}; name the Python that has ashl there by --python"
     if code == 255:
-        return f"{UNREACHED} ({words}); `ssh HOST true` has to work without a question"
+        return UNREACHED + (f" ({words})" if words else "") + "; `ssh HOST true` has to work without a question"
     return f"cannot start its ranks: {python} ended with exit code {code}" + (f" ({words})" if words else "")
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ashl.config.construct import construct, own_faults
 from ashl.config.identity import config_hash
+from ashl.config.recorded import config_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job, Parts, assemble
@@ -217,8 +218,7 @@ def found(resume: Path | None, config: dict[str, Any], plan: Plan, job: Job) -> 
     """The run to go on with in its own folder, or with other workers in one of theirs, and the plan, which says so."""
     if resume is None or not rescaling.rescales(config, resume):
         return resume, None, plan
-    before = yaml.safe_load((resume / "config.yaml").read_text(encoding="utf-8"))
-    origin = rescaling.origin_of(resume, identity(before), plan, job)
+    origin = rescaling.origin_of(resume, identity(config_of(resume)), plan, job)
     return None, origin, replace(plan, notes=(*plan.notes, origin.note))
 
 

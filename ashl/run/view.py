@@ -19,10 +19,12 @@ def view(
     found: Evaluation | None,
     metric: tuple[str, float] | None,
     host_s: float,
+    virtual: bool,
 ) -> Frame:
     """How the run stands, after so many stages that have ended; `found` and `metric`: by the last evaluation."""
     time_s = max((beat.time_ns for beat in beats), default=0) / 1e9
     done = share_done(plan.limits, counts, time_s, epoch_samples)
+    passed_s = host_s if virtual else time_s  # processes took time to start
     waits = [waited(beat, time_s) for beat in beats]
     batches = [worker.batch for worker in plan.stages[0].workers]
     workers = [worker_frame(beat, batches[beat.rank], time_s, beat.rank in absent) for beat in beats]
@@ -38,7 +40,7 @@ def view(
         samples_per_s=counts.samples / time_s if counts and time_s else None,
         wait_share=fmean(waits) if waits else None,
         progress=done,
-        eta_host_s=host_s * (1 - done) / done if done else None,
+        eta_host_s=passed_s * (1 - done) / done if done else None,
         workers=workers,
     )
 

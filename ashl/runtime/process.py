@@ -187,6 +187,8 @@ class TorchKernel:
 
     def goodbye(self, timeout_s: float) -> None:
         """Second phase of leaving: every rank is done, nothing more is started."""
+        for task, _ in self._ready:
+            task.coro.close()  # Python would complain of those that have not begun
         if self._links is not None:
             self._links.goodbye(timeout_s)
 

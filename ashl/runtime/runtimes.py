@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ashl.option import Count, Natural, Positive, option
+from ashl.option import Count, Natural, Span, option
 
 Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is asked for, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
@@ -41,7 +41,7 @@ class Processes:
     graphs: Graphs = "auto"
     share_gpu: bool | None
     interface: str | None
-    timeout_s: Positive
+    timeout_s: Span
     min_workers: Count
     on_loss: OnLoss = "forget"
     respawn: Natural

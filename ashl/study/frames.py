@@ -1,6 +1,5 @@
 """Finished runs for notebooks: what they recorded as pandas frames, and their models."""
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ashl.errors import UsageError
+from ashl.errors import UsageError, parsed
 from ashl.report import flat, records
 from ashl.report.records import SWEEP, BrokenRecordError, LeftOut, Study
 from ashl.tracking import jsonl
@@ -41,7 +40,7 @@ class Run(Mapping[str, Any]):
     def plan(self) -> Mapping[str, Any]:
         """As in plan.json. Raises UsageError."""
         try:
-            return json.loads((self.folder / "plan.json").read_bytes())
+            return parsed((self.folder / "plan.json").read_bytes())
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.folder / 'plan.json'} is missing or broken; run it anew.") from error
 

@@ -117,7 +117,7 @@ def search(
                 sweep.clear(path)
         console = Console(highlight=False)
         if not quiet:
-            console.print(f"[bold]{folder.name}[/] {trials} trials; folder {folder}", soft_wrap=True)
+            console.print(f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False)
         typed = " ".join(["ashl sweep", *command])
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         with (

@@ -288,7 +288,7 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     total = len(grid.settings)
     counted = f"{total} {'run' if total == 1 else 'runs'}"
     rest = "" if missing == total else f", {total - missing} of them done, {missing} to go"
-    console.print(f"[bold]{folder.name}[/] {counted}{rest}; folder {folder}", soft_wrap=True)
+    console.print(f"{folder.name} {counted}{rest}; folder {folder}", soft_wrap=True, markup=False)
     for key, count in sorted(grid.unused.items()):
         console.print(f"{key} has no say in {count} of the points and is left out there", soft_wrap=True)
     if grid.merged:

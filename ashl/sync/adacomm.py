@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from ashl.aggregate.weighted import Push
-from ashl.option import Count, Positive, option
+from ashl.option import Count, Span, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import BarrierRule, Orders
@@ -36,7 +36,7 @@ class AdaComm(BarrierRule):
     """A barrier at every τ steps, τ adapted to the loss."""
 
     local_steps: Count
-    every_s: Positive
+    every_s: Span
 
     def begin(self, stage: Stage, tally: Tally) -> Period:
         return Period(self.local_steps, self.local_steps, tally.now_s)

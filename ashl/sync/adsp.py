@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ashl.aggregate.weighted import Push
-from ashl.option import Count, Positive, option
+from ashl.option import Count, Positive, Span, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import Orders, ServerRule
@@ -57,11 +57,11 @@ class Search:
 class ADSP(ServerRule):
     """A common commit rate, searched online."""
 
-    gamma_s: Positive
+    gamma_s: Span
     commits: Count
-    floor_s: Positive
+    floor_s: Span
     loss_target: Positive
-    search_s: Positive | None
+    search_s: Span | None
     rise: Positive
 
     @property

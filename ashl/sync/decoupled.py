@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
-from ashl.option import Count, NonNegative, option
+from ashl.option import Count, Duration, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ServerRule
@@ -42,7 +42,7 @@ class Decoupled(ServerRule):
     takes_all: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     min_learners: Count
-    grace_s: NonNegative
+    grace_s: Duration
 
     def quorum(self, num_workers: int) -> int:
         if self.min_learners > num_workers:

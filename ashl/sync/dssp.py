@@ -14,7 +14,9 @@ Source: Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training fo
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
@@ -38,7 +40,7 @@ class DSSP(ServerRule):
     """Bounded lead, the bound chosen from a range."""
 
     s_low: Natural
-    s_high: Natural
+    s_high: Annotated[Natural, Field(le=10_000)]  # each of them is looked at
     local_steps: Count | Literal["plan"]
 
     def __post_init__(self) -> None:

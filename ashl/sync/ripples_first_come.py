@@ -11,7 +11,7 @@ Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training 
 a window that stays as it is; as a schedule for Luo et al., "Prague", ASPLOS 2020.
 """
 
-from ashl.option import Positive, option
+from ashl.option import Span, option
 from ashl.topology.group_generator import Groups, Members
 from ashl.topology.group_rule import GroupRule, GroupSize
 
@@ -21,7 +21,7 @@ class RipplesFirstCome(GroupRule):
     """Timed groups."""
 
     group_size: GroupSize
-    window_s: Positive | None
+    window_s: Span | None
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
         idle, due = state.idle, self.wakes(state)

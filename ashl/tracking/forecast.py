@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ashl.plan.noise import alike
@@ -17,7 +18,7 @@ PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps n
 
 def show_profile(console: Console, profile: Profile) -> None:
     """Print what a step, a push, a pull and an encoding cost each worker."""
-    console.print(f"[bold]profile[/] {profile.source}, {profile.model} with {profile.num_params:,} parameters")
+    console.print(f"[bold]profile[/] {profile.source}, {escape(profile.model)} with {profile.num_params:,} parameters")
     table = Table(box=None, padding=(0, 1, 0, 0))  # within 80 columns
     for title in ("worker", "step ms", "± ms", "push ms", "pull ms", "latency ms", "up MB/s", "down MB/s", "encode ms"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -95,7 +96,8 @@ def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile 
 
     With a profile, the cycle at the same H for all is beside the planned one.
     """
-    console.print(f"[bold]{plan.name}[/] {plan.num_workers} workers, {plan.num_params:,} parameters, seed {plan.seed}")
+    crowd = f"{plan.num_workers} workers, {plan.num_params:,} parameters, seed {plan.seed}"
+    console.print(f"[bold]{escape(plan.name)}[/] {crowd}")
     for stage in plan.stages:
         if stage.sync["_target_"] == PROFILING:
             console.print(f"stage {stage.name}: measures steps and exchanges, and learns nothing")
@@ -137,7 +139,7 @@ def duration(plan: Plan, epoch_samples: int) -> str:
 
 def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
     until = ", ".join(f"{rule.replace('_', ' ')} {bound:g}" for rule, bound in stage.until.items())
-    title = f"stage {stage.name}" + (f", until {until}" if until else "")
+    title = f"stage {escape(stage.name)}" + (f", until {until}" if until else "")
     columns = ["worker", "H", "batch", "data share", "kept", "message", "cycle"]
     before = profile if stage.h_preset is not None else None
     if before:

@@ -10,7 +10,7 @@ from ashl.tracking.console import MAX_ROWS, milliseconds, percent
 def show_full(console: Console, full: Full, dense_bytes: int) -> None:
     """Print it, in ms and ms for each MB, each with half of its 95 % interval."""
     versions = "".join(f", {name} {version}" for name, version in full.versions.items())
-    console.print(f"measured in full on {full.made or 'no known date'}{versions}", soft_wrap=True)
+    console.print(f"measured in full on {full.made or 'no known date'}{versions}", soft_wrap=True, markup=False)
     table = Table("worker", "batch", "steps", "median ms", "5 %", "95 %", "mean", "drift", box=None)
     for rank, worker in enumerate(full.workers[:MAX_ROWS]):
         for own in worker.steps:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
+from ashl.errors import parsed
+
 
 @runtime_checkable
 class Listable(Protocol):
@@ -53,11 +55,14 @@ class Lines:
 
 
 def read(path: Path) -> Iterator[dict]:
-    """Yield the records of a JSONL file; a last line that a kill cut off is left out."""
+    """Yield the records of a JSONL file; a last line that a kill cut off is left out. Raises ValueError for a line that
+    is no record."""
     with open(path, "rb") as file:
         for line in file:
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                if not isinstance(record := parsed(line), dict):
+                    raise ValueError(f"{path} has a line that is no record")
+                yield record
 
 
 def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
@@ -65,7 +70,7 @@ def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
     if not path.exists() or path.stat().st_size < size:
         return None
     lines = path.read_bytes()[:size].splitlines(keepends=True)
-    return b"".join(line for line in lines if wanted(json.loads(line)))
+    return b"".join(line for line in lines if wanted(parsed(line)))
 
 
 @contextmanager
@@ -97,13 +102,13 @@ def tail(path: Path, offset: int) -> tuple[list[dict], int]:
             text, _, _ = file.read().rpartition(b"\n")
     except FileNotFoundError:
         return [], offset
-    return [json.loads(line) for line in text.splitlines()], offset + len(text) + bool(text)
+    return [parsed(line) for line in text.splitlines()], offset + len(text) + bool(text)
 
 
 def whole(path: Path) -> dict | None:
     """The object in a JSON file; None where there is none that is whole."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -28,7 +28,7 @@ class Recorder:
         sizes = sizes or {}
         for name, size in sizes.items():
             found = path.stat().st_size if (path := run_dir / name).exists() else 0
-            if found < size:
+            if found < size or not path.is_file():
                 text = f"{path} has {found:,} bytes, and had {size:,} at the checkpoint: its records would have a gap"
                 raise UsageError(f"{text}; run this setting anew.")
         with writing(run_dir):

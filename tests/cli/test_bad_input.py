@@ -98,7 +98,7 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
         ("model.hidden=[100000000000]", "the model does not fit into this machine's memory; make model.* smaller"),
         ("model.hidden=null", "model.hidden=null is not possible: should be a list"),
         ("schedule=ashl schedule.h_preset=[1]", "schedule.h_preset=[1] is not possible: should have at least 2 values"),
-        ("name=a/b", "cannot hold / or \\; say with run.dir where the run folder goes"),
+        ("name=a/b", "cannot hold / or \\, or what cannot be printed; say with run.dir"),
         ("optimizer.lr=nan", "optimizer.lr=nan is not possible"),
         ("sync.staleness=1.5", "sync.staleness=1.5 is not possible: should be a whole number"),
         ("stop.target_accuracy=97", "should be less than or equal to 1"),

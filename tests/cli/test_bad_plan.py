@@ -30,6 +30,11 @@ def edited(said, workplace):
         ({"workers": [3]}, "stage shl, worker 0 is 3, where keys and values are expected"),
         ({"sync": {}}, "stage shl: sync has no `_target_`; take one of the options that `ashl list sync` shows"),
         ({"sync": {"_target_": "ashl.sync.asp.ASP"}}, "stage shl: sync.local_steps is missing; give it a value"),
+        ({"name": "\x1b[2J"}, "'\\x1b[2J' stands where a name is expected"),
+        ({"handover": {"momentum": "eat"}}, "stage shl: handover.momentum='eat' is none; there are: momentum (keep or"),
+        ({"h_preset": "x"}, "stage shl: h_preset is 'x', where a whole number from 1 up is expected"),
+        ({"r_preset": -2}, "stage shl: r_preset is -2, where a share above 0 and at most 1 is expected"),
+        ({"predicted_wait_share": "x"}, "stage shl.predicted_wait_share=x is not possible: should be a number"),
         (
             {"sync": {"_target_": "ashl.sync.d_psgd.DPSGD", "local_steps": 1, "order": "awc"}},
             "stage shl of the schedule",
@@ -40,6 +45,25 @@ def test_a_plan_edited_by_hand(changes, says, said, edited) -> None:
     code, sentence = said(edited(**changes))
     assert code == 2
     assert sentence.startswith(f"plan=plan.json is no usable plan: {says}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seed": -5}, "seed is -5, where a whole number from 0 up is expected"),
+        ({"seed": "x"}, "seed=x is not possible: should be a whole number"),
+        ({"num_ranks": 77}, "num_ranks is 77, and its workers and servers are 5"),
+        ({"predicted_s": float("nan")}, "predicted_s=nan is not possible: should be a finite number"),
+        ({"layers": [["a"]]}, 'a layer is ["a"], where a name and a shape are expected'),
+        ({"notes": "[" * 100_000}, "its brackets are nested too deep"),
+    ],
+)
+def test_a_plan_that_is_none_for_all_its_stages(changes, says, said, edited, workplace) -> None:
+    edited()
+    text = json.dumps({**json.loads((workplace / "plan.json").read_text()), **changes})
+    (workplace / "plan.json").write_text(text.replace('"[', "[") if "[[[" in text else text)
+    code, sentence = said("plan=plan.json")
+    assert (code, sentence) == (2, f"plan=plan.json is no usable plan: {says}")
 
 
 def test_a_stage_that_would_never_end(said, edited, workplace) -> None:

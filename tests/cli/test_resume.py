@@ -50,6 +50,28 @@ def test_records_that_lost_their_end_are_not_gone_on_with(name: str, interrupted
     assert f"run/{name} has 0 bytes" in resumed(capsys)[1]
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "run/config.yaml lacks choices, or has something else there; name another run."),
+        ("choices: {}", "run/config.yaml lacks run, or has something else there"),
+        ("[" * 3000, "run: there is no run whose config.yaml can be read"),
+        ("\udcff", "run: there is no run whose config.yaml can be read"),
+    ],
+)
+def test_a_configuration_that_is_none(text: str, says: str, interrupted: Path, capsys) -> None:
+    (interrupted / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    code, err = resumed(capsys)
+    assert (code, err.count("\n"), says in err) == (2, 1, True)
+
+
+@pytest.mark.parametrize("line", ["x", "[1]", "{}"])
+def test_records_with_a_line_that_is_none_are_not_taken_along(line: str, interrupted: Path, capsys) -> None:
+    (interrupted / METRICS).write_text(f"{line}\n")
+    code, err = resumed(capsys, "cluster.num_workers=2", "run.dir=new")
+    assert (code, "run/metrics.jsonl is missing or damaged" in err) == (2, True)
+
+
 def test_two_cannot_go_on_with_one_run(interrupted: Path, capsys) -> None:
     with open(interrupted / METRICS, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,0 +1,41 @@
+"""What an earlier run was configured with, as its folder has it: an edited or damaged file is told as that."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ashl.config.catalog import catalog
+from ashl.config.compose import PRESETS
+from ashl.errors import UsageError
+
+CONFIG, TYPED = "config.yaml", "overrides.yaml"
+BESIDE = ("run", "stop", "eval")  # mappings beside the groups
+
+
+def config_of(run_dir: Path) -> dict[str, Any]:
+    """Raises UsageError where it cannot be read, or is no configuration."""
+    config = read(run_dir, CONFIG)
+    groups = [group for group in catalog() if group not in PRESETS]
+    kinds = {"choices": dict, **dict.fromkeys((*BESIDE, *groups), dict), "allow_targets": list}
+    lacking = [key for key, kind in kinds.items() if not isinstance(config, dict) or type(config.get(key)) is not kind]
+    chosen = {} if lacking else {"sync": "", **config["choices"]}  # where stages name their modes, none was chosen
+    lacking += [f"choices.{group}" for group in groups if chosen and not isinstance(chosen.get(group), str)]
+    if lacking:
+        raise UsageError(f"{run_dir / CONFIG} lacks {lacking[0]}, or has something else there; name another run.")
+    return config
+
+
+def typed_of(run_dir: Path) -> list[str]:
+    """What was typed. Raises UsageError where it cannot be read."""
+    typed = read(run_dir, TYPED)
+    if not isinstance(typed, list) or not all(isinstance(text, str) for text in typed):
+        raise UsageError(f"{run_dir / TYPED} is no list of what was typed; name another run.")
+    return typed
+
+
+def read(run_dir: Path, name: str) -> Any:
+    try:
+        return yaml.safe_load((run_dir / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{run_dir}: there is no run whose {name} can be read.") from error
