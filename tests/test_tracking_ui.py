@@ -77,6 +77,25 @@ def test_a_tracking_server_has_its_own_page(tmp_path, monkeypatch):
         ui.serve(tmp_path)
 
 
+HALF_DONE = """
+import os, sqlite3, sys
+store = sqlite3.connect(sys.argv[1], isolation_level=None)
+store.execute("CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)")
+store.executemany("INSERT INTO runs VALUES (?, 7, 10, 'active')", [(str(k) * 100,) for k in range(1000)])
+store.execute("PRAGMA cache_size = 1")
+store.execute("BEGIN")
+store.execute("UPDATE runs SET experiment_id = 8")
+os._exit(1)
+"""
+
+
+def test_a_store_whose_writer_was_killed_is_read_all_the_same(tmp_path):
+    """What it had begun has to be taken back first, which a reader that may not write cannot do."""
+    subprocess.run([sys.executable, "-c", HALF_DONE, str(tmp_path / "mlflow.db")], check=False)
+    assert (tmp_path / "mlflow.db-journal").exists()
+    assert "/#/experiments/7/" in str(store.latest(store.tracking_uri(tmp_path)))
+
+
 def test_the_link_leads_to_the_experiment_that_ran_last(tmp_path):
     uri = store.tracking_uri(tmp_path)
     assert uri == f"sqlite:///{tmp_path}/mlflow.db"

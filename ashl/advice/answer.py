@@ -71,7 +71,8 @@ def notes_of(scale: Scale) -> list[str]:
     notes = []
     if scale.length < 1:
         notes.append(
-            f"A proxy, as the budget is too small for whole runs: each has {percent(scale.length, 0)} of the steps."
+            f"A proxy, as the budget is too small for whole runs: each has {percent(scale.length, 0)} of the steps, "
+            "and a target that was asked for is for whole runs."
         )
     if scale.target is not None:
         notes.append(f"The target is the best accuracy that all reached in the tuning: {percent(scale.target)}.")

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,7 @@ from ashl.errors import UnusedKeyError, UsageError
 
 PRESETS = ("experiment", "debug")  # groups that set other groups' values and leave nothing of their own
 CHOOSERS = ("dataset", "schedule")  # groups whose options may choose other groups' options: no other option reaches out
+MOST = 10_000  # values of one key in a sweep
 
 _PARTS: dict[tuple[str, str], DictConfig] = {}  # what Hydra made of each shipped option of a group: always the same
 
@@ -211,6 +213,8 @@ def _change(text: str, known: Catalog) -> Override:
         fix = "; options of your own are found with --config-dir" if "searchpath" in key else ""
         fix = "; it goes with `ashl sweep --launcher NAME`" if key.startswith("hydra.launcher.") else fix
         raise UsageError(f"{text}: Hydra's own settings and packages are not used here{fix}.")
+    if key.split(".")[0] == "sweep":
+        raise UsageError(f"{text}: lines of a sweep stand in a preset; here give values, as in sync=bsp,asp.")
     if change.is_sweep_override():
         brackets = f", or write a list as '{key}=[{value}]'" if "(" not in value and key not in known else ""
         raise UsageError(f"{text} gives several values where train takes one; use `ashl sweep {text}`{brackets}.")
@@ -237,7 +241,9 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
             raise UsageError(f"{text}: glob() chooses among a group's options, and {key} is no group; list its values.")
         values = found.filter(list(known[key]))
     else:
-        values = list(change.sweep_string_iterator())
+        values = list(islice(change.sweep_string_iterator(), MOST + 1))
+        if len(values) > MOST:
+            raise UsageError(f"{text} stands for more than {MOST:,} values; give fewer, or a larger step.")
     if not values:
         raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
     singles = [f"{key}={value}" for value in values]

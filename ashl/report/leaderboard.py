@@ -362,7 +362,7 @@ def _target_note(study: Study, target: Target, behind: int) -> list[str]:
     most = f"all but {behind} of the settings reach" if behind else "all reach"
     where = f"ashl compare {study.folder} " if study.folder else ""
     return [
-        f"No target was asked for: this one is the best that {most}; another one: {where}--target {target.accuracy:g}"
+        f"These runs had no target: this one is the best that {most}; another one: {where}--target {target.accuracy:g}"
     ]
 
 

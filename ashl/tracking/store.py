@@ -116,5 +116,5 @@ def link(address: str, experiment: str) -> str:
 def _first(path: Path, query: str, *values: str) -> tuple | None:
     if not path.exists():
         return None
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)) as connection:
         return connection.execute(query, values).fetchone()

@@ -109,6 +109,8 @@ def test_a_preset_may_bring_lines_of_settings(tmp_path: Path, capsys: pytest.Cap
         (("sync.staleness=1,2", "sync=bsp"), "sync=bsp has no key staleness|no option that this grid chooses has"),
         (("optimizer.lr=interval(0,1)",), "--sweeper optuna"),
         (("seed=range(0,1000)", "optimizer.lr=range(0,1000)"), "1,000,000 points"),
+        (("sweep=[{sync: bsp}]",), "lines of a sweep stand in a preset"),
+        (("seed=range(0,1000000000)",), "stands for more than 10,000 values; give fewer, or a larger step"),
         (("sync=glob(zz*)",), "matches nothing"),
         (("sync=asp,ssp", "topology=all_reduce"), "no point of this grid can be run"),
         (("seed=",), "seed"),
