@@ -14,7 +14,7 @@ def advise(
     config_dir: ConfigDir = None,
     target: Annotated[float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")] = None,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="What the answer may take on this machine.")
+        float, typer.Option(metavar="SECONDS", min=1, max=1e7, help="What the answer may take on this machine.")
     ] = 300.0,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where time goes, who competed, who did not, and why.")

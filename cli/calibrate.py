@@ -13,9 +13,11 @@ def calibrate(
     ctx: typer.Context,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="What each run should take.")] = 3.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="What each run should take.")
+    ] = 3.0,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="What all of it may take on this machine.")
+        float, typer.Option(metavar="SECONDS", min=1, max=1e7, help="What all of it may take on this machine.")
     ] = 1200.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the combinations; run nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ashl.cli.app import main
 from ashl.data.synthetic import Synthetic
 
 ADAM = "sync=local_sgd outer=adam"
@@ -37,3 +38,9 @@ def test_a_data_set_that_does_not_fit(said, monkeypatch) -> None:
     monkeypatch.setattr(Synthetic, "load", load)
     says = "the data set does not fit into this machine's memory; make dataset.* smaller"
     assert said("dataset=synthetic") == (2, says)
+
+
+@pytest.mark.parametrize("command", ["advise --budget inf", "calibrate --budget inf", "calibrate --seconds inf"])
+def test_no_end_of_seconds(command: str, capsys) -> None:
+    assert main(command.split()) == 2
+    assert "should be less than or equal to 10000000" in capsys.readouterr().err
