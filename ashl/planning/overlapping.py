@@ -157,6 +157,8 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "updates that come one at a time are no parts of one step", "sync=local_sgd, or overlap=late"
     elif overlap.steps_ahead and not own.outer.linear:
         why, instead = f"steps of outer={choices['outer']} on parts of an update do not add up", "outer=nesterov"
+    elif own.aggregate.discount is not None and (overlap.steps_ahead or not own.topology.has_server):
+        why, instead = "all are late alike, and aggregate.discount tells who is later", "aggregate.scale instead"
     elif overlap.fragments and own.topology.has_server and not (own.sync.in_rounds and own.sync.quorum(n) == n):
         why, instead = "a server steps on a fragment once it has come from all", "sync=local_sgd, or overlap=late"
     elif overlap.share is not None and not own.compression.flags.lossless:

@@ -98,7 +98,8 @@ class Gradients(Updates):
         lr = stage.trainer.rate(tally.samples)
         tally.commit(worker, int(steps), int(samples))
         body = stage.link.decode(state.ends, worker, message.body)
-        if not table.take(Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, 0, 0, 0)):
+        push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, 0, 0, 0)
+        if not table.take(push._replace(body=stage.aggregate.fold([push], [1.0]))):
             return False
         sums = [table.sums[rank] for rank in sorted(table.sums)]
         weights = stage.handed(tally.gone).weights_of(sums, set(stage.workers) - table.sums.keys())

@@ -74,6 +74,7 @@ LAYERS = f"{RING} overlap=layerwise"
             f"{RING} overlap=overlap_local_sgd",
             "it is made for local steps, and gradients are exchanged; take sync=local",
         ),
+        (f"{RING} overlap=late aggregate.discount=1", "all are late alike, and aggregate.discount tells who is later"),
         (f"{RING} overlap=late overlap.own=1.5", "overlap.own"),
         (f"{RING} overlap=eager", "it is made for local steps, and gradients are exchanged; take sync=local_sgd"),
         ("sync=asp sync.local_steps=2 overlap=eager", "are no parts of one step; take sync=local_sgd, or overlap=late"),
