@@ -42,6 +42,22 @@ def test_attention_goes_by_distance():
     assert not torch.allclose(near[0, 1:], near[0, :-1], atol=1e-3)
 
 
+def test_a_block_by_hand_and_first_weights():
+    """Queries and keys are turned by their places, values are not; what joins the shortcuts begins smaller."""
+    model, x = built(width=32, heads=2, layers=2), torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(1))
+    block = model.blocks[0]
+    query, key, value = block.attend(block.norm1(x)).view(7, 3, 2, 16).permute(1, 2, 0, 3)
+    scores = turned(query, angles(7, 16)) @ turned(key, angles(7, 16)).transpose(1, 2) / 4
+    later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    seen = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+    between = x + block.mix(seen.transpose(0, 1).reshape(1, 7, 32))
+    whole = between + block.narrow(torch.nn.functional.gelu(block.widen(block.norm2(between))))
+    torch.testing.assert_close(block(x, angles(7, 16)), whole)
+    wide = built(width=256, layers=8).blocks[0]
+    found = [float(part.weight.detach().std()) for part in (wide.attend, wide.widen, wide.mix, wide.narrow)]
+    assert found == pytest.approx([0.02, 0.02, 0.005, 0.005], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("fields", "millions"), [({}, 0.82), ({"tied": False}, 0.85), ({"width": 512, "heads": 8, "layers": 6}, 19.0)]
 )

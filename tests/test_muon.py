@@ -36,6 +36,20 @@ def test_matrices_are_turned_and_all_else_goes_as_adamw():
     assert alike == {"embed.weight", "a.bias"}
 
 
+def test_two_steps_by_hand():
+    """M ← μM + G, W ← (1 − ηλ)W − η·0.2·√max(r, c)·O(G + μM)."""
+    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES), 2)
+    draw = torch.Generator().manual_seed(0)
+    params, first, second = (pieces(torch.randn(D, generator=draw)) for _ in range(3))
+    for name, longest in (("a.weight", 20), ("b.weight", 24)):
+        w, momentum = params[name].flatten(1), 0
+        for grad in (first[name].flatten(1), second[name].flatten(1)):
+            momentum = 0.95 * momentum + grad
+            turn = orthogonal(grad + 0.95 * momentum, 5)
+            w = w * (1 - 0.02 * 0.1) - 0.02 * 0.2 * longest**0.5 * turn
+        torch.testing.assert_close(found[name].flatten(1), w)
+
+
 @pytest.mark.slow  # torch's own takes seconds to be imported
 def test_matrices_go_as_those_of_torch():
     found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES))["a.weight"]
@@ -58,6 +72,7 @@ def test_singular_values_come_near_one(shape):
     assert orthogonal(x, 5).shape == shape
 
 
+@pytest.mark.limit("optimizer=muon")
 def test_without_layers_it_is_adamw():
     bare = conf_option("optimizer", "muon")
     assert isinstance(bare, Muon)

@@ -32,6 +32,7 @@ class Muon(AdamW):
     Where gradients are summed by all-reduce each replica makes the step itself, which needs machines whose matrix
     products have the same bits.
 
+    Limit: a model without matrices, or whose layers are all among the `others`, is AdamW, bit for bit.
     Source: Jordan et al., "Muon", 2024; lengths as in Liu et al., "Muon is scalable for LLM training", arXiv
     2502.16982; MuLoCo, Thérien et al., arXiv 2505.23725.
     """

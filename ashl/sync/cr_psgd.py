@@ -4,6 +4,8 @@ Rule: step t has b_i ← ⌊ρ^t·B_i⌋ samples of worker i, at most `max_batch
 Σ_j b_j. T samples take O(log T) rounds instead of O(T): as steps near the optimum, they need less noise and not more
 steps. A batch that reaches the end of a shard goes on at its start.
 
+Rounding starts from B_i each time, so that a batch of one grows as well: ⌊ρ·⌊ρ·B⌋⌋ would stay at 1 below ρ = 2.
+
 Limit: ρ = 1 is BSP. Gradients alone are exchanged, by a server, as it says how large the next batch is. Source: Yu and
 Jin, "On the Computation and Communication Complexity of Parallel SGD with Dynamic Batch Sizes for Stochastic Non-Convex
 Optimization", ICML 2019, Algorithm 1.

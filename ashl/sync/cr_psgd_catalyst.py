@@ -3,6 +3,7 @@
 Rule: run k minimises f(x) + θ/2·‖x − y‖², y the model that it begins with, by CR-PSGD from the first batch on: w ← w −
 γ·(Σ_i b_i·g_i / Σ_j b_j + θ·(w − y)). A run ends before it would take more than `budget` samples of all workers
 together, and the next one begins with its model, and with small batches again. Momentum goes on from one to the next.
+In the paper that is √(n·T) of n workers with T samples each, hence as many runs.
 
 Limits: a budget of one step is BSP, whatever θ, since then w = y; without an end (a large budget) and θ → 0 it is
 CR-PSGD. Source: Yu and Jin, ICML 2019, Algorithm 2; after Lin, Mairal and Harchaoui, "A Universal Catalyst for

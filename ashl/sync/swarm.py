@@ -11,7 +11,8 @@ encoding costs is not in virtual time.
 
 Of workers that are lost and that come back: `ashl.topology.partners`.
 
-Limits: bits = null is exact. H = 1 on a graph of two roles is AD-PSGD but for who asks. Departs from the paper in that
+Limits: many bits are as good as whole models, to their grain. H = 1 on a graph of two roles is AD-PSGD but for who
+asks. Departs from the paper in that
 a worker asks after every H steps of its own, so that a fast one meets more often, instead of pairs being drawn from
 outside, and in that the grid follows the models.
 Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv

@@ -10,8 +10,10 @@ the bias that is taken out of both; weight decay is decoupled once momenta are w
 
 Limits: with `update_scaler` ≥ `freeze_step` ≥ the steps of the run it is Adam, to the bit; with `update_scaler` ≥
 `freeze_step` and `local_step_clipper` = 1 it is 1-bit Adam after a warm-up of `freeze_step` steps, to the bit. Departs
-from the paper in that u is the sum of momenta without their η, which is the same within a round, and that bodies are
-gathered and not compressed a second time on their way back. Source: Lu et al., "Maximizing Communication Efficiency for
+from the paper in that u is the sum of momenta without their η, which is the same within a round, that a step which
+learns the variance takes its momentum from whole gradients, too, and that bodies are gathered and not compressed a
+second time on their way back; from DeepSpeed in that what goes in bits before `freeze_step` are momenta, as in the
+paper, and not gradients, and that biases are taken out. Source: Lu et al., "Maximizing Communication Efficiency for
 Large-scale Training via 0/1 Adam", ICLR 2023 (arXiv 2202.06009), Algorithm 1; its policies, and what they are called,
 as DeepSpeed has them.
 """

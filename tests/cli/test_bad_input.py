@@ -51,6 +51,7 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
         ("sync.local_steps=plan", "needs a schedule that plans H per worker; give a number"),
         ("sync=lb_bsp aggregate=uniform", "aggregate=uniform makes no sense with sync=lb_bsp: its workers' batches"),
         ("sync=lb_bsp aggregate=data_share", "take aggregate=samples"),
+        ("sync=cr_psgd aggregate=data_share", "take aggregate=samples"),
         ("topology=partial_all_reduce sync=bsp", "take topology=parameter_server or all_reduce, or sync=ripples_smart"),
         ("topology=partial_all_reduce sync=ripples_smart sync.group_size=5", "more than the 4 workers that there are"),
         ("topology=partial_all_reduce sync=ripples_random sync.group_size=1", "should be greater than or equal to 2"),

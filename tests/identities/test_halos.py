@@ -34,6 +34,8 @@ def test_a_region_alone_whose_every_push_goes_up_goes_as_the_server_goes() -> No
     torch.testing.assert_close(
         run(*at, *alone, "topology.beta=0").params, run(*at, "aggregate.scale=2").params, rtol=1e-4, atol=1e-6
     )
+    every_third = run(*at, *alone, "topology.updates=3", "runtime.gradients=false").end
+    assert (every_third["merges"], every_third["commits"]) == (4, [12, 0])
 
 
 def test_the_global_server_steps_as_its_rule_says() -> None:

@@ -1,13 +1,16 @@
 """Growing batches, FedPAQ, Ringleader and Rescaled ASGD, EASGD and Gossip-PGA at their limits, and what each is for."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ashl.aggregate.weighted import Push
 from ashl.planning.build import assemble
+from ashl.stage.tally import Tally
 from ashl.sync.ringleader import Table
+from tests.conf_option import conf_option
 from tests.support import simulated
 
 BASE = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "optimizer.lr=0.02", "stop.steps=24")
@@ -51,6 +54,21 @@ def test_batches_grow_to_the_most_and_begin_anew():
     assert ran.end["samples"] == 4 * (8 + 16 + 32 + 40 + 40)
     again = run("sync=cr_psgd_catalyst", "sync.budget=96", *small)
     assert again.end["samples"] == 4 * (8 + 16 + 8 + 16 + 8)
+
+
+def test_a_catalyst_is_held_to_where_each_run_of_it_began():
+    """By hand, on one worker: batches of 8 and 16 by turns."""
+    base = ("sync=cr_psgd_catalyst", "sync.growth=2", "sync.budget=24", "sync.theta=2", "dataset.batch_size=8", *ONE)
+    ran = run(*base, "stop.steps=6")
+    trainer, drawn = assemble(ran.plan, "cpu").stages[0].trainer, 0
+    w, moments = trainer.init()
+    begin = w
+    for step, batch in enumerate([8, 16] * 3):
+        begin = w if batch == 8 else begin
+        _, g = trainer.gradient(w, 0, step, range(drawn, drawn + batch))
+        moments, w = trainer.apply(w, moments, g + 2 * (w - begin), 0.02)
+        drawn += batch
+    torch.testing.assert_close(ran.params, w)
 
 
 # --- FedPAQ -----------------------------------------------------------------------------------------------------------
@@ -101,6 +119,43 @@ def test_a_ringleader_steps_once_for_each_in_a_round():
     assert used[3] == {0: 6.0, 2: 7.0, 1: 8.0}
 
 
+@pytest.mark.parametrize("discount", [None, 1.0])
+def test_a_ringleader_by_hand(discount):
+    """Three workers, pushes in the order in which they come: each step is along the mean of what each has sent, each
+    gradient by how late it was; who has sent one without a step of its own goes on with the model that it has."""
+    more = () if discount is None else (f"aggregate.discount={discount}",)
+    timed = ("cluster.compute=[1,2,3.7]", "cluster.link=null", "cluster.step_s=1", "cluster.exchange_s=0.2")
+    ran = run("sync=ringleader", *timed, *more, "stop.steps=13")
+    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    w, moments = trainer.init()
+    models, steps, seen, version, sums, due = [w] * 3, [0] * 3, [0] * 3, 0, {}, {0, 1, 2}
+    for rank in [0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 2, 0, 1]:
+        _, g = trainer.gradient(models[rank], rank, steps[rank])
+        steps[rank] += 1
+        sums.setdefault(rank, []).append(g * (1 + version - seen[rank]) ** -(discount or 0))
+        if len(sums) == 3:
+            mean = sum(sum(sent) / len(sent) for sent in sums.values()) / 3
+            moments, w = trainer.apply(w, moments, mean, 0.02)
+            models[rank], version = w, version + 1
+            due.remove(rank)
+            sums, due = (sums, due) if due else ({}, {0, 1, 2})
+        seen[rank] = version
+    assert version == 6
+    torch.testing.assert_close(ran.params, w)
+
+
+def test_rescaled_asgd_steps_by_how_long_a_workers_cycle_is():
+    """One comes every second and then after two, another every third one."""
+    rule, stage = conf_option("sync", "rescaled_asgd"), SimpleNamespace(outer=conf_option("outer", "average"))
+    cycles = rule.begin(stage, Tally(2))
+    for worker, now_s in ((0, 1), (1, 1), (0, 2), (1, 4), (0, 4)):
+        cycles = rule.observe(stage, cycles, SimpleNamespace(now_s=now_s), pushed(worker, 0.0))
+    assert cycles.cycle == pytest.approx({0: 1.2, 1: 3.0})
+    for worker, factor in ((0, 1.2 / 2.1), (1, 3 / 2.1)):
+        state = SimpleNamespace(rule_state=cycles, tally=SimpleNamespace(latest=worker), outer_state=None, params=1.0)
+        assert rule.step(stage, state, 1.0, 0.1)[2] == pytest.approx(1 + factor)
+
+
 @pytest.mark.limit("sync=rescaled_asgd")
 @pytest.mark.slow
 def test_rescaled_asgd_of_equal_workers_is_asp():
@@ -134,6 +189,22 @@ def test_one_worker_on_a_spring_of_a_half_is_asp_at_half_the_scale():
           run("sync=asp", "sync.local_steps=3", "aggregate.scale=0.5", *ONE))  # fmt: skip
 
 
+def test_both_ends_of_a_spring_by_hand():
+    """Two equal workers, whose models come one after the other."""
+    alpha, two = 0.3, ("cluster.compute=[1,1]", "cluster.link=null", "stop.steps=12")
+    ran = run("sync=easgd", "sync.local_steps=2", f"sync.alpha={alpha}", *two)
+    trainer = assemble(ran.plan, "cpu").stages[0].trainer
+    middle, moments = trainer.init()
+    own, kept = [middle, middle], [moments, moments]
+    for start in (0, 2, 4):
+        for rank in (0, 1):
+            for step in (start, start + 1):
+                _, kept[rank], own[rank] = trainer.local_step(own[rank], kept[rank], rank, step, 0.02)
+            pull = alpha * (own[rank] - middle)
+            own[rank], middle = own[rank] - pull, middle + pull
+    torch.testing.assert_close(ran.params, middle)
+
+
 @pytest.mark.slow
 def test_springs_pull_alike_at_both_ends():
     """Without steps to speak of all stay where they are; with α = 1 both ends change places."""
@@ -155,6 +226,14 @@ def test_gossip_that_always_meets_is_local_sgd():
     always = run("sync=gossip_pga", "sync.period=1", "sync.local_steps=2", GOSSIP)
     close(always, run("sync=local_sgd", "sync.local_steps=2", "topology=all_reduce", "aggregate=uniform"))
     assert always.snapshots[-1][0]["consensus_distance"] == 0
+
+
+def test_where_all_meet_they_meet_in_the_mean_that_gossip_keeps():
+    """In the fourth round all have the mean over all, which is what D-PSGD's models are on average then."""
+    four = (GOSSIP, "stop.steps=16")
+    meet, apart = run("sync=gossip_pga", "sync.period=4", *four), run("sync=d_psgd", "sync.order=atc", *four)
+    close(meet, apart)
+    assert meet.snapshots[-1][0]["consensus_distance"] == 0 < apart.snapshots[-1][0]["consensus_distance"]
 
 
 def test_gossip_pays_for_both_kinds_of_rounds():

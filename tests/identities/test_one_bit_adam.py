@@ -32,7 +32,7 @@ def test_a_warm_up_to_the_end_is_adam():
 def test_without_loss_it_is_adam_over_a_frozen_variance():
     """By hand, on one worker: ten steps of Adam, then m goes on and v does not."""
     one = ("cluster.compute=[1]", "cluster.link=null", "compression=none", "schedule.warmup_epochs=0.2")
-    ran = simulated(*MODE, *one)
+    ran = simulated(*MODE, *one, "optimizer=adamw", "optimizer.weight_decay=2")
     ends = [record["steps"] for record in ran.of("stage")]
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
     w, moments = trainer.init()
@@ -43,7 +43,7 @@ def test_without_loss_it_is_adam_over_a_frozen_variance():
     for step in range(ends[0], 40):
         _, g = trainer.gradient(w, 0, step)
         m = 0.9 * m + 0.1 * g
-        w = w - 0.01 / (1 - 0.9 ** ends[0]) * m / ((v / (1 - 0.999 ** ends[0])).sqrt() + 1e-8)
+        w = w * (1 - 0.01 * 2) - 0.01 / (1 - 0.9 ** ends[0]) * m / ((v / (1 - 0.999 ** ends[0])).sqrt() + 1e-8)
     assert 5 < ends[0] < 30
     torch.testing.assert_close(ran.params, w, rtol=1e-3, atol=1e-5)
 

@@ -341,6 +341,7 @@ def test_sparse_loco_takes_from_every_chunk() -> None:
     x = torch.arange(1, 11, dtype=torch.float32)
     option = codec("sparse_loco", values="fp32", chunk=4, ratio=0.5)
     assert sent(option, x).tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0, 10]
+    assert codec("sparse_loco", chunk=10, ratio=0.3).kept(None, 25) == 3 + 3 + 2, "of the last five 1.5, rounded up"
     assert codec("sparse_loco", ratio=1 / 64).payload(None, 4096 * 16) == 20 + 4 + 16 * 64 * (2 + 12) // 8 + 8
     assert torch.equal(
         sent(codec("sparse_loco", values="fp32", chunk=1000, ratio=0.1), x), sent(codec("topk", ratio=0.1), x)
