@@ -20,6 +20,7 @@ from ashl.planning.build import Job, Parts, assemble
 from ashl.planning.device import device_of
 from ashl.planning.legal_checkpoints import in_lockstep, in_one_round
 from ashl.planning.make import prepared
+from ashl.report.compare import REPORT, compare
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
 from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, VIRTUAL, Saved, Savings
@@ -119,10 +120,11 @@ def run(
         status, reason = how_it_ended(monitor, failure)
         summary = summarise(monitor, runtime.name, status, reason, pace)
         finish(monitor, summary, failure)
+        unwritten = None if silent or failure or status != "finished" else written(run_dir)
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
-    for text in filter(None, (monitor.books.health.warning, strangers(monitor), warning)):
+    for text in filter(None, (monitor.books.health.warning, strangers(monitor), warning, unwritten)):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
         raise failure
@@ -131,6 +133,15 @@ def run(
     if status == "interrupted":
         raise KeyboardInterrupt
     return Ran(0, run_dir, summary)
+
+
+def written(run_dir: Path) -> str | None:
+    """Its report, as `ashl compare RUN` writes one; why not, where that is so."""
+    try:
+        compare([run_dir], out=run_dir / REPORT)
+    except AshlError as error:
+        return f"there is no {REPORT}: {error}"
+    return None
 
 
 def joined(config: dict[str, Any]) -> tuple[dict[str, Any], Membership | None]:
