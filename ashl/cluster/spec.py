@@ -215,11 +215,21 @@ class Sums:
 
 
 @option
+class InParts:
+    """What it costs that a gradient leaves in parts."""
+
+    step_s: Duration  # a step takes so much longer, evenly spread over it
+    part_s: Duration  # ... and so much for each part
+    sum_s: Duration  # and each sum but that of the last part
+
+
+@option
 class Beside:
     """What a sum and computing take from each other while both go on."""
 
     lost: Annotated[NonNegative, Field(lt=1)]  # the share of its pace that computing loses
     slowed: Annotated[Positive, Field(ge=1)]  # how many times as long the sum takes
+    parts: InParts | None = None  # what it costs beyond that; null = nothing
 
 
 @option

@@ -11,6 +11,10 @@ times as long: so R_k is later by what sums before it have taken of it. Both are
 with sums of the whole model and without a pause; 0 and 1 where nobody has. What a sum takes of the next forward pass,
 where it goes on under that, is left out, and so it is at a server.
 
+A step whose gradient leaves in M > 1 messages also takes longer by itself, by `split_ns` + M·`part_ns` spread evenly
+over it, and each sum but the last by `start_ns`: hooks, threads that wake each other up and take turns on a core. These
+are measured as well (`ashl.sync.timing.parts`); 0 where nobody has.
+
 Groups are runs of whole tensors, in the order in which the model lists its parameters, which is taken for the order of
 its forward pass. Forward is taken for a third of a step, and the rest is shared out by multiply-adds; tensors below a
 hundredth of backward are one group with their neighbour.
@@ -22,9 +26,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 FORWARD = 1 / 3  # of a step: backward takes two products where forward takes one
 LEAST = 0.01  # of backward, for a group of its own
@@ -51,11 +55,30 @@ class Chain:
     answer_ns: int = 0  # what a server takes to answer with the model in one piece
     lost: float = 0.0  # the share of its pace that computing loses while a sum is under way
     slowed: float = 1.0  # how many times as long a sum takes meanwhile
+    split_ns: float = 0.0  # what a step takes longer whose gradient leaves in several messages
+    part_ns: float = 0.0  # ... for each of them
+    start_ns: float = 0.0  # what a sum takes longer that is not the last
+    reached: tuple[float, ...] = ()  # the share of a step after which each group is ready; of no use where these are 0
 
     @property
     def slows(self) -> bool:
         """Whether sums and computing take something from each other."""
-        return self.lost > 0 or self.slowed > 1
+        return self.lost > 0 or self.slowed > 1 or self.in_parts
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether it costs something that a gradient leaves in parts."""
+        return self.split_ns > 0 or self.part_ns > 0 or self.start_ns > 0
+
+    def split(self, messages: int) -> Self:
+        """The chain of a step whose gradient leaves in so many."""
+        longer = self.split_ns + messages * self.part_ns
+        if messages < 2 or not longer:
+            return self
+        ready = zip(self.ready_ns, self.reached, strict=True)
+        return replace(
+            self, ready_ns=tuple(at + round(longer * share) for at, share in ready), split_ns=0.0, part_ns=0.0
+        )
 
     @property
     def latency_ns(self) -> int:
@@ -64,17 +87,17 @@ class Chain:
 
     def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
         """When the last of these messages has ended, of which such shares are kept; None = as planned."""
-        end, done, first = 0.0, 0.0, 0
+        end, done, first, chain = 0.0, 0.0, 0, self.split(len(messages))
         for k, count in enumerate(messages):
             last = first + count
-            end, done = self.after(end, done, last, self.cost(first, last, shares[k] if shares else None))
+            end, done = chain.after(end, done, last, self.cost(first, last, shares[k] if shares else None))
             first = last
         return round(end)
 
     def after(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
         """When a message has ended that holds the groups up to `last` and costs so much, where the one before has at
         `end`; and how far computing has come by then, in its own time, where it had come to `done`."""
-        ready = self.ready_ns[last - 1]
+        ready, cost = self.ready_ns[last - 1], cost + self.start_ns * (last < len(self.ready_ns))
         if done < ready:
             end, done = end + ready - done, ready
         both = min(self.slowed * cost, (self.ready_ns[-1] - done) / (1 - self.lost))  # go on for so long

@@ -6,8 +6,8 @@ time pays for. By `plan`:
              moment at which the message of l could begin (MG-WFBP as published)
     optimal  the exact minimum over all cuts, E[j] = min_i max(E[i], R of the last group in (i, j]) + c((i, j]), for
              any cost function; the greedy rule misses it where the waits of several merges add up. Where sums slow
-             computing down, of the first j groups all ends are kept at which it had come furthest; that may well
-             leave one message, which is `none`
+             computing down, of the first j groups all ends are kept at which it had come furthest, and where parts
+             cost a step something, of each number of messages; that may well leave one, which is `none`
     bytes    by size alone: 1 MiB, then 25 MiB each, as torch's DistributedDataParallel does
     [2, 3]   as given: how many groups each message holds, the last layers first
 The plan stays where a worker is lost: that round is done once more without it, all of its messages.
@@ -20,6 +20,7 @@ Source: Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -79,31 +80,52 @@ def greedy(chain: Chain) -> tuple[int, ...]:
 def optimal(chain: Chain) -> tuple[int, ...]:
     """The plan that ends first; of several the one whose last messages hold most.
 
+    Where each message costs the step something, those of two messages, of three and so on are tried, until no plan ends
+    sooner by what so many cost, or the best does with no more.
+    """
+    n = len(chain.ready_ns)
+    if not (chain.split_ns or chain.part_ns):
+        return quickest(chain)
+    best: tuple[int, ...] = (n,)
+    for count in range(2, n + 1):
+        split = chain.split(count)
+        bound = quickest(split)
+        if split.end_ns(bound) >= chain.end_ns(best):
+            break
+        if len(bound) <= count or not chain.part_ns:
+            return bound
+        best = min(best, quickest(split, count), key=chain.end_ns)
+    return best
+
+
+def quickest(chain: Chain, messages: int | None = None) -> tuple[int, ...]:
+    """The plan of so many messages, or of any number, that ends first; what their number costs is in the chain.
+
     Who ends no later and lets computing stand no further back is no worse however it goes on, so that of the first j
     groups only plans count which no other is better than in both. How far back it stands is what it lacks at that end
     of the time until then, which who ends later computes meanwhile; where a message that begins later may end earlier,
     as it slows computing down by less, it is what it has still to do.
     """
-    waits = chain.lost * chain.slowed > 1
-    fronts = [[Ending(0.0, 0.0, 0, 0, 0.0)]]  # of the first j groups
-    for j in range(1, len(chain.ready_ns) + 1):
+    n, waits = len(chain.ready_ns), chain.lost * chain.slowed > 1
+    counted, count = messages is not None, messages or 0
+    fronts = {(0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]}  # of the first j groups in k messages; 0 = in any number
+    costs = {(i, j): chain.cost(i, j) for j in range(1, n + 1) for i in range(j)}
+    for j, k in product(range(1, n + 1), range(counted, count + 1)):
         found = list[Ending]()
-        for i, before in enumerate(fronts):
-            cost = chain.cost(i, j)
-            for place, own in enumerate(before):
-                end, done = chain.after(own.end, own.done, j, cost)
+        for i in range(j):
+            for place, own in enumerate(fronts.get((i, k - counted), ())):
+                end, done = chain.after(own.end, own.done, j, costs[i, j])
                 found.append(Ending(end, -done if waits else end - done, i, place, done))
-        front = list[Ending]()
+        front = fronts[j, k] = list[Ending]()
         for own in sorted(found):
             if not front or own.behind < front[-1].behind - 1e-3:
                 front.append(own)
-        fronts.append(front)
-    messages, j, place = [], len(chain.ready_ns), 0
+    plan, j, place = [], n, 0
     while j:
-        own = fronts[j][place]
-        messages.append(j - own.first)
-        j, place = own.first, own.place
-    return tuple(reversed(messages))
+        own = fronts[j, count][place]
+        plan.append(j - own.first)
+        j, place, count = own.first, own.place, count - counted
+    return tuple(reversed(plan))
 
 
 class Ending(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -36,7 +37,8 @@ LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
 # what profiles did not have once:
-LATER = ("alone", "used", "halt_s", "empty_s", "cores", "busy", "gathering", "handling", "server_resumed_s", "beside")
+LATER = ("alone", "used", "halt_s", "empty_s", "cores", "busy", "gathering", "handling", "server_resumed_s")
+LATER += ("beside", "parts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +182,7 @@ class Profile:
     @property
     def shares(self) -> tuple[float, ...]:
         """The share of a step after which each layer group's gradient is there, as a mean over the workers."""
-        ready = []
-        for worker in self.workers:
-            _, *there_s = accumulate(worker.backward_s, initial=math.fsum(worker.forward_s))
-            ready.append([at_s / there_s[-1] if there_s[-1] else 1.0 for at_s in there_s])
-        return tuple(math.fsum(column) / len(ready) for column in zip(*ready, strict=True))
+        return ready_shares(self.workers)
 
     @property
     def needed(self) -> tuple[float, ...]:
@@ -300,6 +298,15 @@ class Profile:
             _worker(entry, rank, data["source"] == "measured") for rank, entry in enumerate(data["workers"])
         )
         return Profile(**data)
+
+
+def ready_shares(workers: Sequence[WorkerProfile]) -> tuple[float, ...]:
+    """The share of a step after which each layer group's gradient is there, as a mean over the workers."""
+    ready = []
+    for worker in workers:
+        _, *there_s = accumulate(worker.backward_s, initial=math.fsum(worker.forward_s))
+        ready.append([at_s / there_s[-1] if there_s[-1] else 1.0 for at_s in there_s])
+    return tuple(math.fsum(column) / len(ready) for column in zip(*ready, strict=True))
 
 
 def without_later(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster, beside_of
-from ashl.cluster.speed import Speed, speed_of
+from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.compression.contract import Turn
 from ashl.overlap.chain import Chain, Compressed, Part, bare
 from ashl.plan.plan import StagePlan
@@ -98,7 +98,10 @@ def chain_among(
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
     )
     if (beside := beside_of(speed.cluster)) is not None:
-        chain = replace(chain, lost=beside.lost, slowed=beside.slowed)
+        chain = replace(chain, lost=beside.lost, slowed=beside.slowed, reached=tuple(group.ready for group in groups))
+        if (more := beside.parts) is not None:
+            own = {"split_ns": more.step_s * NS, "part_ns": more.part_s * NS, "start_ns": more.sum_s * NS}
+            chain = replace(chain, **own)
     if server:
         home = len(team)
         latency_ns = max(costs.latency_ns(rank, home) for rank in members)
@@ -112,6 +115,9 @@ def chain_among(
             answer_ns=latency_ns + down_ns(4 * d),
             lost=0.0,
             slowed=1.0,
+            split_ns=0.0,
+            part_ns=0.0,
+            start_ns=0.0,
         )
     return chain if link is None else compressed(chain, stage, costs, groups, link)
 
@@ -138,6 +144,10 @@ def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Seque
         lambda _: latency_ns,
         lost=chain.lost,
         slowed=chain.slowed,
+        split_ns=chain.split_ns,
+        part_ns=chain.part_ns,
+        start_ns=chain.start_ns,
+        reached=chain.reached,
         ratio=ratio,
         body_ns=body_ns,
     )

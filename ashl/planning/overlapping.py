@@ -131,8 +131,11 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
     text = f"{what} take {least}{chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
         text += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
-    if chain.slows:
+    if chain.lost or chain.slowed > 1:
         text += f"; while it sums a worker computes {100 * chain.lost:.2g} % slower, as measured"
+    if chain.in_parts:
+        more = f"{chain.split_ns / 1e6:.3g} + {(chain.part_ns + chain.start_ns) / 1e6:.3g} for each message"
+        text += f"; a gradient in parts costs {more} ms more, as measured"
     if cluster.exchange_s is not None:
         text += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
     return text

@@ -288,7 +288,7 @@ class Monitor:
 
     def hidden_share(self) -> float | None:
         """The share of the collectives' time in which their workers did something else; None where nothing overlaps."""
-        if not any(stage.messages or stage.delayed for stage in self.job.stages):
+        if all(stage.overlap.serial and not stage.delayed for stage in self.job.stages):
             return None
         beats = [beats for rank, beats in (self.beats | self.ledgers).items() if rank < self.plan.num_workers]
         moving = sum(of.collective_ns for of in beats)

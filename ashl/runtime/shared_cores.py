@@ -22,7 +22,7 @@ from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.spec import Beside, Fitted, Quota, SharedCores, Sums, beside_of
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
-from ashl.runtime.channel import Channel
+from ashl.runtime.channel import Channel, Posted
 from ashl.runtime.collected import collected
 from ashl.runtime.effects import Compute, Message, Recv, Send
 from ashl.runtime.kernel import Task
@@ -94,10 +94,14 @@ class SharedSim(Sim):
             value = effect.fn(bodies.__setitem__)
         else:
             value = effect.fn() if self.ahead is None else self.ahead(effect)
-        cost = self._cost_ns(task.node.rank, effect.kind, effect.work, self.now_ns)
+        cost = self._whole_ns(task.node.rank, effect)
         if effect.kind == "compute":
             cost += self._resumed_ns(task.node)
         return self._keep_busy(task, self._spans(task, effect, bodies, cost), value)
+
+    def _whole_ns(self, rank: int, effect: Compute) -> int:
+        """What a computation costs with all that it hands out."""
+        return self._cost_ns(rank, effect.kind, effect.work, self.now_ns)
 
     def _resumed_ns(self, node: Node) -> int:
         """What a step costs more where the rank has not computed right up to now."""
@@ -124,7 +128,7 @@ class SharedSim(Sim):
 
     def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
         needed, bodies, before = [], dict[int, Any](), 0.0
-        cost = self._cost_ns(task.node.rank, effect.kind, effect.work, self.now_ns)
+        cost = self._whole_ns(task.node.rank, effect)
         for share, tag in effect.needs:
             yield Busy((("compute", cost * (share - before), None),))
             needed.append((yield Recv((tag,))).body)
@@ -239,6 +243,7 @@ class SharedSim(Sim):
         posted, group = channel.take(self.now_ns), channel.team
         tensors = [posted.arrived[rank][1] for rank in group]
         result, cost, moved, own = collected(posted.effect, tensors, self.network, self.now_ns)
+        cost += self._start_ns(posted)
         start = self.network.hold(group, cost, self.now_ns)
         work_ns = cost * self._shared.busy_in(len(group))
         rest_ns = max(0, cost - round(work_ns * self._slowed(group)))
@@ -265,6 +270,10 @@ class SharedSim(Sim):
 
         self._at(start, begin, None)
 
+    def _start_ns(self, posted: Posted) -> int:
+        """What a collective costs more by who has asked for it."""
+        return 0
+
     def _slowed(self, group: tuple[int, ...]) -> float:
         """How many times as long a task of all members at once takes as one that is alone."""
         count = Counter(self._home[rank] for rank in group)
@@ -278,6 +287,19 @@ class BesideSim(SharedSim):
         super().__init__(num_ranks, speed, network, observer, machine_each(num_ranks))
         for unit, mover in zip(self._units, self._movers, strict=True):
             unit.cores = mover.cores = Pair({unit: 1 - beside.lost, mover: 1 / beside.slowed})
+        self._parts = beside.parts
+
+    def _whole_ns(self, rank: int, effect: Compute) -> int:
+        cost, count = super()._whole_ns(rank, effect), len(effect.parts)
+        if self._parts is None or count < 2:
+            return cost
+        return cost + round((self._parts.step_s + count * self._parts.part_s) * NS)
+
+    def _start_ns(self, posted: Posted) -> int:
+        """Of another task than the main one: threads hand it over."""
+        if self._parts is None or all(member.main for member, _ in posted.arrived.values()):
+            return 0
+        return round(self._parts.sum_s * NS)
 
 
 def machine_each(num_ranks: int) -> SharedCores:

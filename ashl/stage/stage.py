@@ -125,10 +125,13 @@ class Stage:
 
     @cached_property
     def messages(self) -> tuple[Part, ...]:
-        """What each message of a gradient holds that travels in parts, in the order in which they are ready."""
+        """What each message of a gradient holds that travels in parts, in the order in which they are ready. One alone
+        that is to be summed as it is goes as without overlap."""
         if self.overlap.serial or not self.parts:
             return ()
-        return joined(self.parts, self.overlap.messages(bare(self.parts)))
+        found = joined(self.parts, self.overlap.messages(bare(self.parts)))
+        whole = len(found) == 1 and not (self.overlap.crosses or self.links or self.topology.has_server)
+        return () if whole else found
 
     @cached_property
     def slices(self) -> list[tuple[int, int]]:

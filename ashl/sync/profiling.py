@@ -9,7 +9,7 @@ overlap count as equal. The server makes the profile, plans the stages that foll
 With `by_part` they also time both passes by layer group, and then messages of several sizes: each worker alone to the
 server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency and
 seconds per byte are fitted (`ashl.plan.line`); sizes go up for as long as there is time. What sums and steps cost each
-other is `ashl.sync.timing.beside`'s to measure.
+other is `ashl.sync.timing.beside`'s to measure, and that a gradient leaves in parts `ashl.sync.timing.parts`'.
 
 With `full` follows what `ashl.sync.timing.full` measures, of `codecs`, too.
 
@@ -61,6 +61,7 @@ from ashl.sync.timing.exchanges import (
     time_sum,
 )
 from ashl.sync.timing.full import measured_full, timed
+from ashl.sync.timing.parts import PARTS, time_parts, with_parts
 from ashl.topology.ending import leave, record_end, within
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import BarrierRule, ServerState
@@ -101,6 +102,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
                 found = (await time_sum(node, stage, end_ns),)
             elif word == BESIDE:
                 found = await time_beside(node, stage, state, end_ns, more[0])
+            elif word == PARTS:
+                passes = await time_parts(node, stage, state, end_ns)
             elif word == LINK:
                 found = await time_exchange(node, stage, UP, end_ns), await time_exchange(node, stage, DOWN, end_ns)
             elif word == GO:
@@ -216,6 +219,7 @@ async def measured(
         if len(members) > 1:
             (sums,) = await line(node, stage, SUM, members, LINES_S)
             beside = await measured_beside(node, stage, max(row[0] for row in steps.values()), sums)
+            beside = await with_parts(node, stage, workers, sums, beside)
     server_bytes_s = port(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(node, stage, state)
     full = await measured_full(node, stage, state) if stage.sync.full else None

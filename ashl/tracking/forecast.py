@@ -81,6 +81,9 @@ def show_parts(console: Console, profile: Profile) -> None:
     if (beside := profile.beside) is not None:
         lost, slowed = f"{100 * beside.lost:.2g} %", f"{beside.slowed:.3g}"
         console.print(f"while a sum goes on, computing is {lost} slower, and it takes {slowed} times as long")
+        if (parts := beside.parts) is not None:
+            step, part, start = (milliseconds(cost) for cost in (parts.step_s, parts.part_s, parts.sum_s))
+            console.print(f"a gradient in parts takes {step} ms more, {part} ms for each, and {start} ms for each sum")
     if links and not sums:
         console.print("sums are not measured: there is one worker")
 

@@ -159,7 +159,7 @@ def test_a_gradient_in_parts_is_the_gradient(model) -> None:
     from ashl.planning.build import assemble
 
     plan = planned("sync=bsp", "topology=all_reduce", f"model={model}", "dataset=synthetic", "overlap=wfbp")
-    trainer, messages = (stage := assemble(plan, "cpu").stages[0]).trainer, stage.messages
+    trainer, messages = (stage := assemble(plan, "cpu").stages[0]).trainer, stage.parts
     params, _ = trainer.init()
     came = {}
     slices = [(message.start, message.stop) for message in messages]
@@ -211,3 +211,32 @@ def test_greedy_is_the_rule_of_omgs(forward, drawn, latency, select) -> None:
             plan.append(len(held))
             free, held = start + own.cost_ns(size), [group]
     assert greedy(own) == (*plan, len(held))
+
+
+in_parts = st.tuples(st.integers(0, 30), st.integers(0, 10), st.integers(0, 10))
+
+
+def split(of: Chain, costs: tuple[int, int, int]) -> Chain:
+    step, part, start = costs
+    reached = tuple(ready / of.ready_ns[-1] if of.ready_ns[-1] else 1.0 for ready in of.ready_ns)
+    return replace(of, split_ns=step, part_ns=part, start_ns=start, reached=reached)
+
+
+@given(costs, layers, costs, slowing, in_parts)
+def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(forward, drawn, latency, slower, more) -> None:
+    """And one message costs none of it."""
+    plain = replace(chain(forward, drawn, latency), lost=slower[0], slowed=slower[1])
+    dear, n = split(plain, more), len(drawn)
+    assert dear.end_ns(optimal(dear)) == min(map(dear.end_ns, every_plan(n)))
+    assert dear.end_ns((n,)) == plain.end_ns((n,))
+    assert greedy(dear) == greedy(plain), "as published"
+
+
+def test_a_chain_in_parts_that_do_not_pay() -> None:
+    """In two messages backward takes 10 + 2·5 more, evenly spread, and the first sum 7 more."""
+    three = split(Chain((1, 10, 20), (8, 1, 1), lambda size: 10 + size), (10, 5, 7))
+    assert three.end_ns((3,)) == 20 + 20
+    assert three.end_ns((2, 1)) == max(10 + 10 + 19 + 7, 40) + 11
+    assert three.end_ns((1, 2)) == max(1 + 1 + 18 + 7, 40) + 12
+    assert optimal(three) == (3,)
+    assert optimal(replace(three, split_ns=0, part_ns=0, start_ns=0)) == (1, 2)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.cluster.network import network
-from ashl.cluster.spec import Beside
+from ashl.cluster.spec import Beside, InParts
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.errors import UsageError
@@ -116,10 +116,14 @@ def test_a_plan_follows_from_a_profile_alike_in_virtual_time_and_on_processes(wo
     assert simulation(sim)().now_ns == pytest.approx(10 * end_ns, rel=1e-6)
 
 
+IN_PARTS = InParts(step_s=0.004, part_s=0.0015, sum_s=0.002)
+
+
+@pytest.mark.parametrize("parts", [None, IN_PARTS])
 @pytest.mark.parametrize("overlap", ["wfbp", "merged overlap.plan=[2,1]", "merged", "priority"])
-def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, overlap) -> None:
+def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, overlap, parts) -> None:
     """As the plan's chain says; where sums go on under the next forward pass, it cannot know all of it."""
-    measured(beside=Beside(lost=0.4, slowed=1.5))
+    measured(beside=Beside(lost=0.4, slowed=1.5, parts=parts))
     plan = planned(*RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE)
     (note,) = [note for note in plan.notes if "a step and its sum" in note]
     assert "computes 40 % slower, as measured" in note
@@ -136,9 +140,12 @@ def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, ove
 
 def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
     plan = planned("schedule=profile_only", "schedule.by_part=true", *CLUSTER, *MODEL)
-    ran = run(replace(plan, cluster=measured(beside=Beside(lost=0.4, slowed=1.5)).cluster()))
-    found = json.loads(ran.of("profile")[0]["profile"])
-    assert found["beside"] == pytest.approx({"lost": 0.4, "slowed": 1.5}, rel=0.05)
+    for parts in (None, IN_PARTS):
+        ran = run(replace(plan, cluster=measured(beside=Beside(lost=0.4, slowed=1.5, parts=parts)).cluster()))
+        found = json.loads(ran.of("profile")[0]["profile"])["beside"]
+        own = found.pop("parts")
+        assert found == pytest.approx({"lost": 0.4, "slowed": 1.5}, rel=0.05)
+        assert own == (parts and pytest.approx(asdict(parts), rel=0.05))
 
 
 @pytest.mark.parametrize(("round_s", "begun"), [(1.0, [0, 1, 2]), (15.0, [0, 15]), (60.0, [0])])
@@ -158,6 +165,19 @@ def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(beside, "answers", answers)
     found = asyncio.run(beside.measured_beside(cast("Node", node), stage, 2.0, Line(1.0, 0.0)))
     assert (found, times) == (Beside(lost=0.5, slowed=1.5), begun)
+
+
+def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workplace) -> None:
+    """By the plan that is made, on the clock to the nanosecond, and in the bits."""
+    dear = InParts(step_s=0.02, part_s=0.0, sum_s=0.0)
+    of = (*RING, "stop.steps=6", *OF_PROFILE)
+    ends = []
+    for parts, overlap in ((None, "merged"), (dear, "merged"), (dear, "none"), (dear, "wfbp")):
+        measured(beside=Beside(lost=0.0, slowed=1.0, parts=parts))
+        ran = simulated(*of, f"overlap={overlap}")
+        ends.append((ran.time_ns, ran.sha256))
+    assert len({sha256 for _, sha256 in ends}) == 1
+    assert ends[0][0] < ends[1][0] == ends[2][0] < ends[3][0]
 
 
 def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
@@ -205,6 +225,10 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
         ({"all_reduce": {"latency_s": -1, "s_per_byte": 0}}, "all_reduce is .*, where seconds from 0 up"),
         ({"all_reduce": {"latency_s": 1}}, "all_reduce lacks s_per_byte"),
         ({"beside": {"lost": 1.5, "slowed": 1}}, "the profile's beside.lost=1.5 is not possible"),
+        (
+            {"beside": {"lost": 0, "slowed": 1, "parts": {"step_s": -1, "part_s": 0, "sum_s": 0}}},
+            "parts.step_s=-1 is not",
+        ),
         ({"beside": 3}, "beside is 3, where keys and values are expected"),
     ],
 )

@@ -1,0 +1,133 @@
+"""What it costs that a gradient leaves in parts, beyond what its sums and computing take from each other.
+
+Rule: all workers take a step whole, in two parts and in all of its layer groups, and sum a number for each part as a
+run would sum that part, over and over. Of both in parts, what they took longer than the whole one and the chain of
+`ashl.overlap.chain` says is what a step and each part cost. What those sums took longer that were handed over to a
+thread, counted from who came last to each, is what each sum but the last costs; the medians of all rounds.
+
+Limits: spread evenly over a step, and alike for all parts, on all workers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ashl.cluster.spec import Beside, InParts
+from ashl.cluster.speed import NS
+from ashl.learn.device import numbers
+from ashl.overlap.chain import Chain, joined
+from ashl.plan.line import Line
+from ashl.plan.noise import figure
+from ashl.plan.profile import WorkerProfile, ready_shares
+from ashl.runtime.effects import Tag
+from ashl.runtime.node import Node
+from ashl.stage.stage import Stage
+from ashl.sync.timing.exchanges import answers, instruct, time_sum
+from ashl.topology.local_work import WorkerState
+
+PARTS = -13  # an order
+NUMBER = 4  # bytes of what is summed
+ROUNDS = (5, 60)
+MOST_S = 10.0  # after which no other round begins
+NARROW = 0.005  # half of the interval in which what parts cost lies, as a share of a step
+
+
+def plans(groups: int) -> tuple[tuple[int, ...], ...]:
+    """How many layer groups each message holds, of the steps that are timed."""
+    return (groups,), (groups - groups // 2, groups // 2), (1,) * groups
+
+
+async def time_parts(node: Node, stage: Stage, state: WorkerState, number: int) -> torch.Tensor:
+    """Seconds of a step by each of these plans, and then of the sums that went beside the last one."""
+    await time_sum(node, stage, NUMBER)  # till all are here
+    took_s, beside_s = list[float](), list[float]()
+    for plan in plans(len(stage.parts)):
+        start = node.now
+        beside_s = await summed(node, stage, state, number, plan)
+        took_s.append(node.now - start)
+    return torch.tensor([*took_s, *beside_s], dtype=torch.float64)
+
+
+async def summed(node: Node, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]) -> list[float]:
+    """A step with a sum for each message of a plan; seconds of each but the last."""
+    batch, parts = stage.worker(node.rank).batch, joined(stage.parts, plan)
+    what = state.params, node.rank, number, range(number * batch, (number + 1) * batch)
+    found = list[float]()
+    if len(plan) == 1:
+        await node.compute(lambda: numbers([stage.trainer.gradient(*what)[0]]), work=batch)
+    else:
+        ready = tuple((part.ready, stage.tag("timed", k)) for k, part in enumerate(parts))
+        *tags, last = (tag for _, tag in ready)
+        others = node.spawn(beside(node, stage, tags))
+        compute = partial(stage.trainer.gradient_in_parts, *what, [(part.start, part.stop) for part in parts])
+        await node.compute(compute, work=batch, parts=ready)
+        found = await node.join(others)
+        await node.recv(last)
+    await time_sum(node, stage, NUMBER)
+    return found
+
+
+async def beside(node: Node, stage: Stage, tags: Sequence[Tag]) -> list[float]:
+    """Seconds of a sum for each part, once it is there."""
+    found = []
+    for tag in tags:
+        await node.recv(tag)
+        found.append(await time_sum(node, stage, NUMBER))
+    return found
+
+
+async def with_parts(
+    node: Node, stage: Stage, workers: Sequence[WorkerProfile], line: Line, known: Beside | None
+) -> Beside | None:
+    """What is known of sums beside computing, with this; at the server. None where all of it costs nothing. Raises
+    OverError."""
+    groups, end_s, rows = len(stage.parts), node.now + MOST_S, list[tuple[float, ...]]()
+    if groups < 2:
+        return known
+    while len(rows) < ROUNDS[0] or (len(rows) < ROUNDS[1] and node.now < end_s and not all_narrow(rows)):
+        await instruct(node, stage, stage.workers, PARTS, len(rows))
+        found = (await answers(node, stage, stage.workers)).values()
+        steps_s = map(statistics.fmean, zip(*(own[:3] for own in found), strict=True))
+        rows.append((*steps_s, statistics.fmean(map(min, zip(*(own[3:] for own in found), strict=True)))))
+    known = known or Beside(lost=0.0, slowed=1.0)
+    dense_s = line.seconds(stage.trainer.dense_bytes)
+    sum_s = handed_over_s(dense_s, line.seconds(NUMBER), statistics.median(row[3] for row in rows) / known.slowed)
+    known = replace(known, slowed=max(1.0, known.slowed * dense_s / (dense_s + sum_s)))
+    chain = Chain((), (NUMBER,) * groups, lambda nbytes: round(line.seconds(nbytes) * NS))
+    chain = replace(chain, lost=known.lost, slowed=known.slowed, start_ns=sum_s * NS)
+    shares = ready_shares(workers)
+    more = zip(*(beyond(row, chain, shares) for row in rows), strict=True)
+    two_s, each_s = map(statistics.median, more)
+    part_s = max(0.0, each_s - two_s) / (groups - 2) if groups > 2 else 0.0
+    parts = InParts(step_s=max(0.0, two_s - 2 * part_s), part_s=part_s, sum_s=sum_s)
+    if max(parts.step_s, parts.part_s, parts.sum_s) > 1e-6:
+        known = replace(known, parts=parts)
+    return known if known.parts or known.lost > 1e-6 or known.slowed > 1 + 1e-6 else None
+
+
+def handed_over_s(dense_s: float, alone_s: float, beside_s: float) -> float:
+    """What a thread costs a sum. One of a number takes so long alone and, over what sums of the whole model are slowed
+    by, beside computing: these went by a thread, too, so that part of that was this."""
+    if dense_s <= beside_s:
+        return max(0.0, beside_s - alone_s)
+    return max(0.0, dense_s * (beside_s - alone_s) / (dense_s - beside_s))
+
+
+def beyond(row: Sequence[float], chain: Chain, shares: Sequence[float]) -> list[float]:
+    """By how many seconds the steps in parts took longer than the whole one and the chain say."""
+    whole, *others = plans(len(shares))
+    step_ns = row[0] * NS - chain.cost(0, len(shares))
+    own = replace(chain, ready_ns=tuple(max(0, round(step_ns * share)) for share in shares))
+    hidden_s = [(own.end_ns(whole) - own.end_ns(plan)) / NS for plan in others]
+    return [took_s - row[0] + less_s for took_s, less_s in zip(row[1:3], hidden_s, strict=True)]
+
+
+def all_narrow(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether it is known well enough by how much they differ."""
+    whole_s = statistics.median(row[0] for row in rows)
+    return all(figure([row[k] - row[0] for row in rows]).noise <= NARROW * whole_s for k in (1, 2))
