@@ -1,6 +1,8 @@
 """What a data set is to the rest of the house: two splits, in memory or decoded on demand."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
@@ -54,6 +56,14 @@ class Split:
             inputs = torch.addcmul(shift, inputs.float(), scale)
         return inputs, targets
 
+    def channels_last(self, most: int) -> Split:
+        """With the channels of its images last in the host's memory, so that no batch has to be turned over; itself
+        where they are more bytes than that."""
+        there = isinstance(self.inputs, Tensor) and self.inputs.is_cpu and self.inputs.ndim == 4
+        if not there or self.inputs.nbytes > most:
+            return self
+        return replace(self, inputs=self.inputs.contiguous(memory_format=torch.channels_last))
+
     @cached_property
     def _normal(self) -> tuple[Tensor, Tensor]:
         """What normalises pixels, by channel: −mean/std and 1/(255·std)."""
@@ -62,8 +72,13 @@ class Split:
 
 
 def _rows(samples: Samples, index: Tensor) -> Tensor:
-    """`samples[index]`, in a tenth of the time where they are a tensor of uint8 pixels and a quarter for float ones."""
-    return samples.index_select(0, index) if isinstance(samples, Tensor) else samples[index]
+    """`samples[index]`, in a tenth of the time where they are a tensor of uint8 pixels and a quarter for float ones; of
+    images whose channels lie last, in that order."""
+    if not isinstance(samples, Tensor):
+        return samples[index]
+    if samples.ndim == 4 and not samples.is_contiguous() and samples.is_contiguous(memory_format=torch.channels_last):
+        return samples.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
+    return samples.index_select(0, index)
 
 
 @dataclass(frozen=True)

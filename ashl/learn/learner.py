@@ -82,11 +82,11 @@ class Learner:
         self._train, self._test = on_device(data.train, device), on_device(data.test, device)
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
         self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())
+        self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
         self._draws, self._width = self._try_out()
         self._captures = graphs and not self._draws
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
-        self.epoch_samples = len(data.train)
-        self.num_params = self._here.num_params
+        self.epoch_samples, self.num_params = len(data.train), self._here.num_params
         self.layers = tuple(
             (name, tuple(p.shape)) for name, p in self._here.module.named_parameters() if p.requires_grad
         )
