@@ -1,8 +1,8 @@
 """The torch kernel: the same coroutines on a real process, fed by the real world.
 
-One process per rank. The main task runs in the main thread; a compute or a collective runs inline while the node has no
-other live task, and otherwise on the one compute thread, or the one thread of the collective's team. Messages come from
-listener threads through one queue. Ranks start their clocks together, after a barrier.
+One process per rank. The main task runs in the main thread; a compute or a collective runs inline while nothing else of
+the node could go on meanwhile, and otherwise on the one compute thread, or the one thread of the collective's team.
+Messages come from listener threads through one queue. Ranks start their clocks together, after a barrier.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class TorchKernel:
                     return
             elif isinstance(effect, fx.AllReduce | fx.AllGather):
                 end = self._communicator.end(effect)
-                if self._live > 1 or end.pending:
+                if end.pending or (self._live > 1 and not self._hands_out(effect)):
                     return self._collect_aside(end, task, effect)
                 value = self._collected(end.inline(effect, task.main), task.main)
             elif isinstance(effect, fx.Sleep):
@@ -323,6 +323,12 @@ class TorchKernel:
                 self._ready.append((task, ran.value))
 
         self._unit.post(effect, self.node.ledger.cursor if task.main else self.now_ns, done)
+
+    def _hands_out(self, effect: Collective) -> bool:
+        """Whether the main task computes what leaves in parts, and nothing of it goes ahead of another: then what comes
+        after waits for this, too, so that this thread may, and none has to be woken up."""
+        main = self._main.waiting if self._main else None
+        return isinstance(main, fx.Compute) and bool(main.parts) and not (main.needs or effect.key)
 
     def _collect_aside(self, end: End, task: Task, effect: Collective) -> None:
         """On the team's thread."""
