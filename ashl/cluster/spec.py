@@ -136,6 +136,10 @@ class Cluster:
         """Seconds to encode a dense vector."""
         return self.compress_s
 
+    def decode_of(self, rank: int) -> float | None:
+        """Seconds to take a body apart, where that is not the server's work, which `server_step_s` is."""
+        return None if self.compress_of(rank) is None else 0.0
+
     def latency_of(self, rank: int, inner: bool = False) -> float:
         """Seconds at link factor 1, where ports are occupied."""
         assert self.latency_s is not None
@@ -333,7 +337,11 @@ class Fitted(Measured):
     group_sums: tuple[GroupSum, ...]
     gathering: Sums | None = None  # of all, by the bytes of all together; null = half a sum
     empty_s: tuple[Duration, ...] = ()  # of each worker's messages without a body, both ways; none = as of no bytes
+    decode_s: Duration = 0.0  # of each body that a worker takes apart
     shared: SharedCores | None = None  # null = there are cores for all
+
+    def decode_of(self, rank: int) -> float:
+        return self.decode_s
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
         if rank < len(self.compute):

@@ -75,7 +75,10 @@ class Speed:
                     cost = self._cache[worker, work] = self._step_ns(worker, work, now_ns)
                 return cost
             return None if self.step_s is None else self._step_ns(worker, work, now_ns)
-        seconds = self.cluster.server_step_s if kind == "apply" else self.cluster.compress_of(worker)
+        if kind == "decode":
+            seconds = self.cluster.decode_of(worker)
+        else:
+            seconds = self.cluster.server_step_s if kind == "apply" else self.cluster.compress_of(worker)
         return None if seconds is None else round(seconds * work * NS)
 
     def drawn(self, worker: int) -> int:

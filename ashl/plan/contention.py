@@ -50,8 +50,8 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     ends = [*[combined((1, handling.worker))] * len(alone), combined((1, handling.server), (1, resumed))]
     used = [own.used if quotas[k] and own.used else 1.0 for own, k in zip(full.workers, at, strict=False)]
     both = [combined((1, end), (1, ends[-1])) for end in ends[:-1]]
-    whole_s = fmean(way.seconds(dense_bytes) for own in full.workers for way in (own.push, own.pull))
-    before = min(1.0, whole_s / max(1e-9, fmean(line.seconds(dense_bytes) for line in both)))
+    whole_s = fmean(way.latency_s for own in full.workers for way in (own.push, own.pull))
+    before = min(1.0, whole_s / max(1e-9, fmean(line.latency_s for line in both)))
     push = [combined((1, own.push), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
     pull = [combined((1, own.pull), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
     empty_s = handling.empty_s

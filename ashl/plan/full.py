@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -196,8 +196,14 @@ def fitted(full: Full, measured: Spec, dense_bytes: int, codec: str | None) -> S
         "gathering": None if full.gathering is None else held(full.gathering.cost),
         "group_sums": [{"group": own.group, **held(own.cost)} for own in full.sums],
         "server_step_s": None if apply_s is None else apply_s + (coding.decode.seconds(dense_bytes) if coding else 0.0),
-        **({} if coding is None else {"encode_s": [cost.seconds(dense_bytes) for cost in coding.encode]}),
+        **({} if coding is None else coded(coding, dense_bytes)),
     }
+
+
+def coded(coding: Coding, dense_bytes: int) -> dict[str, Any]:
+    """What this codec costs workers."""
+    encode_s = [cost.seconds(dense_bytes) for cost in coding.encode]
+    return {"encode_s": encode_s, "decode_s": coding.decode.seconds(dense_bytes)}
 
 
 def rate(cost: Cost) -> float | None:

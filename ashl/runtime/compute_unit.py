@@ -50,7 +50,7 @@ class ComputeUnit:
 
     def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
         """A computation that began then, on this thread; `needed` will be the bodies that it takes on its way."""
-        cost, kind, encoding = self._pace.cost_ns(effect.kind, effect.work, start), ledger_kind(effect), effect.encoding
+        cost, kind, encoding = self._pace.cost_ns(effect.kind, effect.work, start), effect.booked, effect.encoding
         if not effect.parts and not effect.needs:
             return Ran(effect.fn(), [(kind, self._pace.computed(effect.kind, cost, start))])
         spans: list[tuple[str, int]] = []
@@ -149,7 +149,3 @@ class ComputeUnit:
         if message.src == self._rank:
             return [(IDLE, now_ns)]
         return [("wait", min(max(since_ns, message.start_ns), now_ns)), ("pull", now_ns)]
-
-
-def ledger_kind(effect: Compute) -> str:
-    return "compress" if effect.kind == "compress" else "compute"

@@ -53,6 +53,11 @@ class Compute(NamedTuple):
     encoding: Encoding | None = None
     needs: tuple[tuple[float, Tag], ...] = ()  # the share of the cost up to which it can do without, and its tag
 
+    @property
+    def booked(self) -> str:
+        """The kind of time that it counts as."""
+        return "compress" if self.kind in ("compress", "decode") else "compute"
+
     def __await__(self) -> Generator[Any, Any, Any]:
         answer = yield self
         if self.needs and isinstance(answer, Generator):  # the kernel does it in steps

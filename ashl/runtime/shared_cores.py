@@ -4,21 +4,22 @@ collectives cost the machine at each end, are tasks on its cores (`ashl.cluster.
 A rank has two lanes, in each of which one thing is done after the other: what it computes, and its messages, which
 threads of their own handle. Messages, and what the server does, go before what workers compute, as a system wakes
 threads that mostly sleep. A message first costs its sender, then it is on its way for what is left of the time that
-it takes alone, then it costs its receiver. What it costs an end beyond that time comes afterwards, in the same lane. A
+it takes alone, and then it costs its receiver. What it costs an end beyond that time comes afterwards, in the same
+lane. Messages between workers share their ports (processor sharing), as connections share a link. A
 collective costs each of its members alike, and then the rest of its time.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ashl.cluster.cores import Cores, Pair
-from ashl.cluster.network import Exchange, Ports
+from ashl.cluster.network import Exchange, Port, Ports
 from ashl.cluster.spec import Beside, Fitted, Quota, SharedCores, Sums, beside_of
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
@@ -72,6 +73,10 @@ class SharedSim(Sim):
         super().__init__(num_ranks, speed, network, observer)
         self.nodes = [SharedNode(self, rank) for rank in range(num_ranks)]
         self._shared = shared
+        self._given = [
+            count if quota is None else min(count, quota.cores)
+            for count, quota in zip_longest(shared.cores, shared.quotas)
+        ]
         machines = [
             Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, *limits(quota))
             for count, quota in zip_longest(shared.cores, shared.quotas)
@@ -81,6 +86,7 @@ class SharedSim(Sim):
         workers = len(speed.cluster.compute)
         self._units = [Lane(machines[home], first=rank >= workers) for rank, home in enumerate(self._home)]
         self._movers = [Lane(machines[home], first=True) for home in self._home]
+        self._ways = defaultdict[Port, Cores[Lane]](lambda: Cores(1))  # ports of workers, for what goes between them
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
         if isinstance(effect, Busy):
@@ -94,9 +100,7 @@ class SharedSim(Sim):
             value = effect.fn(bodies.__setitem__)
         else:
             value = effect.fn() if self.ahead is None else self.ahead(effect)
-        cost = self._whole_ns(task.node.rank, effect)
-        if effect.kind == "compute":
-            cost += self._resumed_ns(task.node)
+        cost = self._whole_ns(task.node.rank, effect) + self._resumed_ns(task.node)
         return self._keep_busy(task, self._spans(task, effect, bodies, cost), value)
 
     def _whole_ns(self, rank: int, effect: Compute) -> int:
@@ -104,7 +108,7 @@ class SharedSim(Sim):
         return self._cost_ns(rank, effect.kind, effect.work, self.now_ns)
 
     def _resumed_ns(self, node: Node) -> int:
-        """What a step costs more where the rank has not computed right up to now."""
+        """What it costs more to compute where the rank has not computed right up to now."""
         if self._computed_ns[node.rank] == self.now_ns or node.rank >= len(self._shared.resumed_s):
             return 0
         return round(self._shared.resumed_s[node.rank] * NS)
@@ -120,7 +124,7 @@ class SharedSim(Sim):
                 encoded = self._cost_ns(rank, "compress", encoding.work[k], self.now_ns)
                 spans.append(("compress", encoded - since, None))
             spans[-1] = (*spans[-1][:2], partial(self._part, task, tag, body))
-        kind = "compress" if effect.kind == "compress" else "compute"
+        kind = effect.booked
         return Busy((*spans, (kind, cost * (1 - before), None)))
 
     def _part(self, task: Task, tag: fx.Tag, body: Any) -> None:
@@ -212,9 +216,34 @@ class SharedSim(Sim):
 
     def _leave(self, src: int, send: Send, nbytes: int, began_ns: int) -> None:
         assert isinstance(self.network, Ports)
+        if max(src, send.dst) < len(self.speed.cluster.compute) and not self.network.factors.outages:
+            return self._travel(src, send, nbytes)
         start, head, tail = self.network.depart(src, send.dst, nbytes, self.now_ns)
         message = Message(src, send.tag, send.body, send.meta, start)
         self._at(head, self._arrive, (send.dst, message, nbytes, tail))
+
+    def _travel(self, src: int, send: Send, nbytes: int) -> None:
+        """From worker to worker: each message has a connection of its own, and those that are under way at once share
+        the ports at both ends, where a server's serve one after the other. It is there when both have let it through.
+        Sums do not wait for it."""
+        assert isinstance(self.network, Ports)
+        network, dst, now = self.network, send.dst, self.now_ns
+        inner, latency = network.inner(src, dst), network.latency_ns(src, dst, nbytes, now)
+        item, through = (dst, Message(src, send.tag, send.body, send.meta, now), nbytes), list[int]()
+
+        def passed(began_ns: int) -> None:
+            through.append(began_ns)
+            if len(through) == 2:
+                self._there(item)
+
+        def enter(work_ns: int) -> None:
+            lane = Lane(self._ways[network.port(dst, "in", inner)], first=False)
+            self._ask(lane, [(work_ns, passed)])
+
+        lane = Lane(self._ways[network.port(src, "out", inner)], first=False)
+        gone = network.service_ns(src, nbytes, now, inner, out=True)
+        self._ask(lane, [(gone, lambda began_ns: self._at(self.now_ns + latency, passed, began_ns))])
+        self._at(now + latency, enter, network.service_ns(dst, nbytes, now, inner, out=False))
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         dst, message, nbytes, tail = item
@@ -275,9 +304,9 @@ class SharedSim(Sim):
         return 0
 
     def _slowed(self, group: tuple[int, ...]) -> float:
-        """How many times as long a task of all members at once takes as one that is alone."""
+        """How many times as long a task of all members at once takes as one that is alone and has a whole core."""
         count = Counter(self._home[rank] for rank in group)
-        return max(1.0, *(many / self._shared.cores[home] for home, many in count.items()))
+        return max(1.0, *(many / self._given[home] for home, many in count.items()))
 
 
 class BesideSim(SharedSim):

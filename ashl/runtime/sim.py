@@ -239,7 +239,7 @@ class Sim:
                 raise undeclared(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
-            task.node.ledger.mark("compress" if effect.kind == "compress" else "compute", end)
+            task.node.ledger.mark(effect.booked, end)
         return end
 
     def _started(self, task: Task, effect: Compute) -> tuple[int, int]:

@@ -135,6 +135,10 @@ class Team:
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
         return self.node.compute(fn, work=work * self.share, kind="compress")
 
+    def decode(self, fn: Callable[[], T], bodies: int) -> Compute:
+        """What takes so many bodies apart."""
+        return self.node.compute(fn, work=bodies * self.share, kind="decode")
+
     def blank(self, nbytes: int) -> Any:
         return SizeOnly(nbytes)
 

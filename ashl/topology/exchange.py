@@ -57,7 +57,7 @@ async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x:
     report_health(team.node, stage, state, x, [(link, state.ends, body)])
     if link.flags.linear:
         total = await team.all_reduce(link.summand(body, turn))
-        return await team.compute(partial(link.summed, state.ends, body, total))
+        return await team.decode(partial(link.summed, state.ends, body, total), 1)
     return await gathered(team, stage, state, x, body)
 
 
@@ -75,10 +75,10 @@ async def gathered(team: Team, stage: Stage, state: WorkerState, x: Vector, body
     """Everybody's bodies, decoded and summed by everybody alike."""
     bodies = await team.all_gather(body)
     if isinstance(x, SizeOnly):
-        return x
+        return await team.decode(lambda: x, team.size)
     if team.lost:
         return torch.zeros_like(x)
-    return await team.compute(partial(stage.link.merge, state.ends, bodies, team.weights, team.ranks))
+    return await team.decode(partial(stage.link.merge, state.ends, bodies, team.weights, team.ranks), team.size)
 
 
 def least_ratio(stage: Stage) -> float:

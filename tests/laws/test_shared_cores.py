@@ -221,3 +221,57 @@ def test_a_sum_costs_its_members(busy: float, apply_ms: float, expected_ms: floa
         return node.now_ns / MS
 
     assert played(machine, main)[:2] == pytest.approx([expected_ms] * 2, abs=0.002)
+
+
+@pytest.mark.parametrize("quota", [0.5, 1.0, 4.0])
+def test_a_quota_was_in_what_a_sum_took(quota: float) -> None:
+    """Of 8 ms each member keeps a core busy for 1 ms, which half of a core does in 4 for both; nothing is added."""
+    machine = on_one_machine(2, busy=((2, 0.125),), quotas=(Quota(cores=quota, period_s=1e-6),))
+
+    async def main(node: Node) -> float:
+        if node.rank < 2:
+            await node.all_reduce(SizeOnly(8), (0, 1))
+        return node.now_ns / MS
+
+    assert played(machine, main)[:2] == pytest.approx([8, 8], abs=0.003)
+
+
+def test_standing_still_costs_what_is_computed_next() -> None:
+    """2 ms more for what comes first after a pause, a step or what takes bodies apart, and nothing for the next."""
+    machine = replace(on_one_machine(2, resumed_s=(0.002, 0.002)), decode_s=0.003)
+
+    async def main(node: Node) -> float:
+        if node.rank < 2:
+            await node.sleep(0.001)
+            for kind in ("compute", "decode") if node.rank else ("decode", "compute"):
+                await node.compute(lambda: None, work=1, kind=kind)
+        return node.now_ns / MS
+
+    assert played(machine, main)[:2] == [16, 16]
+
+
+def test_messages_between_workers_share_a_link() -> None:
+    """At 1,000 bytes/s, with a latency of 1 ms: two of 8 bytes that leave a port at once, or come to one, are there
+    after 17 ms, and of 24 and 8 bytes the short one is there by then and the long one after 33. What a server takes in
+    comes one after the other."""
+    cases = [
+        ("up_bytes_s", [(0, 1, 8), (0, 2, 8)], [0, 17, 17, 0]),
+        ("down_bytes_s", [(1, 0, 8), (2, 0, 8)], [17, 0, 0, 0]),
+        ("up_bytes_s", [(0, 1, 24), (0, 2, 8)], [0, 33, 17, 0]),
+        ("up_bytes_s", [(0, 1, 24)], [0, 25, 0, 0]),
+        ("up_bytes_s", [(0, 3, 8), (0, 3, 8)], [0, 0, 0, 17]),
+    ]
+    for way, sent, expected in cases:
+        links = {way: (1000.0, None, None), "latencies": (0.001,) * 3, "pull_latencies": (0.001,) * 3}
+        machine = replace(on_one_machine(4, 3), **links)
+
+        async def main(node: Node, sent: list[tuple[int, int, int]] = sent) -> float:
+            for src, dst, nbytes in sent:
+                if node.rank == src:
+                    await node.send(dst, TAG, SizeOnly(nbytes))
+            for _, dst, _ in sent:
+                if node.rank == dst:
+                    await node.recv(TAG)
+            return node.now_ns / MS
+
+        assert played(machine, main) == expected

@@ -108,6 +108,17 @@ def test_what_messages_cost_after_a_pause_and_without_a_body() -> None:
     assert ways.transfer_ns(0, 2, 0) == 0.75e9 > ways.transfer_ns(0, 2, 8) - 0.6e9
 
 
+def test_what_messages_cost_their_ends_is_no_work_of_a_slow_link() -> None:
+    """A message is there after half a second and its bytes, of a second that both ends work: the rest comes after."""
+    known = crowded()
+    assert known.full is not None
+    slow = tuple(replace(own, push=cost(0.5, 0.1), pull=cost(0.5, 0.1)) for own in known.full.workers)
+    found = cluster(replace(known, full=replace(known.full, workers=slow)))
+    assert found.shared is not None
+    assert (found.shared.before, found.latencies, found.pull_latencies) == (0.5, (0.0, 0.0), (0.0, 0.0))
+    assert network(found, 40).transfer_ns(0, 2, 40) == 4.5e9
+
+
 def test_as_many_workers_more_have_costs_of_their_own() -> None:
     known = crowded()
     assert known.full is not None

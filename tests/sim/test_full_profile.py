@@ -113,7 +113,21 @@ def test_an_encoding_is_that_of_the_codec(workplace) -> None:
     cluster = construct(known.cluster(coding.codec), "cluster")
     assert cluster.compress_of(0) == pytest.approx(1.0 + 40_000 * 1e-4)
     assert cluster.server_step_s == pytest.approx(0.125 + 0.5)
-    assert construct(known.cluster("another"), "cluster").compress_of(0) == known.workers[0].compress_s
+    assert cluster.decode_of(0) == 0.5
+    other = construct(known.cluster("another"), "cluster")
+    assert (other.compress_of(0), other.decode_of(0)) == (known.workers[0].compress_s, 0.0)
+
+
+def test_who_gathers_takes_all_bodies_apart(workplace) -> None:
+    """In each round each of two workers decodes two bodies, as long as the server does."""
+    rules = ["sync=bsp", "topology=all_reduce", "compression=topk", "cluster=homogeneous", "cluster.compute=[1,1]"]
+    plan = simulated(*TIMED, *rules, *LINKS).plan
+    spec = of_one(steps([1.0])).cluster()
+    both = {key: value * 2 if isinstance(value, list) and len(value) == 1 else value for key, value in spec.items()}
+    ended = [run(replace(plan, cluster=both | {"decode_s": time_s})) for time_s in (0.0, 0.25)]
+    rounds = len(ended[0].of("round")) // 2
+    assert ended[1].time_ns - ended[0].time_ns == rounds * 2 * 0.25e9
+    assert ended[1].ledgers[0]["compress"] - ended[0].ledgers[0]["compress"] == rounds * 2 * 0.25e9
 
 
 def test_only_a_quota_holds_back() -> None:

@@ -113,8 +113,8 @@ def held_back(node: Node, before: int | None) -> bool:
 
 
 async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> list[float]:
-    """(elements, encoding, half its interval, decoding, half of that) of each link of a codec, between steps, which
-    leave nothing of it in the caches."""
+    """(elements, encoding, half its interval, decoding, half of that) of each link of a codec, with a step before each,
+    which leaves nothing of it in the caches. Who decodes a body adds it up, too."""
     found, params, batch = list[float](), state.params, stage.worker(node.rank).batch
     for link in stage.timed[k][1]:
         found.append(link.d)
@@ -125,12 +125,15 @@ async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> l
         rows: list[tuple[float, float]] = []
         begun, used, held = node.now, node.used, node.throttled
         while len(rows) < CODED or (len(rows) < MOST and node.now < end_s):
-            await node.compute(partial(a_step, node, stage, state, len(rows), batch), work=batch)
+            step = partial(a_step, node, stage, state, len(rows), batch)
+            await node.compute(step, work=batch)
             start = node.now
             body = await node.compute(encode, work=work, kind="compress")
-            encoded = node.now
-            link.decode(ends[1], node.rank, body)  # off the simulator's clock, as where a server takes it in
-            rows.append((encoded - start, node.now - encoded))
+            encode_s = node.now - start
+            await node.compute(step, work=batch)
+            start = node.now
+            link.merge(ends[1], [body], [0.5], (node.rank,))  # off the simulator's clock, as where a server takes it in
+            rows.append((encode_s, node.now - start))
             if node.stopping or node.now_ns >= stage.judge.deadline_ns:
                 break
         share = min(1.0, (node.used - used) / max(1e-9, node.now - begun)) if held_back(node, held) else 1.0
