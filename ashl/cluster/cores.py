@@ -2,15 +2,16 @@
 
 At most `slots` tasks are served at a time, each at min(1, C/k) of a core where k are, and the others wait in a queue.
 Who has been served for a `quantum` goes back to its end. Who comes `first`, as a thread does that mostly sleeps, does
-not wait for long turns of others. With as many slots as tasks, or a quantum of next to nothing,
-that is processor sharing, and with an endless one first come, first served. A task's end is known only as long as no
-other begins or ends. Work is in nanoseconds of a core that a task has for itself.
+not wait for long turns of others, of which more than a `slice` is left. With as many slots as tasks, or a quantum of
+next to nothing, that is processor sharing, and with an endless one first come, first served. A task's end is known only
+as long as no other begins or ends. Work is in nanoseconds of a core that a task has for itself.
 
 With a quota they may be used for so much in each period and stand still for the rest of it. A period begins with the
 first task after a time without any, and where one ends the next one begins.
 
 Sources: Kleinrock, "Time-shared systems: a theoretical treatment", Journal of the ACM 1967; Turner, Rao and Rao, "CPU
-bandwidth control for CFS", Linux Symposium 2010.
+bandwidth control for CFS", Linux Symposium 2010; Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First",
+TR-95-22, Old Dominion University 1995 (as Linux has it, who runs is not interrupted within a slice).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class Cores(Generic[T]):
         quantum_ns: float = math.inf,
         quota_ns: float = math.inf,
         period_ns: float = math.inf,
+        slice_ns: float = 0.0,
     ) -> None:
         self.count, self.slots, self.quantum_ns = count, slots, quantum_ns
-        self.quota_ns, self.period_ns = quota_ns, period_ns
+        self.quota_ns, self.period_ns, self.slice_ns = quota_ns, period_ns, slice_ns
         self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period
         self._stand = False  # until the next one
         self._turns = 0
@@ -47,12 +49,15 @@ class Cores(Generic[T]):
         self._waiting: deque[tuple[T, float]] = deque()
 
     def begin(self, task: T, work_ns: float, now_ns: int, first: bool = False) -> None:
-        """One more; perhaps before all that wait, and instead of the one with most left of its turn if that is more."""
+        """One more; perhaps before all that wait, and instead of the one with most left of its turn if that is more,
+        and more than a slice."""
         self._pass(now_ns)
         if not self._served and now_ns >= self._period_end_ns:
             self._left_ns, self._period_end_ns = self.quota_ns, now_ns + self.period_ns
         if first:
-            if len(self._served) >= self.slots and (last := max(self._served))[0] - self._had > work_ns:
+            last = max(self._served, default=None)
+            least_ns = max(work_ns, self.slice_ns)
+            if last is not None and len(self._served) >= self.slots and last[0] - self._had > least_ns:
                 until, _, other, left = last
                 self._served.remove(last)
                 heapify(self._served)

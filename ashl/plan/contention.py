@@ -5,7 +5,8 @@ as many as its system says. Where a step alone was given less than a core, a quo
 as often as steps were interrupted. On a machine with a quota, or with fewer cores than there are ranks on it, all that
 is done there is put on shared cores: steps as they are alone while nothing interrupts them, and what a message costs
 either end, which is taken off the time that it takes and that it holds the server's port. So messages take from
-computing what they need of a quota, and who waits saves some of it.
+computing what they need of a quota, and who waits saves some of it. What ends cost beyond the latency of a message that
+goes alone, they do once it has gone on.
 
 How tasks share cores then is `ashl.cluster.cores`, with its sources; that these figures are enough is ours, and how far
 off it is stands in docs/calibration.md.
@@ -30,6 +31,7 @@ WHOLE_CORE = 0.9  # of a core, at least, or there is a quota
 TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing shows it
 PERIOD_S = 0.1  # of a quota, where nothing shows it
 PLENTY = 64.0  # cores, where nobody has counted them
+SLICE_S = 0.0007  # in which Linux does not interrupt who runs on one core; as much more for each doubling, up to 8
 
 
 def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: int) -> Spec:
@@ -50,8 +52,9 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     ends = [*[combined((1, handling.worker))] * len(alone), combined((1, handling.server), (1, resumed))]
     used = [own.used if quotas[k] and own.used else 1.0 for own, k in zip(full.workers, at, strict=False)]
     both = [combined((1, end), (1, ends[-1])) for end in ends[:-1]]
-    whole_s = fmean(way.latency_s for own in full.workers for way in (own.push, own.pull))
-    before = min(1.0, whole_s / max(1e-9, fmean(line.latency_s for line in both)))
+    # not of whole transfers: the bytes on a slow link are no work of its ends
+    latency_s = fmean(way.latency_s for own in full.workers for way in (own.push, own.pull))
+    before = min(1.0, latency_s / max(1e-9, fmean(line.latency_s for line in both)))
     push = [combined((1, own.push), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
     pull = [combined((1, own.pull), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
     empty_s = handling.empty_s
@@ -80,6 +83,7 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
             "before": before,
             "busy": [[own.group, own.busy] for own in full.sums if own.busy is not None],
             "quotas": quotas,
+            "slice_s": slice_of(max(own.cores or 1 for own in full.workers)),
             "empty_s": [*[empty_s[0]] * len(alone), empty_s[1]] if empty_s else [],
         },
     }
@@ -111,6 +115,11 @@ def quantum_of(workers: Sequence[WorkerCosts], cores: float) -> float:
         if half <= 0:
             return excess_s / turns
     return TICK_S
+
+
+def slice_of(cores: int) -> float:
+    """What a machine with so many cores lets a task do before a message interrupts it."""
+    return SLICE_S * min(8, cores).bit_length()
 
 
 def quota_of(ranks: Sequence[WorkerCosts | ServerCosts]) -> dict[str, float] | None:

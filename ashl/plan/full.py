@@ -101,7 +101,7 @@ class Sum:
 
 @option
 class Coding:
-    """What a codec costs by the bytes of the vector: at each worker, and where the server takes it apart."""
+    """What a codec costs by the bytes of the vector: at each worker, and of who takes a body apart and adds it up."""
 
     codec: str  # its class
     encode: Annotated[tuple[Cost, ...], Field(min_length=1)]

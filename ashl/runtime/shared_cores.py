@@ -78,7 +78,7 @@ class SharedSim(Sim):
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
         machines = [
-            Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, *limits(quota))
+            Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, *limits(quota), shared.slice_s * NS)
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
         self._computed_ns = [0] * num_ranks  # when each has last computed

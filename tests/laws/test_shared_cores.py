@@ -73,10 +73,16 @@ def test_a_quota_is_as_slow_as_its_share(work_ns: int, quota_ns: int, more_ns: i
 
 
 @pytest.mark.parametrize(
-    ("work_ns", "expected"), [(2, [("b", 6), ("a", 12), ("c", 13)]), (7, [("a", 10), ("b", 17), ("c", 18)])]
+    ("work_ns", "slice_ns", "expected"),
+    [
+        (2, 0, [("b", 6), ("a", 12), ("c", 13)]),
+        (2, 5, [("b", 6), ("a", 12), ("c", 13)]),
+        (2, 6, [("a", 10), ("b", 12), ("c", 13)]),  # of whose turn no more than a slice is left
+        (7, 0, [("a", 10), ("b", 17), ("c", 18)]),
+    ],
 )
-def test_who_comes_first_waits_for_no_longer_turn(work_ns: int, expected: list[tuple[str, int]]) -> None:
-    cores, found = Cores[str](1, slots=1), list[tuple[str, int]]()
+def test_who_comes_first_waits_for_no_longer_turn(work_ns: int, slice_ns: int, expected: list[tuple[str, int]]) -> None:
+    cores, found = Cores[str](1, slots=1, slice_ns=slice_ns), list[tuple[str, int]]()
     cores.begin("a", 10, 0)
     cores.begin("c", 1, 3)
     cores.begin("b", work_ns, 4, first=True)
