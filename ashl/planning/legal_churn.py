@@ -17,7 +17,7 @@ from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.gossip import RoamingRule
+from ashl.topology.gossip import GossipRule, RoundRule
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
@@ -46,8 +46,13 @@ def virtual_only(own: StageParts, parts: Parts) -> bool:
 
 
 def by_sums(own: StageParts) -> bool:
-    """Whether workers exchange by sums."""
-    return isinstance(own.topology, AllReduce | PartialAllReduce)
+    """Whether workers exchange by sums, if only now and then."""
+    return isinstance(own.topology, AllReduce | PartialAllReduce) or meets_all(own)
+
+
+def meets_all(own: StageParts) -> bool:
+    """Whether workers that gossip sum over all of them, too, or over all who are left."""
+    return isinstance(own.sync, RoundRule) and own.sync.meets_all
 
 
 def talks(own: StageParts) -> bool:
@@ -57,7 +62,7 @@ def talks(own: StageParts) -> bool:
 
 def closed(own: StageParts) -> bool:
     """Whether a worker that is lost cannot come back."""
-    return isinstance(own.topology, ShardedServer) or (isinstance(own.sync, RoamingRule) and not own.sync.comes_back)
+    return isinstance(own.topology, ShardedServer) or (isinstance(own.sync, GossipRule) and not own.sync.comes_back)
 
 
 def goes_on(parts: Parts) -> bool:
@@ -71,7 +76,7 @@ def goes_on(parts: Parts) -> bool:
 def can_wait_for_good(parts: Parts) -> bool:
     """Whether others may wait for a worker that stands still, whatever they hear of it, until its process is ended:
     messages of sums over some of the workers cannot be broken off."""
-    return any(isinstance(own.topology, PartialAllReduce) for own in parts.stages)
+    return any(isinstance(own.topology, PartialAllReduce) or meets_all(own) for own in parts.stages)
 
 
 def by_grants(parts: Parts) -> bool:

@@ -37,9 +37,9 @@ from ashl.topology.knowledge import NOTHING_HEARD, GossipHeader
 from ashl.topology.local_work import WorkerState, local_work
 from ashl.topology.partners import come, gather, taken_up
 from ashl.topology.remaining import remaining
-from ashl.topology.rounds import Lives, View, carried_over, gone_in, turned
+from ashl.topology.rounds import Lives, View, carried_over, count, gone_in, turned
 from ashl.topology.under_way import post
-from ashl.topology.views import Team, finish, hear_those_left, learn, team_of
+from ashl.topology.views import Team, check_whole, finish, hear_those_left, learn, team_of
 
 VERDICTS = (*REASONS, "diverged")
 Outgoing = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
@@ -49,6 +49,7 @@ class GossipRule(Rule, contract=True):
     """What both kinds of gossip say."""
 
     columns: ClassVar[bool] = False  # whether weights are those of push-sum, whose columns add up to 1
+    comes_back: ClassVar[bool] = True  # whether a worker that is lost can
 
     def check(self, rounds: Sequence[Round]) -> None:
         """Raises UsageError where a graph is wrong for it."""
@@ -61,6 +62,7 @@ class RoundRule(GossipRule, contract=True):
     """
 
     in_rounds: ClassVar[bool] = True
+    meets_all: ClassVar[bool] = False  # whether all workers sum something, too, now and then
     early: ClassVar[bool] = False  # whether models leave before the local work
     lag: ClassVar[int] = 0  # rounds that messages may be late
     suspect: ClassVar[str] = ""  # what else may be wrong where a run diverges
@@ -96,7 +98,6 @@ class RoamingRule(GossipRule, contract=True):
 
     coordinated: ClassVar[bool] = True
     carries: ClassVar[frozenset[str]] = frozenset()  # its rule says whether it goes on without a worker
-    comes_back: ClassVar[bool] = True  # whether that one can come back then
     kept: ClassVar[Kept] = ""  # how real processes come to a checkpoint
 
     async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
@@ -157,6 +158,12 @@ class Gossip(Topology):
         if rank == stage.server:
             return others
         return self.neighbours(stage, rank) + ((stage.server,) if others else ())
+
+    def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
+        """All others, where all meet in a sum."""
+        if isinstance(stage.sync, RoundRule) and stage.sync.meets_all:
+            return tuple(other for other in range(stage.num_workers) if other != rank)
+        return self.links(stage, rank)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and back."""
@@ -264,6 +271,8 @@ async def worker(node: Node, stage: Stage, state: RoundState) -> int:
     word."""
     state.enter(stage, node.rank, node.now)
     rule, rank, whole = rule_in(stage), node.rank, stage
+    if state.views:
+        check_whole(node, stage.among(gone_in(state)))
     if state.came:  # with this the stage may be over for all
         state.came = False
         if (word := await ended(node, stage, state)) != GO:
@@ -341,19 +350,6 @@ async def hear(node: Node, stage: Stage, state: RoundState, k: int) -> dict[int,
     if stage.elastic:
         return await hear_those_left(node, stage, state, k, sources)
     return {rank: await node.recv(stage.tag("gossip", k), src=rank) for rank in sources}
-
-
-def count(stage: Stage, state: RoundState) -> None:
-    """All workers have merged once more."""
-    tally = state.tally
-    if isinstance(tally, Tally):
-        tally.observe_all(rule_in(stage).lag, state.header.loss, "the workers' loss", commits=1)
-        tally.commit_all(stage.round_steps, stage.round_totals[1])
-        tally.merge()
-    else:
-        tally.advance(*stage.round_totals, stage.num_workers)
-        tally.version += 1
-    state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
 
 
 def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:

@@ -119,6 +119,19 @@ def turned(node: Node, stage: Stage, state: RoundState, k: int) -> Stage:
     return stage.among(state.views[state.turned - 1].gone if state.turned else ())
 
 
+def count(stage: Stage, state: RoundState) -> None:
+    """All workers have merged once more."""
+    tally = state.tally
+    if isinstance(tally, Tally):
+        tally.observe_all(cast("RoundRule", stage.sync).lag, state.header.loss, "the workers' loss", commits=1)
+        tally.commit_all(stage.round_steps, stage.round_totals[1])
+        tally.merge()
+    else:
+        tally.advance(*stage.round_totals, stage.num_workers)
+        tally.version += 1
+    state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
+
+
 def take_back(stage: Stage, state: RoundState, rank: int, rounds: int) -> None:
     """So many of the rounds that were counted of a worker are part of no model that is left."""
     steps, samples, tally = stage.round_steps[rank], stage.round_samples[rank], state.tally

@@ -15,7 +15,8 @@ where fewer samples count then, the stage goes on. They leave once the lowest ra
 has said that it has: where it is lost before that, the next one does. Who is through answers those who have heard of a
 loss only later.
 
-Where a loss leaves others without a path to each other, or fewer than `runtime.min_workers`, the run ends.
+Where a loss leaves others without a path to each other, be it on the graph of the next stage, or fewer than
+`runtime.min_workers`, the run ends.
 
 Where workers may come back (`ashl.topology.returns`), all are linked to all, so that each hears of every loss and tells
 everybody at once, and a return is agreed on in the same way. Only the members of a view make the next one, and each
@@ -199,11 +200,7 @@ async def agreed(node: Node, stage: Stage, state: RoundState, came: Came) -> int
     here = with_newcomers(stage, left, asking(view, known_now, stage.num_workers))
     if lost := {rank for rank, life in known_now.items() if life % 2} - view.gone:
         check_left(node, stage, max(lost), len(here.workers))
-    if not topology_of(stage).team(here).whole:
-        raise AshlError(
-            f"without worker {', '.join(map(str, sorted(here.gone)))} the graph of those who are left falls apart at "
-            f"{node.now:.6g} s: the run ends here; take a graph with more edges, as topology.graph=complete"
-        )
+    check_whole(node, here)
     rounds = {rank: state.latest.get(rank, 0) for rank in ended}
     waiting = frozenset({node.rank} if state.waits else ())
     known = Knowledge(state.views, known_now, 0, state.k, rounds, state.header, waiting)
@@ -227,6 +224,15 @@ async def agreed(node: Node, stage: Stage, state: RoundState, came: Came) -> int
         if (moment_ns := take_in(state, await node.recv(agree, LOST), came)) is not None:
             return moment_ns
     return None
+
+
+def check_whole(node: Node, here: Stage) -> None:
+    """Raises AshlError where models of these do not reach all of them."""
+    if not topology_of(here).team(here).whole:
+        raise AshlError(
+            f"without worker {', '.join(map(str, sorted(here.gone)))} the graph of those who are left falls apart at "
+            f"{node.now:.6g} s: the run ends here; take a graph with more edges, as topology.graph=complete"
+        )
 
 
 async def confirmed(node: Node, stage: Stage, state: RoundState, came: Came) -> int | None:

@@ -25,6 +25,7 @@ RING = ("topology=all_reduce", "aggregate=uniform", THREE)
 GRAPH = ("topology=gossip", "topology.graph=complete", THREE)
 GROUPS = ("topology=partial_all_reduce", THREE)
 ROUNDS = tuple((*GRAPH, f"sync={mode}") for mode in ("d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum"))
+ALL_MEET = (*GRAPH, "sync=gossip_pga", "sync.period=2")
 AVERAGES = tuple((*GROUPS, f"sync=ripples_{mode}") for mode in ("first_come", "random", "smart", "static"))
 PARTS = ("sync=bsp", "overlap=wfbp", "optimizer.momentum=0.9", "model.hidden=[32,32]", "cluster.exchange_s=0.02")
 pytestmark = pytest.mark.timeout(90)
@@ -90,7 +91,9 @@ def check_lost(run: Path, rank: int, why: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), (*RING, *PARTS), *ROUNDS, *AVERAGES])
+@pytest.mark.parametrize(
+    "mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), (*RING, *PARTS), *ROUNDS, ALL_MEET, *AVERAGES]
+)
 def test_the_others_go_on_without_a_killed_worker(mode: tuple[str, ...], rank: int, train, workplace: Path) -> None:
     """Mostly in the middle of an exchange."""
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode, "stop.seconds=3")

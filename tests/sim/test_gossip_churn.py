@@ -12,6 +12,7 @@ from ashl.planning.build import assemble, parts_of
 from ashl.planning.legal_churn import check_churn
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.records import Counts, Snapshot
+from ashl.runtime.sums import sum_in_rank_order
 from ashl.sync import d_admm, hop
 from tests.sim.test_churn import DETECT_S, back, lost, with_events
 from tests.support import Ran, planned, run
@@ -108,11 +109,21 @@ def mixed(rank: int, row: dict[int, float], now: dict, made: dict, order: str) -
     return total if order == "atc" else total + made[rank]
 
 
-@pytest.mark.parametrize("order", ["awc", "atc"])
-def test_rounds_after_a_loss_are_those_of_the_others_alone(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a ring of four worker 1 is lost: 0 and 2 hear of it, 3 from them. What is left is the path 0, 3, 2."""
-    mode = ("sync=d_psgd", f"sync.order={order}", "sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=140")
-    plan = with_events(planned(*ROUNDS, *mode), lost(1, 0.83))
+@pytest.mark.parametrize(
+    ("mode", "order", "period"),
+    [
+        (("sync=d_psgd", "sync.order=awc"), "awc", None),
+        (("sync=d_psgd", "sync.order=atc"), "atc", None),
+        (("sync=gossip_pga", "sync.period=3"), "atc", 3),
+    ],
+)
+def test_rounds_after_a_loss_are_those_of_the_others_alone(
+    mode: tuple[str, ...], order: str, period: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a ring of four worker 1 is lost: 0 and 2 hear of it, 3 from them. What is left is the path 0, 3, 2. Where all
+    meet every so often, it is these three."""
+    own = ("sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=140")
+    plan = with_events(planned(*ROUNDS, *mode, *own), lost(1, 0.83))
     ran, models = with_models(plan, monkeypatch)
     first = next(record["merges"] for record, _ in ran.snapshots if record.get("without")) - 1
     assert 3 < first < ran.end["merges"] - 5
@@ -130,7 +141,9 @@ def test_rounds_after_a_loss_are_those_of_the_others_alone(order: str, monkeypat
                 span, rate = range(16 * step, 16 * step + 16), trainer.rate(samples[k])
                 _, moments[rank], local = trainer.local_step(local, moments[rank], rank, step, rate, span)
             made[rank] = local - now[rank]
+        mean = sum_in_rank_order([(now[rank] + made[rank]) * third for rank in rows])
         now = {rank: mixed(rank, row, now, made, order) for rank, row in rows.items()}
+        now = now if period is None or (k + 1) % period else dict.fromkeys(rows, mean)
         for rank in rows:
             if k < first:
                 now[rank] = models[rank, k + 1]
@@ -275,18 +288,35 @@ def test_duals_of_those_who_are_left_add_up_to_zero(delay: int, monkeypatch: pyt
     assert edges[2].dual.norm() > 0.01, "the sum of all was zero with it"
 
 
-@pytest.mark.parametrize("mode", ["hop", "d_admm"])
-def test_who_comes_back_to_neighbours_that_wait_for_each_other_is_refused(mode: str) -> None:
+def test_an_average_that_lacks_a_worker_comes_to_nothing() -> None:
+    """All meet in every second round. Whenever one is lost, in a sum or between two, everybody goes on: whom it keeps
+    waiting hears of it on a ring, too, where one is no neighbour of it."""
+    mode = ("sync=gossip_pga", "sync.period=2", "sync.local_steps=1", "runtime.gradients=false", "stop.steps=40")
+    plan = planned(*ROUNDS, *mode, "cluster.compute=[1,1,1,1]")
+    times = [record["time_ns"] for record, _ in run(plan).snapshots]
+    for moment in range(times[1], times[3], (times[3] - times[1]) // 40):
+        for rank in (0, 1):
+            ran = run(with_events(plan, lost(rank, moment / 1e9)))
+            assert ran.end["reason"] == "steps"
+            assert ran.end["commits"].count(ran.end["merges"]) == 3
+            assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
+def test_a_graph_that_falls_apart_in_the_next_stage_ends_the_run() -> None:
+    """Without worker 0 all are still linked in the first stage, and a star has lost its middle in the second."""
+    plan = planned(*ROUNDS, "sync=d_psgd", "stop.steps=200", "runtime.gradients=false", "topology.graph=complete")
+    (stage,) = plan.stages
+    star = replace(stage, topology=stage.topology | {"graph": "star"})
+    plan = replace(plan, stages=(replace(stage, until={"commits": 8}), star))
+    with pytest.raises(AshlError, match="without worker 0 the graph of those who are left falls apart"):
+        run(with_events(plan, lost(0, 0.1)))
+
+
+@pytest.mark.parametrize("mode", ["hop", "d_admm", "gossip_pga"])
+def test_who_comes_back_to_those_who_wait_for_each_other_is_refused(mode: str) -> None:
     plan = planned(*ROUNDS, f"sync={mode}", "runtime.gradients=false")
     parts = parts_of(with_events(plan, lost(1, 0.5), back(1, 0.7)))
     with pytest.raises(UsageError, match=f"has sync={mode}, where a worker that is lost cannot come back yet; take"):
-        check_churn(parts, plan.stages, None)
-
-
-def test_who_comes_to_a_mode_that_needs_all_is_refused() -> None:
-    plan = planned(*ROUNDS, "sync=gossip_pga", "runtime.gradients=false")
-    parts = parts_of(with_events(plan, lost(1, 0.5), back(1, 0.7)))
-    with pytest.raises(UsageError, match="sync=gossip_pga, which cannot go on without a worker yet"):
         check_churn(parts, plan.stages, None)
 
 

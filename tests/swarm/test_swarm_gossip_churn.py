@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 
 from ashl.cluster.spec import Churn, Cluster, Event
+from ashl.compression.none import Dense
 from ashl.errors import AshlError, UsageError
 from ashl.planning.legal import carried_by
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import Stage
+from ashl.sync.gossip_pga import GossipPGA
 from ashl.topology.gossip import RoamingRule
+from ashl.topology.graph import NAMES
 from tests.swarm.drawn import check_books, drawn_cluster, each, run
 from tests.swarm.test_swarm_churn import drawn_events
 from tests.swarm.test_swarm_gossip import drawn_stages
@@ -30,12 +33,21 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
     stages = drawn_stages(rng, n)
     while any(CHURN not in carried_by(stage.topology, stage.sync) for stage in stages):
         stages = drawn_stages(rng, n)
+    other = random.Random(f"{seed} averages")
+    if all(stage.sync.in_rounds for stage in stages) and other.random() < 0.5:
+        stages = [with_averages(other, stage) for stage in stages]
     churn = Churn(mtbf_s=rng.uniform(0.3, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
     events = drawn_events(rng, n, until_s)
     if not all(isinstance(stage.sync, RoamingRule) and stage.sync.comes_back for stage in stages):
         churn, left = None, {event.worker: event for event in reversed(by_time(events)) if event.fail}
         events = [event for event in events if not event.join and (not event.fail or left[event.worker] is event)]
     return struck(rng, cluster, stages, events, churn, reshards=seed % 2 == 0)
+
+
+def with_averages(rng: random.Random, stage: Stage) -> Stage:
+    """The same with averages of all, now and then."""
+    mode = GossipPGA(local_steps=rng.randint(1, 4), period=rng.choice([None, 1, 2, 5]))
+    return replace(stage, sync=mode, codec=Dense(), topology=replace(stage.topology, graph=rng.choice(NAMES)))
 
 
 def by_time(events: Iterable[Event]) -> list[Event]:
