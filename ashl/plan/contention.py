@@ -34,7 +34,7 @@ PLENTY = 64.0  # cores, where nobody has counted them
 SLICE_S = 0.0007  # in which Linux does not interrupt who runs on one core; as much more for each doubling, up to 8
 
 
-def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: int) -> Spec:
+def contended(spec: Spec, full: Full, hosts: Sequence[str | None]) -> Spec:
     """A cluster's spec as it is, or on shared cores where some machine has too few. `hosts` are those of the workers
     and of the server."""
     handling, port = full.handling, full.server

@@ -239,7 +239,7 @@ class Profile:
             not shared or self.device != "cpu" or not self.ports
         ):  # processors of a machine say little of its accelerators
             return spec
-        return contended(spec, self.full, [*hosts, self.server_host], self.dense_bytes)
+        return contended(spec, self.full, [*hosts, self.server_host])
 
     def in_medians(self) -> dict[str, Any]:
         """The same without distributions."""

@@ -61,7 +61,9 @@ class Figure(NamedTuple):
 def page(study: Study, board: Leaderboard, drawn: Sequence[Figure], command: str, home: Path = Path()) -> str:
     """The whole page with these figures; `command` is what was typed, `home` the folder that it lies in."""
     name = str(study.sweep.get("name") or "") if study.sweep else ""
-    title = f"ashl: {name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings"
+    several = len(study.runs) > 1
+    what = f"{name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings" if several else "one run"
+    title = f"ashl: {what}"
     sections = [
         _answer(board),
         _table(board, home),

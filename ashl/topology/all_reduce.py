@@ -177,7 +177,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         team = team if own is team.stage else Team.of(node, own, state.epoch)
         word = REASONS.index(state.word) if node.rank == home else 0
         try:
-            work = await summed(team, stage, state, do, word)
+            work, update = await summed(team, stage, state, do, word)
         except TeamBrokenError:
             stage, reason = await repaired(node, stage, state)
             team, home = Team.of(node, stage, state.epoch), stage.home
@@ -186,7 +186,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             planned, own = as_planned(stage, state.tally, state.rest)
             continue
         moment = ("merge", stage.index, state.tally.version)
-        merge = partial(merged_and_planned, stage, own, state, work.body, team.loss, now_ns=node.now_ns)
+        merge = partial(merged_and_planned, stage, own, state, update, team.loss, now_ns=node.now_ns)
         result, ahead = node.alike(team.ranks, moment, merge)
         late = keep_in_time(node, stage, state, state.params, now_ns=ahead.seen_ns)
         state.adopt(result)
@@ -214,9 +214,9 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             state.word = foreseen(node, stage, tally) or (JOIN if node.knocks else None)
 
 
-async def summed(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> Work:
-    """A round's work with the weighted sum of everybody's as the body, or that of the round that is done once more;
-    `team.loss` and `team.word` are sums then. Raises TeamBrokenError where a worker is lost."""
+async def summed(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
+    """(a round's work, or that of the round that is done once more, and the weighted sum of everybody's); `team.loss`
+    and `team.word` are sums then. Raises TeamBrokenError where a worker is lost."""
     version = state.tally.version
     if stage.messages:
         return await overlapped(team, stage, state, version, word)
@@ -224,7 +224,7 @@ async def summed(team: Team, stage: Stage, state: PeerState, do: Do, word: float
     if stage.elastic:
         keep(state, work)
     team.begin(work.loss / team.size, word)
-    return work._replace(body=await exchanged(team, stage, state, version, stage.aggregate.clip(work.body)))
+    return work, await exchanged(team, stage, state, version, stage.aggregate.clip(work.body))
 
 
 async def delayed(node: Node, stage: Stage, state: PeerState) -> int:

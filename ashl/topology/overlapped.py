@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Bodies = list[Any]  # of messages, in the order in which they go
 
 
-async def overlapped(team: Team, stage: Stage, state: PeerState, version: int, word: float) -> Work:
-    """One gradient and the weighted sum of everybody's as the body; `team.loss` and `team.word` are sums then. Raises
+async def overlapped(team: Team, stage: Stage, state: PeerState, version: int, word: float) -> tuple[Work, Any]:
+    """(one gradient, the weighted sum of everybody's); `team.loss` and `team.word` are sums then. Raises
     TeamBrokenError once the gradient is there."""
     coding = Coding.of(team, stage, state, version) if stage.links else None
     others = replace(team, carried=True)
@@ -51,7 +51,7 @@ async def overlapped(team: Team, stage: Stage, state: PeerState, version: int, w
         raise TeamBrokenError
     team.begin((work.loss if coding is None or coding.ended() else math.nan) / team.size, word)
     came.append(await summed(team, coding, len(came), bodies[-1]))
-    return work._replace(body=together(came[::-1]) if coding is None else await coding.decoded(came))
+    return work, together(came[::-1]) if coding is None else await coding.decoded(came)
 
 
 async def computed(team: Team, coding: Coding | None, stage: Stage, state: PeerState) -> tuple[Work, Bodies, list[Any]]:
