@@ -106,7 +106,7 @@ def test_a_loss_a_return_and_the_end() -> None:
     zero.lose(1)
     assert not zero.knocks
     formed = regrouped({zero: Regroup(5), two: Regroup(4)})  # one has noticed, one is a merge ahead
-    assert formed == [Formed(2, (0, 2), 4, 0, (1,), (), 7)] * 2
+    assert formed == [Formed(2, (0, 2), 4, 0, (1,), (), 7, (0, 0))] * 2
 
     (back,) = members((1,), stores, {1: 1}).values()
     for other in (zero, two):
@@ -119,7 +119,7 @@ def test_a_loss_a_return_and_the_end() -> None:
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)
         wait_for(lambda: stores.store.check([knock(1, 1)]), 10)
         formed = regrouped({zero: Regroup(7, 0, True), two: Regroup(7, 0, True)})
-        assert waits.result(10)[0]._replace(lost=()) == formed[0] == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7)
+        assert waits.result(10)[0]._replace(lost=()) == formed[0] == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7, (0, 1, 0))
     assert not any((zero.knocks, zero.lost, back.lost))
 
     with ThreadPoolExecutor(1) as thread:  # who was to give it the model is lost, say

@@ -6,7 +6,7 @@ the k largest sums. The root's set goes back along the tree and is the update, o
 and what did not come through returns to its residual (`feedback`), so that c_j-weighted sent and residuals add up to
 what was there. An element may be dropped on one branch and come through on another, hence beside the set each parent
 tells its child, with one bit for each element, whether the child's part is in it. Bits: those of k values and places
-up, those and k more down.
+up, those and k more down. Where a worker is lost, the others begin that sum anew along a tree of their own.
 
 At a parameter server there are no branches: it keeps the k largest of the whole sum of a merge, and what it leaves out
 it adds to the next merge itself, since its workers learn nothing but the model. It does so where workers keep residuals

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL
-from ashl.compression.contract import Collective
 from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.optimizer.contract import Optimizer
@@ -55,11 +54,6 @@ def meets_all(own: StageParts) -> bool:
     return isinstance(own.sync, RoundRule) and own.sync.meets_all
 
 
-def talks(own: StageParts) -> bool:
-    """Whether compression has a protocol of messages between the workers."""
-    return isinstance(own.compression, Collective) and bool(own.compression.peers(0, 2))
-
-
 def closed(own: StageParts) -> bool:
     """Whether a worker that is lost cannot come back."""
     return isinstance(own.topology, ShardedServer) or (isinstance(own.sync, GossipRule) and not own.sync.comes_back)
@@ -68,7 +62,7 @@ def closed(own: StageParts) -> bool:
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
     return not by_grants(parts) and all(
-        CHURN in carried_by(own.topology, own.sync) and not (entangled(own) or talks(own) or virtual_only(own, parts))
+        CHURN in carried_by(own.topology, own.sync) and not (entangled(own) or virtual_only(own, parts))
         for own in parts.stages
     )
 
@@ -95,7 +89,6 @@ def modes_of(parts: Parts) -> str:
     for own in parts.stages:
         words += [f"topology={chosen(own.topology)}", f"sync={chosen(own.sync)}"]
         words += [f"overlap={chosen(own.overlap)}"] if beside(own) else []
-        words += [f"compression={chosen(own.compression)}"] if talks(own) else []
     return " ".join(dict.fromkeys(words))
 
 
@@ -183,11 +176,6 @@ def check_stage(name: str, own: StageParts, parts: Parts, befalls: set[str]) -> 
         raise UsageError(
             f"{where}: stage {name} sums by NCCL, and processes go on without a worker only where gloo sums; take "
             "runtime.backend=gloo, or runtime=sim"
-        )
-    if befalls & MEMBERS and talks(own):
-        raise UsageError(
-            f"{where} with compression={chosen(own.compression)}: its workers wait for messages of each other, and not "
-            "for a sum; take compression=topk"
         )
     if entangled(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
         raise UsageError(

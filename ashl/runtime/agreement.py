@@ -143,7 +143,8 @@ class Agreement:
             decision = self._next(asked)
             lost += decision.lost
         came = tuple(sorted(rank for rank, _ in decision.came))
-        formed = Formed(self._number, self._team, decision.version, decision.word, tuple(lost), came, clock_ns())
+        how = decision.version, decision.word, tuple(lost), came, clock_ns()
+        formed = Formed(self._number, self._team, *how, tuple(self._lives[rank] for rank in self._team))
         another = self._inside and (lost or came or decision.out)
         return formed, {self._team: self._group()} if another else None
 

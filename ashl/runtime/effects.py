@@ -177,6 +177,7 @@ class Formed(NamedTuple):
     lost: tuple[int, ...]  # who is gone of the team before
     came: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
     time_ns: int  # when all had asked
+    lives: tuple[int, ...] = ()  # how often each of its ranks had been lost by then
 
 
 class Sleep(NamedTuple):

@@ -162,7 +162,9 @@ class Teams:
         came = [] if not opens else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
         ranks = tuple(sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)}))
         lost = tuple(rank for rank in self._team[1] if rank in self.noticed[self._team[0] :])
-        formed = Formed(len(self.noticed), ranks, last, word, lost, tuple(sorted(came)), self.sim.now_ns)
+        times = Counter(self.noticed)
+        lives = tuple(times[rank] for rank in ranks)
+        formed = Formed(len(self.noticed), ranks, last, word, lost, tuple(sorted(came)), self.sim.now_ns, lives)
         self._team = len(self.noticed), ranks
         if word > 1:
             self._last = formed

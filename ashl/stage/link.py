@@ -101,6 +101,11 @@ class Link:
         """The ranks that a protocol of the codec's own exchanges messages with."""
         return self.innermost.peers(place, size) if isinstance(self.innermost, Collective) else ()
 
+    @property
+    def talks(self) -> bool:
+        """Whether that exchanges any."""
+        return bool(self.peers(0, 2))
+
     def enter(self, ends: Ends, keeps: Keeps, gradients: bool, rate: float) -> Ends:
         """The ends when a stage begins with this link, at this learning rate. Both begin anew, but for what workers
         hold, and for what is kept of updates, at a sender or where bodies are reduced, if the codec takes that up."""

@@ -1,7 +1,7 @@
 """A team: the ranks that merge, as a codec's protocol (`ashl.compression.contract.Team`) and an all-reduce see them.
 
 Where a member is lost, what is under way ends at once, wherever in a protocol: `TeamBrokenError`, for who merges to
-catch.
+catch. Who waits for a message hears of it from the kernel, or from whom it waits for, who has heard (`give_up`).
 
 With every merge two scalars ride along: a share of the mean loss, and what rank 0 alone has to say. They go with the
 first message of each, count for neither bytes nor time, and come back as sums; who merges needs not know of them.
@@ -10,7 +10,7 @@ first message of each, count for neither bytes nor time, and come back as sums; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ashl.learn.device import to_host
-from ashl.runtime.effects import Broken, Compute
+from ashl.runtime.effects import LOST, Broken, Compute
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -26,6 +26,7 @@ from ashl.stage.stage import Stage
 
 T = TypeVar("T")
 NUMBERS = 2  # that ride along
+GIVEN_UP = "given up"
 
 
 class TeamBrokenError(Exception):
@@ -52,11 +53,12 @@ class Team:
     carried: bool = False  # whether they have gone with a message of this merge
     share: float = 1.0  # of the model that is exchanged
     epoch: int = 0  # how many losses had been taken into account when it was formed
+    lives: tuple[int, ...] = ()  # how often each member had been lost by then, where one had
 
     @classmethod
-    def of(cls, node: Node, stage: Stage, epoch: int = 0) -> Team:
+    def of(cls, node: Node, stage: Stage, epoch: int = 0, lives: tuple[int, ...] = ()) -> Team:
         """All workers of a stage."""
-        return cls(node, stage, stage.workers, stage.team_weights, epoch=epoch)
+        return cls(node, stage, stage.workers, stage.team_weights, epoch=epoch, lives=lives)
 
     def begin(self, loss: float, word: float) -> None:
         """A merge begins."""
@@ -123,14 +125,31 @@ class Team:
         return [part[: -tail.numel()] for part in parts]
 
     async def send(self, place: int, name: str, body: Any, *numbers: float) -> None:
-        await self.node.send(self.ranks[place], self.stage.tag(name), body, (self.loss, self.word, *numbers))
+        tag = self.stage.tag(name, self.epoch)
+        await self.node.send(self.ranks[place], tag, body, (self.loss, self.word, *numbers))
 
     async def recv(self, place: int, name: str, final: bool = False) -> tuple[Any, tuple[float, ...]]:
-        """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything."""
-        message = await self.node.recv(self.stage.tag(name), src=self.ranks[place])
+        """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything. Raises
+        TeamBrokenError where that one is lost, or has given up."""
+        tag, given_up = self.stage.tag(name, self.epoch), self.stage.tag(GIVEN_UP, self.epoch)
+        tags = (tag, given_up, LOST) if self.stage.elastic else (tag,)
+        while (message := await self.node.recv(*tags, src=self.ranks[place])).tag != tag:
+            if message.tag == given_up or message.meta[0] >= (self.lives[place] if self.lives else 0):
+                raise TeamBrokenError  # else it was an earlier life that is over
         loss, word, *numbers = message.meta
         self._carry(*((loss, word) if final else (self.loss + loss, self.word + word)))
         return message.body, tuple(numbers)
+
+    async def give_up(self, places: Sequence[int]) -> None:
+        """Tell these, who may wait for a message of a protocol that has come to nothing."""
+        for place in places:
+            await self.node.send(self.ranks[place], self.stage.tag(GIVEN_UP, self.epoch))
+
+    async def together(self) -> None:
+        """Where workers may be lost: all have come so far with a protocol of messages, so that none has what another
+        lacks. Raises TeamBrokenError."""
+        if self.stage.elastic and self.stage.link.talks:
+            whole(await self.node.all_reduce(torch.zeros(1), self.ranks, riders=1, epoch=self.epoch))
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
         return self.node.compute(fn, work=work * self.share, kind="compress")

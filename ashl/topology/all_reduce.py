@@ -59,8 +59,10 @@ class AllReduce(Topology):
     algorithm: Algorithm | None = None  # so that an option of one's own which extends this may say nothing
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Collectives only, and no point-to-point links, unless the codec's own protocol needs some."""
-        return stage.link.peers(rank, stage.num_workers)
+        """Collectives only, and no point-to-point links, unless the codec's own protocol needs some; to all, where
+        workers may be lost, as it goes another way then."""
+        peers = stage.link.peers(rank, stage.num_workers)
+        return self.hears(stage, rank) if stage.elastic and stage.link.talks else peers
 
     def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """All others: the sum lacks what this one would add to it."""
@@ -107,6 +109,7 @@ class PeerState(WorkerState):
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
     epoch: int = 0  # of the team
+    lives: tuple[int, ...] = ()  # of its members, where one has been lost before
     formed_ns: int = 0  # when all had asked for that team
     kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges
     redo: Work | None = None  # what is to be exchanged once more
@@ -170,17 +173,17 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     stage = state.begin(node, stage)
-    team, home, do = Team.of(node, stage, state.epoch), stage.home, rule_of(stage).work()
+    team, home, do = Team.of(node, stage, state.epoch, state.lives), stage.home, rule_of(stage).work()
     planned, own = as_planned(stage, state.tally, state.rest)
     while True:
         node.mark(stage.index, state if own is planned else None)
-        team = team if own is team.stage else Team.of(node, own, state.epoch)
+        team = team if own is team.stage else Team.of(node, own, state.epoch, state.lives)
         word = REASONS.index(state.word) if node.rank == home else 0
         try:
             work, update = await summed(team, stage, state, do, word)
         except TeamBrokenError:
             stage, reason = await repaired(node, stage, state)
-            team, home = Team.of(node, stage, state.epoch), stage.home
+            team, home = Team.of(node, stage, state.epoch, state.lives), stage.home
             if reason:
                 return end(node, stage, state, reason)
             planned, own = as_planned(stage, state.tally, state.rest)
@@ -193,13 +196,15 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         state.plan(ahead, node.rank)
         tally, planned, own = result.tally, ahead.planned, ahead.own
         reason, judge = ahead.over or REASONS[int(team.word)], home
-        if reason and stage.topology.links(stage, node.rank):  # messages do not end everywhere at once, but stages do
+        if (
+            reason and not stage.elastic and stage.topology.links(stage, node.rank)
+        ):  # messages do not end everywhere at once, but stages do
             await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
         if stage.elastic:
             state.redo = None
             if reason:
                 stage = await regrouped(node, stage, state, reason)
-                team, home, tally = Team.of(node, stage, state.epoch), stage.home, state.tally
+                team, home, tally = Team.of(node, stage, state.epoch, state.lives), stage.home, state.tally
                 planned, own = as_planned(stage, tally, state.rest)
                 if state.redo is not None:  # others have not come so far
                     continue

@@ -22,7 +22,7 @@ from ashl.compression.contract import Collective, Turn
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Body
 from ashl.stage.stage import Stage
-from ashl.stage.team import Team
+from ashl.stage.team import Team, TeamBrokenError
 from ashl.topology.local_work import WorkerState, not_finite, report_health, reports_mean, turn_of
 
 if TYPE_CHECKING:
@@ -62,12 +62,18 @@ async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x:
 
 
 async def by_protocol(team: Team, stage: Stage, state: WorkerState, codec: Collective, x: Vector, turn: Turn) -> Vector:
-    """What a protocol over all workers comes to."""
+    """What a protocol over all workers comes to. Raises TeamBrokenError where a worker is lost."""
     link = stage.link
-    if isinstance(x, SizeOnly):
-        await codec.timed(team, link.codec.share(turn), link.d)
-        return x
-    outcome = await codec.collective(team, link.before(state.ends, x, turn))
+    try:
+        if isinstance(x, SizeOnly):
+            await codec.timed(team, link.codec.share(turn), link.d)
+            await team.together()
+            return x
+        outcome = await codec.collective(team, link.before(state.ends, x, turn))
+        await team.together()
+    except TeamBrokenError:
+        await team.give_up(codec.peers(team.place, team.size))
+        raise
     return await team.compute(partial(link.after, state.ends, x, turn, outcome))
 
 

@@ -3,8 +3,10 @@
 Rule of a loss: the sum that lacks a member comes to nothing, and the others form a new team. They repeat that round
 from the state that all of them have, with the work that each has done for it, summed by those who are left with
 Σ w_i = 1. Who is a merge ahead goes back by one. What the lost worker was at counts as dropped: a round of its steps.
-What compressors keep of it is forgotten. The lowest rank that is left does what rank 0 does. With
-`runtime.on_loss=reshard` its data are with the others from the round after that on, as `ashl.topology.membership` says.
+A compressor's own messages come to nothing for who waits for one of the lost, and then for who waits for one of those;
+who has them all waits until all others have, too. What compressors keep of it is forgotten. The lowest rank that is
+left does what rank 0 does. With `runtime.on_loss=reshard` its data are with the others from the round after that on,
+as `ashl.topology.membership` says.
 
 Rule of a join: whoever comes asks, the first rank says with the next sum that somebody is at the door, and after that
 merge all form the team anew. The newcomer gets model, counts, outer moments, and where all step alike on the sum the
@@ -96,7 +98,7 @@ def word_of(stage: Stage, reason: str | None) -> int:
 
 async def among(node: Node, stage: Stage, state: PeerState, formed: Formed) -> Stage:
     """Go on as this team."""
-    state.epoch, state.formed_ns = formed.epoch, formed.time_ns
+    state.epoch, state.lives, state.formed_ns = formed.epoch, formed.lives, formed.time_ns
     if formed.ranks == stage.workers and not (formed.lost or formed.came):
         return stage
     if len(formed.ranks) < stage.min_workers:
@@ -127,9 +129,9 @@ def go_back(node: Node, state: PeerState, version: int) -> None:
     before = next(kept for kept in state.kept if kept.tally.version == version)
     if before is not state.kept[-1] and before.redo is not None:
         node.steps -= before.redo.steps  # that round is recorded once more
-    taken = state.evaluated
+    taken, lives = state.evaluated, state.lives
     state.__dict__.update(before.__dict__)
-    state.ends, state.evaluated = before.ends.copy(), taken
+    state.ends, state.evaluated, state.lives = before.ends.copy(), taken, lives
 
 
 def changed(stage: Stage, state: PeerState, formed: Formed) -> Tally:
@@ -212,6 +214,6 @@ async def come(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[i
     state.drawn = state.step * state.batch
     state.rest = known.rest
     state.local_steps = stage.at_most(stage.worker(node.rank).local_steps, node.rank, known.rest)
-    state.epoch = formed.epoch
+    state.epoch, state.lives = formed.epoch, formed.lives
     stand_in(node, stage, state)
     return stage.index, state

@@ -50,6 +50,7 @@ def fails(*events: tuple[int, float]) -> str:
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
                 (1, ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9")),
                 (0, PARTS),
+                (2, ("sync=bsp", "compression=gtopk", "compression.ratio=0.1")),
                 (1, ("sync=bsp", "overlap=layerwise", "overlap.plan=none", "compression=topk", "model.hidden=[32,32]")),
             )
         ),

@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from ashl.compression.around.sliced import cut, joined
-from ashl.errors import AshlError, UsageError
-from ashl.planning.build import assemble, parts_of
-from ashl.planning.legal_churn import check_churn
+from ashl.compression.gtopk import Final, GTopK, family, within
+from ashl.errors import AshlError
+from ashl.planning.build import assemble
 from ashl.runtime.node import Node
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
@@ -63,6 +64,8 @@ class Alone:
             total = sum_in_rank_order([x * (1 / len(members)) for x in updates])
         elif stage.links:
             total = self.by_message(members, updates)
+        elif isinstance(link.innermost, GTopK):
+            total = self.by_tree(members, updates)
         else:
             total = self.coded(link, [self.workers[rank].ends for rank in members], updates, members)
         for rank in members:
@@ -75,6 +78,27 @@ class Alone:
         self.version += 1
         self.samples += sum(stage.round_samples[rank] for rank in members)
         return self.params
+
+    def by_tree(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
+        """gTop-k along the tree of these."""
+        link, n, d = self.stage.link, len(members), self.stage.link.d
+        codec, ends = link.innermost, [self.workers[rank].ends for rank in members]
+        assert isinstance(codec, GTopK)
+        turns = [turn_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
+        sources = [link.before(*each) for each in zip(ends, updates, turns, strict=True)]
+        sets = [[codec.selected(source, 1 / n)] for source in sources]
+        for place in reversed(range(n)):
+            for child in family(place, n)[1]:
+                sets[place].append(codec.merged(sets[place][-1], codec.written_few(sets[child][-1], d), d))
+        few = sets[0][-1]
+        finals = {0: Final(few, np.ones(few.places.size, bool))}
+        for place in range(n):
+            for child, merged in zip(reversed(family(place, n)[1]), reversed(sets[place]), strict=False):
+                finals[place] = finals[place]._replace(alive=finals[place].alive & within(few, merged))
+                finals[child] = finals[place]
+        outcomes = [codec.ended(sources[place], sets[place][0], finals[place]) for place in range(n)]
+        merged = [link.after(*each) for each in zip(ends, updates, turns, outcomes, strict=True)]
+        return merged[0]
 
     def coded(self, link: Link, ends: list[Ends], updates: list[Tensor], members: Sequence[int]) -> Tensor:
         turns = [turn_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
@@ -107,8 +131,9 @@ def models(ran: Ran) -> dict[int, Tensor]:
         ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
         ("sync=bsp", "overlap=wfbp", "optimizer.momentum=0.9"),
         ("sync=bsp", "overlap=layerwise", "overlap.plan=none", "compression=topk", "compression.ratio=0.1"),
+        ("sync=bsp", "compression=gtopk", "compression.ratio=0.1"),
     ],
-    ids=["momentum", "topk", "outer", "wfbp", "layerwise"],
+    ids=["momentum", "topk", "outer", "wfbp", "layerwise", "gtopk"],
 )
 def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], rank: int) -> None:
     """Also where rank 0 is lost, which judges and hands out the models: another one does."""
@@ -148,7 +173,7 @@ def test_who_comes_takes_part_from_the_next_round_on(mode: tuple[str, ...]) -> N
         assert torch.equal(found[number], alone.round([0, 1, 2] if not with_it < number <= again else [1, 2])), number
 
 
-@pytest.mark.parametrize("codec", ["topk", "power_sgd", "diana", "fetch_sgd"])
+@pytest.mark.parametrize("codec", ["topk", "power_sgd", "diana", "fetch_sgd", "gtopk"])
 def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each merges for itself here, as processes do: compressors that share something begin anew with who comes."""
     merges = dict[Any, list[Tensor]]()
@@ -251,9 +276,3 @@ def test_a_run_whose_configuration_says_so() -> None:
     ran = simulated(*SIZES, "sync=bsp", "stop.steps=50", events)
     assert [record["rank"] for record in ran.of("joined")] == [0]
     assert ran.plan.stages[0].predicted_steps_per_s == planned(*SIZES, "sync=bsp").stages[0].predicted_steps_per_s
-
-
-def test_messages_of_a_protocol_of_its_own_are_refused() -> None:
-    plan = with_events(planned(*SIZES, "sync=bsp", "compression=gtopk"), lost(1, 0.1))
-    with pytest.raises(UsageError, match="compression=gtopk: its workers wait for messages of each other"):
-        check_churn(parts_of(plan), plan.stages, None)
