@@ -76,8 +76,7 @@ class TorchKernel:
         )
         self._peers, self._max_bytes, self._device, self._bodies = peers, max_bytes, device, bodies
         self._settle, self._unsettled = settle, False
-        self._mail = Mailbox()
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._mail, self._inbox = Mailbox(), queue.SimpleQueue[Any]()
         self._links: Links | None = None
         self._ready: deque[tuple[Task, Any]] = deque()
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
@@ -325,8 +324,7 @@ class TorchKernel:
         self._unit.post(effect, self.node.ledger.cursor if task.main else self.now_ns, done)
 
     def _hands_out(self, effect: Collective) -> bool:
-        """Whether the main task computes what leaves in parts, and nothing of it goes ahead of another: then what comes
-        after waits for this, too, so that this thread may, and none has to be woken up."""
+        """Whether the main task computes what leaves in parts, in order: all wait for this, so this thread may."""
         main = self._main.waiting if self._main else None
         return isinstance(main, fx.Compute) and bool(main.parts) and not (main.needs or effect.key)
 

@@ -173,7 +173,7 @@ def test_the_page_of_all_options_has_each_with_its_limits_its_tables_and_its_sou
     assert main(["list", "nowhere", "--markdown"]) == 2
 
 
-CAVEATS = {"sync=asylpg", "sync=spy", "sync=swarm"}  # whose limits are no other method
+CAVEATS = {"sync=asylpg", "sync=spy"}  # whose limits are no other method
 
 
 def test_every_limit_of_a_card_is_held_by_a_test() -> None:
