@@ -23,12 +23,12 @@ import numpy as np
 from torch import Tensor
 
 from ashl.compression.around.layers import with_layout
-from ashl.compression.base.alike import between
+from ashl.compression.base.alike import mirrored, wholes_of
 from ashl.compression.base.code import Code, kept
 from ashl.compression.base.select import largest_of_rows
 from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
 from ashl.compression.contract import BodyError, Flags, Layer, Layout, Turn
-from ashl.compression.wire.arrays import Array, as_bytes, as_index, beside, holds, joined, ops, over, read, zeros
+from ashl.compression.wire.arrays import Array, as_bytes, beside, holds, joined, looked_up, ops, over, read, zeros
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import width
@@ -98,10 +98,14 @@ class Grid(NamedTuple):
         blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
         return turned(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T).reshape(-1, self.size)
 
-    def backward(self, coefficients: Array, x: Array, strip: slice) -> Array:
-        """That strip again, as it is in x."""
+    def backward(self, coefficients: Array, places: Array, x: Array, strip: slice) -> Array:
+        """That strip again, as it is in x, of the coefficients [blocks, kept] and their places in each block."""
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
-        blocks = between(wholes(height).T, coefficients.reshape(-1, height, width), wholes(width), SCALE, BITS)
+        whole, unit = wholes_of(coefficients, BITS)
+        blocks = scattered(looked_up(in_turn(height, width), places), whole, self.size).reshape(-1, width, height)
+        half = ops(whole).round(mirrored(*halves(blocks, width, -SCALE), blocks)).swapaxes(1, 2)
+        blocks = mirrored(*halves(blocks, height, 0), half)
+        blocks *= (unit * 2.0**-SCALE)[:, :, None]
         filled = blocks.reshape(-1, across, height, width).swapaxes(1, 2).reshape(-1, across * width)
         rows[:] = filled[: len(rows), : self.columns]
         return rows
@@ -130,9 +134,32 @@ def cosines(n: int) -> np.ndarray:
 
 
 @cache
-def wholes(n: int) -> np.ndarray:
-    """2^SCALE times that, as whole numbers: float64 [frequency, place]."""
-    return np.rint(cosines(n).astype(np.float64) * 2.0**SCALE)
+def wholes(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """2^SCALE times that, as whole numbers: of the first half of the places, which the other one mirrors, those of even
+    and those of odd frequencies, float64 [place, frequency]."""
+    half = np.rint(cosines(n)[:, : -(-n // 2)].T.astype(np.float64) * 2.0**SCALE)
+    return np.ascontiguousarray(half[:, ::2]), np.ascontiguousarray(half[:, 1::2])
+
+
+def halves(like: Array, n: int, scale: int) -> list[Array]:
+    """The same times 2^scale, where that one lies."""
+    return [beside(like, part) * 2.0**scale for part in wholes(n)]
+
+
+@cache
+def in_turn(height: int, width: int) -> np.ndarray:
+    """Where each coefficient of a block comes to lie: in its transpose, even frequencies before odd ones."""
+    along, down = (np.argsort(np.r_[0:n:2, 1:n:2]) for n in (width, height))
+    return (along * height + down[:, None]).reshape(-1)
+
+
+def scattered(places: Array, values: Array, size: int) -> Array:
+    """[n, size] with these values [n, k] in these places, else 0."""
+    if isinstance(values, Tensor):
+        return values.new_zeros((len(values), size)).scatter_(1, places, values)
+    blocks = np.zeros((len(values), size))
+    np.put_along_axis(blocks, places, values, 1)
+    return blocks
 
 
 def counted(grids: list[Grid]) -> int:
@@ -197,14 +224,9 @@ class DeMo(Code, Share):
             content = values[value : value + grid.sent].reshape(inside.shape)
             for strip in grid.strips(x):
                 part = slice(strip.start * grid.cut[1], strip.stop * grid.cut[1])
-                blocks, at = zeros(values, part.stop - part.start, grid.size), as_index(inside[part])
-                if isinstance(blocks, Tensor):
-                    blocks.scatter_(1, at, content[part])
-                else:
-                    np.put_along_axis(blocks, at, content[part], axis=1)
-                rows = grid.backward(blocks, x, strip)
+                rows = grid.backward(content[part], inside[part], x, strip)
                 rows *= float(top)
-                if np.isfinite(top):
+                if LARGEST / SIDE**2 < top < np.inf:
                     ops(rows).clip(rows, -LARGEST, LARGEST, out=rows)
             value, start = value + grid.sent, start + size
         return x

@@ -1,8 +1,8 @@
 """Symmetric grid: every element is rounded up or down to a multiple of one step, at random, so that its mean is kept.
 
-Rule: L = 2^(b−1) − 1, Δ = ‖x‖_∞ / L; q_j = ⌊x_j/Δ + u_j⌋ in −L … L with u_j uniform in [0, 1) (drawn in 16 bits);
-decoded to Δ·q_j. E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖². Bits: b·d + 32. A body names its b, so that it
-may change from message to message, and may hold float32 instead.
+Rule: L = 2^(b−1) − 1, Δ = ‖x‖_∞ / L; q_j = ⌊x_j/Δ + u_j⌋ in −L … L with u_j uniform in [0, 1); decoded to Δ·q_j.
+E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖². Bits: b·d + 32. A body names its b, so that it may change from
+message to message, and may hold float32 instead.
 
 Limit: one large element makes the grid coarse for all. What is not finite makes all of them NaN.
 
@@ -23,7 +23,8 @@ from ashl.compression.contract import BodyError, Flags, Turn
 from ashl.compression.wire.arrays import Array, over
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.body import HEADER, Parts, typed
-from ashl.compression.wire.levels import dithered, reach_of
+from ashl.compression.wire.dither import dither_of, dithered
+from ashl.compression.wire.levels import TOGETHER, reach_of
 from ashl.option import Number, option
 
 MOST = 16  # bits
@@ -59,22 +60,21 @@ def most(bits: int) -> int:
 
 def rounded(x: Array, bits: int, turn: Turn) -> Parts:
     """x on the grid of so many bits."""
-    words, steps = turn.words(), most(bits)
-    top = reach_of(x)
+    steps, top = most(bits), reach_of(x)
+    dither = dither_of(x, turn.words(), steps)
+    end = steps * dither.unit
     scales = np.array([top if np.isfinite(top) else np.nan], "<f4")
     if isinstance(x, Tensor):
-        y = (over(x, float(top)) * steps).clamp_(-steps, steps) if scales[0] > 0 else None
-        levels = x.new_zeros(len(x), dtype=torch.int32) if y is None else dithered(y, words, 0, steps)
+        lowest = x.new_zeros(len(x), dtype=torch.int32)
+        levels = dithered(over(x, float(top)) * end, dither, 0, steps) if scales[0] > 0 else lowest
         return Parts(len(x), pack(levels, bits), scales=scales, form=bits)
-    levels = np.zeros(x.size, np.uint8 if bits <= 8 else np.uint16)
-    buffer = np.empty(min(BLOCK, x.size), np.float32)
-    for start in range(0, x.size if scales[0] > 0 else 0, BLOCK):
-        part = x[start : start + BLOCK]
-        y = np.divide(part, top, out=buffer[: part.size])
-        y *= np.float32(steps)
-        np.clip(y, -steps, steps, out=y)
-        levels[start : start + BLOCK] = dithered(y, words, start, steps)
-    return Parts(x.size, pack(levels, bits), scales=scales, form=bits)
+    stream, step = np.zeros(packed_bytes(x.size, bits), np.uint8), TOGETHER * BLOCK
+    for start in range(0, x.size if scales[0] > 0 else 0, step):
+        y = x[start : start + step] / top
+        y *= np.float32(end)
+        piece = pack(dithered(y, dither, start, steps), bits)
+        stream[start * bits // 8 :][: piece.size] = piece
+    return Parts(x.size, stream, scales=scales, form=bits)
 
 
 def meant(parts: Parts, d: int) -> Array:

@@ -1,7 +1,7 @@
 """QSGD: in buckets, every element is rounded at random to one of s levels of either sign, so that its mean is kept.
 
 Rule: for each `bucket` of b elements with norm m, their ℓ2 norm or their largest magnitude, q_j = ⌊s·x_j/m + u_j⌋ with
-u_j uniform in [0, 1), drawn in 16 bits; C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω = min(b/s², √b/s)
+u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω = min(b/s², √b/s)
 for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the largest. Bits: d·⌈log2(2s + 1)⌉ and 32 a bucket.
 
 Limit: ω goes with the bucket, not with the model. It is a contraction, and may have feedback, only where ω < 1:
@@ -25,8 +25,9 @@ from ashl.compression.contract import Flags, Turn
 from ashl.compression.wire import there
 from ashl.compression.wire.arrays import Array, over, zeros
 from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.dither import dither_of, rounded
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import block_rows, level_bytes, packed, rounded, rows_of, spread, unpacked, whole
+from ashl.compression.wire.levels import block_rows, level_bytes, packed, rows_of, spread, unpacked, whole
 from ashl.option import Count, Number, option
 
 LARGEST = np.finfo(np.float32).max
@@ -49,12 +50,13 @@ class QSGD(Code, Wrappers):
         return Flags(unbiased=True, contraction=small, variable=variable)
 
     def pack(self, x: Array, turn: Turn) -> Parts:
-        row, top, words = min(self.bucket, len(x)), 2 * self.levels, turn.words()
+        row, top, dither = min(self.bucket, len(x)), 2 * self.levels, dither_of(x, turn.words(), self.levels)
         norms = zeros(x, -(-len(x) // row), 1)
 
         def numbers(where: slice, block: Array) -> Array:
             norms[where] = lengths(block) if self.norm == "l2" else largest(block)
-            return rounded(spread(block, norms[where], self.levels), words, where.start * row, self.levels)
+            y = spread(block, norms[where], self.levels * dither.unit)
+            return rounded(y, dither, where.start * row, self.levels)
 
         stream = packed(len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
         return Parts(len(x), stream, scales=norms)

@@ -26,21 +26,20 @@ import torch
 from torch import Tensor
 
 from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base import alike
-from ashl.compression.base.alike import signs_of
+from ashl.compression.base.alike import hadamard_sums, signs_of
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Flags, Turn
-from ashl.compression.uniform import Levels, between, placed
+from ashl.compression.uniform import Levels, placed
 from ashl.compression.wire import there
 from ashl.compression.wire.arrays import Array, as_bytes, beside, joined, over, read, viewed, zeros
 from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.dither import dither_of, rounded
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import level_bytes, packed, rounded, rows_of, unpacked, whole
+from ashl.compression.wire.levels import level_bytes, packed, rows_of, unpacked, whole
 from ashl.data.by_index import ByIndex
 from ashl.option import option
 
 LARGEST = 4096
-BITS = 40  # of an element: 4096 of them add up to less than 2⁵³
 SEED = np.dtype("<u8")
 
 
@@ -60,14 +59,15 @@ class Rotated(Code, Wrappers):
         return Flags(unbiased=True, contraction=small, variable=variable)
 
     def pack(self, x: Array, turn: Turn) -> Parts:
-        row, top, words = block_of(len(x)), self.levels - 1, turn.words()
+        row, top = block_of(len(x)), self.levels - 1
+        dither = dither_of(x, turn.words(), top)
         rows, seed = -(-len(x) // row), turn.shared().bit_generator.random_raw(1).astype(SEED)
         ends, flips = zeros(x, rows, 2), ByIndex(int(seed[0]))
 
         def numbers(where: slice, block: Array) -> Array:
             z = rotate(flipped(flips, where.start * row, block), row)
             ends[where, 0], ends[where, 1] = (z.amin(1), z.amax(1)) if isinstance(z, Tensor) else (z.min(1), z.max(1))
-            return rounded(placed(z, ends[where], top), words, where.start * row)
+            return rounded(placed(z, ends[where], top * dither.unit), dither, where.start * row)
 
         blocks = (numbers(where, block) for where, block in rows_of(x, row))
         stream = packed(rows * row, top, blocks, self.entropy)
@@ -81,8 +81,7 @@ class Rotated(Code, Wrappers):
         flips = ByIndex(int(read(scales[: SEED.itemsize]).view(SEED)[0]))
 
         def meant(where: slice, block: Array) -> None:
-            back = rotated_back(between(block, ends[where], top), row)
-            block[:] = flipped(flips, where.start * row, back)
+            block[:] = flipped(flips, where.start * row, rotated_back(block, ends[where], top))
 
         return unpacked(whole(parts, d), rows * row, row, top, meant, self.entropy)[:d]
 
@@ -120,17 +119,19 @@ def rotate(rows: Array, size: int) -> Array:
     return (beside(rows, left) @ (square @ beside(rows, right))).reshape(rows.shape)
 
 
-def rotated_back(rows: Array, size: int) -> Array:
-    """The same, to the bit on every machine and device."""
-    if isinstance(rows, Tensor):
-        left, right = signs_of(1 << size.bit_length() // 2), signs_of(1 << (size.bit_length() - 1) // 2)
-        sums = alike.between(left, rows.reshape(-1, len(left), len(right)), right, 0, BITS).reshape(rows.shape)
-    else:
-        sums = alike.hadamard_sums(rows, BITS)
-    return over(sums, math.sqrt(size))
+def rotated_back(numbers: Array, ends: Array, top: int) -> Array:
+    """The same of what numbers [n, b] between ends [n, 2] stand for, to the bit on every machine and device. Only the
+    numbers are rotated, whose sums are whole and below 2²⁰; what they are counted from is alike for all of a row, so
+    that it comes to lie in its first element."""
+    lowest, step, size = ends[:, :1], over(ends[:, 1:] - ends[:, :1], top), numbers.shape[1]
+    sums = hadamard_sums(numbers)
+    first = (sums[:, :1] * 2.0 ** -(size.bit_length() - 1) * step + lowest) * math.sqrt(size)
+    sums *= over(step, math.sqrt(size))
+    sums[:, :1] = first
+    return sums
 
 
 @cache
 def hadamard(size: int) -> np.ndarray:
     """The orthogonal one."""
-    return signs_of(size).astype(np.float32) / np.float32(math.sqrt(size))
+    return signs_of(size) / np.float32(math.sqrt(size))

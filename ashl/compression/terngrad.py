@@ -46,6 +46,7 @@ from ashl.compression.contract import (
 from ashl.compression.wire.arrays import Array, array_of, beside, bytes_of, joined, read, tensor_of
 from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
 from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.dither import dither_of
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import ends_of, level_bytes, packed, unpacked, whole
 from ashl.compression.wire.trits import read_ternary, ternary, trit_bytes, write_ternary
@@ -75,10 +76,10 @@ class TernGrad(Code, Wrappers):
         return SharedScale(self, sizes) if self.shared_scale else self
 
     def pack(self, x: Array, turn: Turn) -> Parts:
-        top, words = self.top(x), turn.words()
+        top, dither, beyond = self.top(x), dither_of(x, turn.words(), 1), self.beyond
         if self.entropy == "none":
-            return Parts(len(x), write_ternary(x, top, words), scales=top)
-        numbers = (ternary(x[where], top, words, where.start) for where in pieces(x))
+            return Parts(len(x), write_ternary(x, top, dither, beyond), scales=top)
+        numbers = (ternary(x[where], top, dither, where.start, beyond) for where in pieces(x))
         return Parts(len(x), packed(len(x), 2, numbers, self.entropy), scales=top)
 
     def unpack(self, parts: Parts, d: int) -> Array:
@@ -97,6 +98,11 @@ class TernGrad(Code, Wrappers):
 
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
+
+    @property
+    def beyond(self) -> bool:
+        """Whether elements may lie beyond ±m."""
+        return self.clip_sigmas is not None
 
     def top(self, x: Array) -> Array:
         """m, float32 [1]."""
@@ -155,8 +161,11 @@ class SharedScale(Collective):
 
     def words(self, x: Tensor, tops: np.ndarray, turn: Turn, workers: int) -> Tensor:
         """int32: the ternaries of all parts, as numbers 0, 1 and 2 with room for the sum over all workers."""
-        array, parts = array_of(x), enumerate(slices(self.sizes))
-        numbers = [ternary(array[part], beside(array, tops[i : i + 1]), turn.words(i)) for i, part in parts]
+        array, numbers = array_of(x), []
+        for i, part in enumerate(slices(self.sizes)):
+            one = array[part]
+            dither = dither_of(one, turn.words(i), 1)
+            numbers.append(ternary(one, beside(one, tops[i : i + 1]), dither, beyond=self.codec.beyond))
         stream = pack(joined(numbers), sum_width(workers))
         return tensor_of(joined([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])).view(torch.int32)
 

@@ -20,8 +20,9 @@ from ashl.compression.contract import Flags, Turn
 from ashl.compression.wire.arrays import Array, over
 from ashl.compression.wire.bits import BLOCK
 from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.dither import dither_of, rounded
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import ends_of, level_bytes, packed, rounded, rows_of, spread, unpacked, whole
+from ashl.compression.wire.levels import ends_of, level_bytes, packed, rows_of, spread, unpacked, whole
 from ashl.option import Number, option
 
 ROW = BLOCK // 8  # eight rows are a block, see `levels.row_step`
@@ -43,9 +44,13 @@ class StochasticUniform(Code, Wrappers):
         return Flags(unbiased=True, variable=self.entropy != "none")
 
     def pack(self, x: Array, turn: Turn) -> Parts:
-        ends, top, row, words = ends_of(x)[None], self.levels - 1, min(ROW, len(x)), turn.words()
-        rows = rows_of(x, row)
-        blocks = (rounded(placed(block, ends, top), words, where.start * row) for where, block in rows)
+        ends, top, row = ends_of(x)[None], self.levels - 1, min(ROW, len(x))
+        dither = dither_of(x, turn.words(), top)
+
+        def numbers(where: slice, block: Array) -> Array:
+            return rounded(placed(block, ends, top * dither.unit), dither, where.start * row)
+
+        blocks = (numbers(where, block) for where, block in rows_of(x, row))
         return Parts(len(x), packed(len(x), top, blocks, self.entropy), scales=ends)
 
     def unpack(self, parts: Parts, d: int) -> Array:
@@ -60,7 +65,7 @@ class StochasticUniform(Code, Wrappers):
         return d / (2 * (self.levels - 1) ** 2)
 
 
-def placed(rows: Array, ends: Array, top: int) -> Array:
+def placed(rows: Array, ends: Array, top: float) -> Array:
     """Where the elements of rows [n, m] lie between ends [n, 2], from 0 to top."""
     return spread(rows - ends[:, :1], ends[:, 1:] - ends[:, :1], top)
 

@@ -23,7 +23,6 @@ LAST = 31  # of the shifts
 WORDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in ROUNDS), np.uint64(LAST)
 WORD = 2**64
 PIECE = 1 << 14  # words that stay in the cache between two operations
-SECOND = 1 << 62  # from here on there are second words
 
 
 class ByIndex(NamedTuple):
@@ -46,16 +45,6 @@ class ByIndex(NamedTuple):
             _mix(np.add(_steps()[: piece.size], first, out=piece), spare[: piece.size])
         return words
 
-    @overload
-    def second(self, places: np.ndarray) -> np.ndarray: ...
-    @overload
-    def second(self, places: Tensor) -> Tensor: ...
-    def second(self, places: np.ndarray | Tensor) -> np.ndarray | Tensor:
-        """A number of [0, 1) for each of these few places, float64, of words of its own."""
-        if isinstance(places, Tensor):
-            return (_shifted(_mixed(places + SECOND, self.key), 11)).to(torch.float64) * 2.0**-53
-        return np.array([_word(self.key + (place + SECOND) * GAMMA) >> 11 for place in places.tolist()]) * 2.0**-53
-
 
 def by_index(seed: int, purpose: Purpose, *words: int) -> ByIndex:
     """The stream of these non-negative words."""
@@ -74,14 +63,6 @@ def _mix(words: np.ndarray, spare: np.ndarray) -> None:
         words ^= np.right_shift(words, shift, out=spare)
         words *= factor
     words ^= np.right_shift(words, last, out=spare)
-
-
-def _word(word: int) -> int:
-    """The same for one word: of few, quicker than an array."""
-    word %= WORD
-    for shift, factor in ROUNDS:
-        word = (word ^ word >> shift) * factor % WORD
-    return word ^ word >> LAST
 
 
 def _mixed(places: Tensor, key: int) -> Tensor:

@@ -23,10 +23,6 @@ def test_of_arrays_and_of_tensors(start: int, count: int) -> None:
         words = stream.words(NONE, start, count)
         assert words.tobytes() == stream.words(torch.empty(0), start, count).numpy().tobytes()
         assert words[: count // 2].tobytes() == stream.words(NONE, start, count // 2).tobytes()
-        places = np.arange(start, start + min(count, 9))
-        second = stream.second(places)
-        assert second.tobytes() == stream.second(torch.from_numpy(places)).numpy().tobytes()
-        assert ((second >= 0) & (second < 1)).all()
 
 
 def test_every_name_is_a_stream_of_its_own() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.around.wrapped import for_layers
+from ashl.compression.base.alike import outer_sum
 from ashl.compression.contract import BodyError, Layer, Turn
 from ashl.compression.wire.bits import pack, unpack
 from ashl.compression.wire.body import HEADER
@@ -179,6 +180,15 @@ def test_numbers_of_a_few_bits_are_packed_alike() -> None:
             stream, there = pack(numbers, width), pack(torch.from_numpy(numbers.astype(np.int64)), width)
             assert there.numpy().tobytes() == stream.tobytes()
             assert unpack(there, width, count).tolist() == numbers.tolist()
+
+
+@pytest.mark.parametrize("terms", [0, 1, 2, 5])
+def test_sums_of_outer_products_are_alike(terms: int) -> None:
+    left, right = vector("heavy", 40 * terms).view(terms, 40), vector("normal", 70 * terms).view(terms, 70)
+    found, same = np.ones((40, 70), np.float32), torch.ones(40, 70)
+    outer_sum(left.numpy(), right.numpy(), found)
+    outer_sum(left, right, same)
+    assert found.tobytes() == same.numpy().tobytes()
 
 
 def test_the_page_lists_those_that_work_there() -> None:

@@ -1,11 +1,7 @@
-"""Stochastic rounding to evenly spaced levels, in blocks that fit the cache: the kernel of the quantizers.
+"""Evenly spaced levels, in blocks that fit the cache: where elements lie among them, and numbers of levels as streams.
 
-Rule: q = ⌊y + u⌋ with y in [0, top] and u uniform in [0, 1), so that E q = y. The first 16 bits of u are drawn for
-every element, which costs half as much as a float; one in 65,536 hangs on those that follow, and they are drawn for it
-alone. Numbers take ⌈log2(top + 1)⌉ bits, 8 at most, or what an entropy code makes of them, for which they are counted
+Rule: numbers take ⌈log2(top + 1)⌉ bits, 8 at most, or what an entropy code makes of them, for which they are counted
 from the one in the middle.
-
-Source: stochastic rounding as in Alistarh et al., "QSGD", NeurIPS 2017.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +16,10 @@ from ashl.compression.wire.arrays import Array, beside, holds, read
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack_bytes
 from ashl.compression.wire.body import Parts
 from ashl.compression.wire.entropy_code import EntropyCode, bound_bytes, folded, read_levels, unfolded, write_levels
-from ashl.data.by_index import ByIndex
 
 SMALL = np.float32(2.0**-64)  # below it float32 may have no reciprocal
 ENLARGED = np.float32(2.0**64)
 SHORT = 1 - 2.0**-22  # so that what is rounded on the way is not rounded up beyond the top level
-BITS = 16  # of u that are drawn for all
-UNITS = 1 << BITS
-LANES = 64 // BITS  # in a word
 TOGETHER = 4  # blocks: with so many passes over each, fewer and larger ones win
 
 
@@ -49,7 +41,7 @@ def rows_of(x: Array, row: int) -> Iterator[tuple[slice, Array]]:
         yield slice(start, start + part.size // row), part.reshape(-1, row)
 
 
-def spread(x: Array, span: Array, top: int) -> Array:
+def spread(x: Array, span: Array, top: float) -> Array:
     """x/span·top, for spans [n, 1] or [1, 1] of the rows of x [n, m]; 0 where a span is none."""
     if isinstance(x, Tensor):
         return there.spread(x, span, SHORT * top, float(SMALL), float(ENLARGED))
@@ -63,47 +55,6 @@ def spread(x: Array, span: Array, top: int) -> Array:
     if not (finite := np.isfinite(span)).all():
         np.copyto(y, 0, where=~finite)  # the span says it
     return y
-
-
-def rounded(y: Array, words: ByIndex, start: int, zero: int = 0) -> Array:
-    """uint8: ⌊y + u⌋ + zero, for y ≥ −zero in any form, which is changed; `start`, a multiple of 4, counts elements
-    before."""
-    if isinstance(y, Tensor):
-        return dithered(y, words, start, zero).to(torch.uint8)
-    whole, up = _parted(y, words, start, zero > 0)
-    levels = whole.astype(np.uint8)
-    levels += up
-    if zero:
-        levels += np.uint8(zero)  # modulo 256, so what was negative no longer is
-    return levels
-
-
-def dithered(y: Array, words: ByIndex, start: int, zero: int = 0) -> Array:
-    """int32: ⌊y + u⌋ + zero, for |y| < 2¹⁵ in any form, which is changed."""
-    if isinstance(y, Tensor):
-        return there.dithered(y, words, start, zero, BITS)
-    levels, up = _parted(y, words, start, signed=True)
-    levels += up
-    if zero:
-        levels += zero
-    return levels
-
-
-def _parted(y: np.ndarray, words: ByIndex, start: int, signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """⌊y⌋ as int32, and as uint8 whether u makes one more of it. The first bits of u and as many of y are added up in
-    numbers of 16 bits, twice as fast as in 32; what overflows is what is wanted."""
-    first = words.words(y, start // LANES, -(-y.size // LANES)).view(np.uint16)[: y.size].reshape(y.shape)
-    y *= np.float32(UNITS)  # exact
-    whole = (np.floor(y) if signed else y).astype(np.int32)
-    behind = whole.astype(np.uint16)
-    first += behind
-    up = (first < behind).view(np.uint8)
-    ties = np.flatnonzero(first == UNITS - 1)
-    if ties.size:  # with what is behind these bits the sum may reach the next level
-        rest = y.reshape(-1)[ties].astype(np.float64) % 1
-        up.reshape(-1)[ties] = words.second(ties + start) + rest >= 1
-    whole >>= BITS
-    return whole, up
 
 
 def level_bytes(count: int, top: int, entropy: EntropyCode) -> int:

@@ -1,5 +1,5 @@
-"""The kernels of codecs for tensors, whole vectors at once: what `bits`, `levels`, `trits`, `powers` and `select` do
-for arrays block by block, here for a device, with the same bits.
+"""The kernels of codecs for tensors, whole vectors at once: what `bits`, `dither`, `levels`, `trits`, `powers` and
+`select` do for arrays block by block, here for a device, with the same bits.
 
 Equal on every device: integers, shifts, comparisons, and one float operation after the other, each rounded once. So
 nothing is divided by a number (torch multiplies with its reciprocal on CUDA), nothing is multiplied and added at once,
@@ -125,15 +125,11 @@ def _chosen(keys: Tensor, k: int) -> Tensor:
 # --- levels
 
 
-def dithered(y: Tensor, words: ByIndex, start: int, zero: int, bits: int) -> Tensor:
-    lanes, units = 64 // bits, 1 << bits
-    first = words.words(y, start // lanes, -(-y.numel() // lanes)).view(torch.int16)[: y.numel()]
-    y = y.reshape(-1) * units
-    sums = (first.to(torch.int32) & units - 1) + y.floor().to(torch.int32)
-    ties = (sums & units - 1 == units - 1).nonzero().view(-1)
-    rest = y[ties].to(torch.float64)
-    sums[ties] += (words.second(ties + start) + (rest - rest.floor()) >= 1).to(torch.int32)
-    return (sums >> bits) + zero
+def dithered(y: Tensor, words: ByIndex, rest: Tensor, start: int, bits: int, own: int) -> Tensor:
+    count, lanes = y.numel(), 64 // own
+    first = words.words(y, start // lanes, -(-count // lanes)).view(torch.int16)[:count].to(torch.int32)
+    sums = y.reshape(-1).to(torch.int32) + rest.repeat(-(-count // len(rest)))[:count]
+    return (sums >> bits - own) + (first & (1 << own) - 1) >> own
 
 
 def spread(x: Tensor, span: Tensor, top: float, small: float, enlarged: float) -> Tensor:
@@ -192,7 +188,7 @@ def _planes(packed: Tensor, trits: int) -> Tensor:
     return torch.stack(planes, 1).reshape(-1)
 
 
-# --- powers of two
+# --- signs and exponents
 
 
 def write_natural(x: Tensor, words: ByIndex) -> Tensor:
@@ -234,17 +230,9 @@ def _sum(x: np.ndarray) -> float:
     return float(total if np.isfinite(total) else x.sum(dtype=np.float64))
 
 
-# --- products of matrices
+# --- powers of two
 
 
-def between(left: Tensor, blocks: Tensor, right: Tensor, scale: int, bits: int) -> Tensor:
-    """As `ashl.compression.base.alike` has it: of whole numbers, so that their sums have no order."""
-    shift = bits - torch.frexp(blocks.abs().amax((1, 2), keepdim=True)).exponent
-    whole = (blocks.to(torch.float64) * _power(shift)).round() @ right
-    whole = left @ (whole * 2.0**-scale).round()
-    return (whole * _power(-scale - shift)).to(torch.float32)
-
-
-def _power(exponents: Tensor) -> Tensor:
+def power(exponents: Tensor) -> Tensor:
     """2 to that, exactly: float64 by its bits."""
     return (exponents.to(torch.int64) + 1023 << 52).view(torch.float64)

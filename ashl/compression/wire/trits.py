@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ashl.compression.contract import BodyError
 from ashl.compression.wire import there
-from ashl.compression.wire.arrays import Array, holds
-from ashl.compression.wire.levels import TOGETHER, rounded, spread
-from ashl.data.by_index import ByIndex
+from ashl.compression.wire.arrays import Array, holds, ops
+from ashl.compression.wire.dither import Dither, rounded
+from ashl.compression.wire.levels import TOGETHER, spread
 
 TRITS = 5  # in a byte, since 3⁵ ≤ 256
 BLOCK = TRITS << 14
@@ -24,11 +24,13 @@ def trit_bytes(count: int) -> int:
     return -(-count // TRITS)
 
 
-def ternary(x: Array, top: Array, words: ByIndex, start: int = 0) -> Array:
-    """uint8: 1 + sign(x)·[drawn], with probability |x|/top; beyond ±top for sure. top is float32 [1]."""
-    y = spread(x[None], top[None], 1)[0]
-    y = y.clamp_(-1, 1) if isinstance(y, Tensor) else np.clip(y, -1, 1, out=y)
-    return rounded(y, words, start, 1)
+def ternary(x: Array, top: Array, dither: Dither, start: int = 0, beyond: bool = False) -> Array:
+    """uint8: 1 + sign(x)·[drawn], with probability |x|/top; where there are any `beyond` ±top, these for sure. top is
+    float32 [1]."""
+    y = spread(x[None], top[None], dither.unit)[0]
+    if beyond:
+        y = ops(y).clip(y, -dither.unit, dither.unit, out=y)
+    return rounded(y, dither, start, 1)
 
 
 def pack_trits(numbers: np.ndarray) -> np.ndarray:
@@ -55,13 +57,13 @@ def unpack_trits(packed: np.ndarray, count: int) -> np.ndarray:
     return planes.reshape(-1)[:count]
 
 
-def write_ternary(x: Array, top: Array, words: ByIndex) -> Array:
+def write_ternary(x: Array, top: Array, dither: Dither, beyond: bool) -> Array:
     """uint8 [trit_bytes]: x as ternary numbers."""
     if isinstance(x, Tensor):
-        return there.pack_trits(ternary(x, top, words), TRITS, BLOCK)
+        return there.pack_trits(ternary(x, top, dither, 0, beyond), TRITS, BLOCK)
     stream = np.empty(trit_bytes(x.size), np.uint8)
     for first in range(0, x.size, TOGETHER * BLOCK):
-        numbers = ternary(x[first : first + TOGETHER * BLOCK], top, words, first)
+        numbers = ternary(x[first : first + TOGETHER * BLOCK], top, dither, first, beyond)
         for start in range(0, numbers.size, BLOCK):
             packed = pack_trits(numbers[start : start + BLOCK])
             stream[(first + start) // TRITS :][: packed.size] = packed

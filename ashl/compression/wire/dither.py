@@ -1,0 +1,77 @@
+"""Stochastic rounding: q = ⌊y + u⌋ with u uniform in [0, 1), so that E q = y. The kernel of the quantizers.
+
+Rule: y and u are whole numbers of 2^−bits, with as many bits as 31 leave behind the point of the largest level: 30 for
+±1, 24 for 127. The first 16 of u are drawn for every element, which costs half as much as a float. Those behind them
+matter to one element in 65,536, and elements 2¹⁴ apart share them: two that do are correlated by 2⁻¹⁶ at most. What y
+has behind the last bit is cut off, so that E q is y to 2^−bits.
+
+Source: stochastic rounding as in Alistarh et al., "QSGD", NeurIPS 2017.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from ashl.compression.wire import there
+from ashl.compression.wire.arrays import Array, viewed
+from ashl.data.by_index import ByIndex
+
+FIRST = 16  # bits of u that are an element's own
+LANES = 64 // FIRST  # of them in a word
+SHARED = 1 << 14  # elements that have the bits behind these for themselves
+REST = 1 << 62  # the words from here on hold those
+
+
+class Dither(NamedTuple):
+    """Every u of a message."""
+
+    words: ByIndex
+    bits: int  # behind the point
+    rest: Array  # int32 [SHARED, or less]: those of them that are shared
+
+    @property
+    def unit(self) -> float:
+        """What y is to be multiplied with, for `rounded`."""
+        return 2.0**self.bits
+
+
+def dither_of(x: Array, words: ByIndex, top: int) -> Dither:
+    """For y from −top to top, below 2¹⁵, of the elements of x."""
+    bits, count = 31 - top.bit_length(), min(SHARED, len(x))
+    rest = viewed(words.words(x, REST, -(-count // 2)), "<i4")[:count]
+    return Dither(words, bits, rest >> 8 & (1 << bits - FIRST) - 1)
+
+
+def rounded(y: Array, dither: Dither, start: int, zero: int = 0) -> Array:
+    """uint8: ⌊y + u⌋ + zero, for y ≥ −zero in units of `dither`, in any form; `start`, a multiple of 4, counts elements
+    before."""
+    if isinstance(y, Tensor):
+        return dithered(y, dither, start, zero).to(there.TYPES["u1"])
+    levels = _sums(y, dither, start).astype(np.uint8)
+    if zero:
+        levels += np.uint8(zero)  # modulo 256, so what was negative no longer is
+    return levels
+
+
+def dithered(y: Array, dither: Dither, start: int, zero: int = 0) -> Array:
+    """int32: the same, for whatever `dither` is made for."""
+    if isinstance(y, Tensor):
+        return there.dithered(y, dither.words, dither.rest.roll(-start), start, dither.bits, FIRST) + zero
+    levels = _sums(y, dither, start)
+    if zero:
+        levels += zero
+    return levels
+
+
+def _sums(y: np.ndarray, dither: Dither, start: int) -> np.ndarray:
+    """⌊y + u⌋, int32."""
+    levels = y.astype(np.int32)
+    flat, rest, whole = levels.reshape(-1), np.roll(dither.rest, -start), levels.size // len(dither.rest)
+    rows, last = np.split(flat, [whole * len(rest)])
+    rows.reshape(whole, len(rest))[:] += rest
+    last += rest[: len(last)]
+    levels >>= dither.bits - FIRST
+    flat += dither.words.words(y, start // LANES, -(-flat.size // LANES)).view(np.uint16)[: flat.size]
+    levels >>= FIRST
+    return levels
