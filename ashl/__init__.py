@@ -76,8 +76,11 @@ def load(path: str | PathLike[str]) -> Run | Runs:
 
     Raises UsageError where none is there that has ended.
     """
+    from ashl.errors import UsageError
     from ashl.study.frames import load
 
+    if not isinstance(path, str | PathLike):
+        raise UsageError(f"{path!r} is no path; name the folder of a run, of a sweep, or one of runs.")
     return load(Path(path))
 
 

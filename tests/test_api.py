@@ -76,6 +76,8 @@ def test_load_gives_a_run_and_its_model_the_weights(workplace: Path) -> None:
         run.model("bset")  # ty: ignore[invalid-argument-type]
     with pytest.raises(UsageError, match="nowhere is no folder"):
         ashl.load("nowhere")
+    with pytest.raises(UsageError, match="3 is no path; name the folder of a run"):
+        ashl.load(3)  # ty: ignore[invalid-argument-type]
     (run.folder / "summary.json").unlink()
     with pytest.raises(UsageError, match=r"no summary\.json: it has not ended"):
         ashl.load(run.folder)

@@ -10,6 +10,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ashl.aggregate.weighted import Push
+from ashl.errors import UsageError
+from ashl.option import quoted
 from ashl.plan.plan import assigned
 from ashl.planner.assignment import Planner
 from ashl.planner.online import Averages
@@ -140,8 +142,14 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Pl
 
 
 async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
-    """Go on, on this model; returns whether it is another one than before."""
+    """Go on, on this model; returns whether it is another one than before.
+
+    Raises UsageError where the rule lets go who does not wait.
+    """
     tally = state.tally
+    if rank not in tally.waiting:
+        who = f"{quoted(type(stage.sync))} lets worker {rank} go on, which does not wait"
+        raise UsageError(f"{who}; let its `admit` return some of `tally.waiting`.")
     changed = tally.pulled[rank] != tally.version  # since this worker's last pull
     staleness, late = tally.release(rank)
     tally.now_s = node.now

@@ -250,6 +250,13 @@ class Raising(ServerRule):
 
     def admit(self, state, tally):
         raise ValueError("not now")
+
+@option
+class Stranger(ServerRule):
+    local_steps: int
+
+    def admit(self, state, tally):
+        return [99]
 """
 
 
@@ -258,6 +265,11 @@ class Raising(ServerRule):
     [
         ("sync._target_=my_rules.Unmade", "sync names my_rules.Unmade, which cannot be made: not like this", 2),
         ("sync._target_=my_rules.Raising", "my_rules.py, line 32)", 1),
+        (
+            "sync=asp sync._target_=my_rules.Stranger",
+            "'my_rules.Stranger' lets worker 99 go on, which does not wait",
+            2,
+        ),
         (
             "sync._target_=my_rules.Short",
             "sync names 'my_rules.Short', whose 'quorum' cannot be asked; write it as quorum(self, num_workers)",
