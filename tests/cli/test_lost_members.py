@@ -171,7 +171,7 @@ def test_a_group_with_who_has_come_back_averages_all_models(rank: int, train, wo
     done = next(event["round"] for event in rounds if event["rank"] == rank and event["start_s"] > back_s - 0.01)
     for k, group in enumerate(groups):
         if k > before and groups[k - 1] == others and len(group) == 3:
-            alone.workers[rank] = alone.worker(rank, done)
+            alone.workers[rank] = alone.worker(rank, 8 * done)  # by steps
             updates = [alone.update(member) for member in group]
             alone.params = sum_in_rank_order([(alone.params + update) * (1 / 3) for update in updates])
         else:
