@@ -1,0 +1,75 @@
+"""Rules and codecs of the user's own that do not fit: one sentence that names them, and the right exit code."""
+
+import pytest
+
+RULES = """
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.contract import Flags
+from ashl.option import option
+from ashl.topology.parameter_server import ServerRule
+
+@option
+class Short(ServerRule):
+    def quorum(self):
+        return 1
+
+@option
+class Silent(Code, Wrappers):
+    code = 200
+    flags = Flags()
+
+@option
+class Unmade(ServerRule):
+    staleness: int
+    local_steps: int
+
+    def __post_init__(self):
+        raise ValueError("not like this")
+
+@option
+class Raising(ServerRule):
+    staleness: int
+    local_steps: int
+
+    def admit(self, state, tally):
+        raise ValueError("not now")
+
+@option
+class Stranger(ServerRule):
+    local_steps: int
+
+    def admit(self, state, tally):
+        return [99]
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says", "exit_code"),
+    [
+        ("sync._target_=my_rules.Unmade", "sync names my_rules.Unmade, which cannot be made: not like this", 2),
+        ("sync._target_=my_rules.Raising", "my_rules.py, line 32)", 1),
+        (
+            "sync=asp sync._target_=my_rules.Stranger",
+            "'my_rules.Stranger' lets worker 99 go on, which does not wait",
+            2,
+        ),
+        (
+            "sync._target_=my_rules.Short",
+            "sync names 'my_rules.Short', whose 'quorum' cannot be asked; write it as quorum(self, num_workers)",
+            2,
+        ),
+        (
+            "sync=bsp compression=natural compression._target_=my_rules.Silent",
+            "'my_rules.Silent' does not say 'payload'; it has no default, so give the class one",
+            2,
+        ),
+    ],
+)
+def test_a_hook_of_the_users_own_that_does_not_fit(overrides, says, exit_code, said, workplace, monkeypatch) -> None:
+    """2 where it cannot be made; where it fails, the run has failed, on processes as in virtual time."""
+    (workplace / "my_rules.py").write_text(RULES)
+    monkeypatch.syspath_prepend(workplace)
+    code, sentence = said(*overrides.split(), "allow_targets=[my_rules]")
+    assert says in sentence
+    assert code == exit_code
