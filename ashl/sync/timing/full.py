@@ -5,7 +5,7 @@ of it, and then each of them alone. Messages of several sizes go each way, each 
 by round; so do sums over the first g workers. Of every round a line is fitted through its sizes, and latency and
 seconds per byte are medians over the rounds. What the last of n messages at once takes longer than one alone is n times
 what each holds the server's port; where bytes slow nobody down, that has no rate. Every codec in question encodes the
-whole model, and its layers without the largest.
+whole model, and its layers without the largest, at all workers at once and between steps and messages.
 
 What messages cost the cores is the processor time that ranks use while all workers exchange without a pause, by size,
 half of it for each end. What is used beyond that, and a step alone, where all take a step between two of them, is what
@@ -25,7 +25,7 @@ from statistics import fmean
 import torch
 
 from ashl.compression.contract import Turn
-from ashl.learn.device import numbers
+from ashl.learn.device import HOST, numbers
 from ashl.plan.full import Coding, Cost, Full, Handling, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.noise import figure
 from ashl.runtime.node import Node
@@ -53,8 +53,8 @@ STEPS_S = {STEPS: 8.0, ALONE: 0.75}  # with the batch size of the profile; a qua
 LEAST, MOST = 12, 20_000  # steps
 CODED = 6  # encodings, at least
 APPLYING_S, AT_ONCE = (0.4, 0.001), 100  # pushes, one after the other; and about so long of them at once
-LINKS_S, SUMS_S, CODINGS_S = 16.0, 8.0, 1.5  # in all; of each codec
-LOADED_S = 1.0  # of each size
+LINKS_S, SUMS_S, CODINGS_S = 16.0, 8.0, 2.0  # in all; of each codec
+LOADED_S, WINDOWS = 0.5, 3  # of each size
 ROUNDS = 3, 30  # of messages of every size, at least and at most
 IN_A_ROW = 8  # sums
 SHORT_S = 0.05  # of a step, at most, for it to come between sums: beside a longer one a pause costs nothing
@@ -113,32 +113,34 @@ def held_back(node: Node, before: int | None) -> bool:
 
 
 async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> list[float]:
-    """(elements, encoding, half its interval, decoding, half of that) of each link of a codec, with a step before each,
-    which leaves nothing of it in the caches. Who decodes a body adds it up, too."""
+    """(elements, encoding, half its interval, decoding, half of that) of each link of a codec, in rounds as a run has
+    them: a step and an exchange before each leave nothing of it in the caches. On the host it counts what is used of a
+    core, as others have their turns in between. Who decodes a body adds it up, too."""
     found, params, batch = list[float](), state.params, stage.worker(node.rank).batch
+    on_host = isinstance(params, SizeOnly) or str(params.device) == HOST
     for link in stage.timed[k][1]:
         found.append(link.d)
         vector = params if isinstance(params, SizeOnly) else params[: link.d]
         ends, turn = (Ends(), Ends()), Turn(link.codec.ratio or 1.0, stage.seed, node.rank, round=1)
         encode = partial(link.encode, ends[0], vector, turn)
-        work, end_s = link.d / stage.trainer.num_params, node.now + CODINGS_S / 2 / stage.num_workers
+        work, end_s = link.d / stage.trainer.num_params, node.now + CODINGS_S / 2
         rows: list[tuple[float, float]] = []
-        begun, used, held = node.now, node.used, node.throttled
         while len(rows) < CODED or (len(rows) < MOST and node.now < end_s):
+            await time_exchange(node, stage, BOTH)
             step = partial(a_step, node, stage, state, len(rows), batch)
             await node.compute(step, work=batch)
-            start = node.now
+            start, used = node.now, node.used
             body = await node.compute(encode, work=work, kind="compress")
-            encode_s = node.now - start
-            await node.compute(step, work=batch)
-            start = node.now
+            encode_s = node.now - start, node.used - used
+            await time_exchange(node, stage, BOTH)
+            start, used = node.now, node.used
             link.merge(ends[1], [body], [0.5], (node.rank,))  # off the simulator's clock, as where a server takes it in
-            rows.append((encode_s, node.now - start))
+            decode_s = node.now - start, node.used - used
+            rows.append((min(encode_s), min(decode_s)) if on_host else (encode_s[0], decode_s[0]))
             if node.stopping or node.now_ns >= stage.judge.deadline_ns:
                 break
-        share = min(1.0, (node.used - used) / max(1e-9, node.now - begun)) if held_back(node, held) else 1.0
         for times in zip(*(rows[1:] or rows), strict=True):  # the first allocates
-            found += [share * fmean(times), share * figure(times).noise]
+            found += [fmean(times), figure(times).noise]
     return found
 
 
@@ -156,12 +158,16 @@ async def time_loaded(node: Node, stage: Stage, state: WorkerState, nbytes: int,
 async def time_sums(
     node: Node, stage: Stage, state: WorkerState, nbytes: int, group: int, *, gather: bool, steps: bool
 ) -> list[float]:
-    """(seconds of a core for a sum and a step before it, seconds of each sum): in a row, so that all come to the others
-    at once."""
-    batch, used, found = stage.worker(node.rank).batch, node.used, list[float]()
+    """(seconds of a core for a sum and a step before it; then of each round how long that step took, and the sum): in a
+    row, after a first one at which all meet."""
+    batch, found = stage.worker(node.rank).batch, list[float]()
+    await time_sum(node, stage, nbytes, group, gather=gather)
+    used = node.used
     for k in range(IN_A_ROW):
+        start = node.now
         if steps:
             await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
+        found.append(node.now - start)
         found.append(await time_sum(node, stage, nbytes, group, gather=gather))
     return [(node.used - used) / IN_A_ROW, *found]
 
@@ -297,7 +303,8 @@ async def all_sums(node: Node, stage: Stage, steps_s: Sequence[float]) -> tuple[
 
 
 async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: float, steps_s: Sequence[float]) -> Sum:
-    """What it costs a group, counted from who came last, or to gather the bytes of all together; and which share of
+    """What it costs a group, or to gather the bytes of all together: by how much a round is longer than the longest
+    step in it, as who has the sum first may have to wait for a core, or for others, in the next one. And which share of
     that it keeps a core busy at each, beyond what a step before it costs."""
     times, took_s, used_s, end_s = dict[int, list[float]](), 0.0, 0.0, node.now + budget_s
     members, short = stage.workers[:group], max(steps_s) < SHORT_S
@@ -307,7 +314,9 @@ async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: floa
         for nbytes in sizes_of(stage)[1:]:
             await instruct(node, stage, members, what, nbytes, group, short)
             found = await answers(node, stage, members)
-            taken_s = fmean(map(min, zip(*(row[1:] for row in found.values()), strict=True)))
+            rounds_s = fmean(math.fsum(row[1:]) for row in found.values())
+            longest_s = math.fsum(map(max, zip(*(row[1::2] for row in found.values()), strict=True)))
+            taken_s = max(0.0, rounds_s - longest_s) / IN_A_ROW
             times.setdefault(nbytes * (group if what == GATHER else 1), []).append(taken_s)
             took_s += taken_s
             used_s += fmean(max(0.0, row[0] - short * steps_s[rank]) for rank, row in found.items())
@@ -316,29 +325,35 @@ async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: floa
 
 async def all_handling(node: Node, stage: Stage, step_s: float) -> Handling:
     """What an end of a message costs a worker and the server, by its bytes, while all exchange; and what a round costs
-    both beyond that and a step alone where a step comes before it."""
-    dense, rows = stage.trainer.dense_bytes, list[tuple[int, float, float]]()
-    for steps, nbytes in ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense)):
+    both beyond that and a step alone where a step comes before it. Medians over windows that take turns, as a machine's
+    pace drifts."""
+    dense = stage.trainer.dense_bytes
+    kinds = ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense))
+    windows: list[list[tuple[float, float]]] = [[] for _ in kinds]
+    for (steps, nbytes), found in [*zip(kinds, windows, strict=True)] * WINDOWS:
         used = node.used
         await instruct(node, stage, stage.workers, LOADED, nbytes, steps=steps)
-        found = (await answers(node, stage, stage.workers)).values()
-        count = sum(rounds for rounds, _ in found)
-        rows.append((nbytes, math.fsum(own for _, own in found) / count, (node.used - used) / count))
-    empty, *exchanges, (_, round_s, served_s) = rows
-    *_, (_, exchange_s, serving_s) = exchanges
-    worker, server = (through([(row[0], row[at] / 2, 0.0) for row in exchanges]) for at in (1, 2))
+        answered = (await answers(node, stage, stage.workers)).values()
+        count = sum(rounds for rounds, _ in answered)
+        found.append((math.fsum(own for _, own in answered) / count, (node.used - used) / count))
+    empty, *exchanges, (round_s, served_s) = [tuple(map(statistics.median, zip(*own, strict=True))) for own in windows]
+    exchange_s, serving_s = exchanges[-1]
+    sizes = [nbytes for _, nbytes in kinds[1:]]
+    worker, server = (
+        through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=False)]) for at in (0, 1)
+    )
     return Handling(
         worker=worker,
         server=server,
         resumed_s=max(0.0, round_s - exchange_s - step_s),
         server_resumed_s=max(0.0, served_s - serving_s),
-        empty_s=(empty[1] / 2, empty[2] / 2),
+        empty_s=(empty[0] / 2, empty[1] / 2),
     )
 
 
 async def coding(node: Node, stage: Stage, k: int) -> Coding:
-    """Of the k-th codec in question: at each worker, and decoding in the mean over them."""
-    found = {rank: (await ask(node, stage, (rank,), CODING, k))[rank] for rank in stage.workers}
+    """Of the k-th codec in question: at each worker, and decoding in the median over them."""
+    found = await ask(node, stage, stage.workers, CODING, k)
     encode, decode = [], []
     for rank in stage.workers:
         rows = [found[rank][i : i + 5] for i in range(0, len(found[rank]), 5)]
