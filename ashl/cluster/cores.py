@@ -1,28 +1,48 @@
 """The cores of a machine, shared by what is under way on it.
 
-At most `slots` tasks are served at a time, each at min(1, C/k) of a core where k are, and the others wait in a queue.
-Who has been served for a `quantum` goes back to its end. Who comes `first`, as a thread does that mostly sleeps, does
-not wait for long turns of others, of which more than a `slice` is left. With as many slots as tasks, or a quantum of
-next to nothing, that is processor sharing, and with an endless one first come, first served. A task's end is known only
-as long as no other begins or ends. Work is in nanoseconds of a core that a task has for itself.
+At most `slots` tasks are served at a time, each at min(1, C/k) of a core where k are. The others wait in the order in
+which they came. Who has been served for a `quantum` waits again, behind all that come within as long: so whoever mostly
+sleeps, as threads do that handle messages, is served before it, and interrupts nobody. Who has something else to do at
+the end of a task keeps its core until its quantum is over. With as many slots as tasks, or a quantum of next to
+nothing, that is processor sharing, and with an endless one first come, first served. A task's end is known only as long
+as no other begins or ends. Work is in nanoseconds of a core that a task has for itself.
 
 With a quota they may be used for so much in each period and stand still for the rest of it. A period begins with the
 first task after a time without any, and where one ends the next one begins.
 
 Sources: Kleinrock, "Time-shared systems: a theoretical treatment", Journal of the ACM 1967; Turner, Rao and Rao, "CPU
 bandwidth control for CFS", Linux Symposium 2010; Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First",
-TR-95-22, Old Dominion University 1995 (as Linux has it, who runs is not interrupted within a slice).
+TR-95-22, Old Dominion University 1995 (as Linux has it: each is due a slice after it came).
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
-from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
+from heapq import heappop, heappush
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+class Served(NamedTuple, Generic[T]):
+    """In the order in which their turns end."""
+
+    until: float  # what it will have had by then, as `Cores` counts it
+    number: int
+    task: T
+    left: float  # of its work then
+    had: float  # ... and what it will have had of its quantum
+
+
+class Waiting(NamedTuple, Generic[T]):
+    """In the order of their turns."""
+
+    since_ns: float
+    number: int
+    task: T
+    left: float
+    had: float
 
 
 class Cores(Generic[T]):
@@ -35,37 +55,30 @@ class Cores(Generic[T]):
         quantum_ns: float = math.inf,
         quota_ns: float = math.inf,
         period_ns: float = math.inf,
-        slice_ns: float = 0.0,
     ) -> None:
         self.count, self.slots, self.quantum_ns = count, slots, quantum_ns
-        self.quota_ns, self.period_ns, self.slice_ns = quota_ns, period_ns, slice_ns
+        self.quota_ns, self.period_ns = quota_ns, period_ns
         self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period
         self._stand = False  # until the next one
         self._turns = 0
         self.changes = 0  # how often a task has begun or ended: what was said of ends before is void
+        self.ended: T | None = None  # who has ended, until cores are given away
+        self._ended_had = 0.0  # of its quantum
         self._had = 0.0  # what a task has had that was served ever since the last time that none was
         self._since_ns = 0  # ... up to this moment
-        self._served: list[tuple[float, int, T, float]] = []  # a heap, by what each will have had; what is left then
-        self._waiting: deque[tuple[T, float]] = deque()
+        self._served: list[Served[T]] = []  # a heap
+        self._waiting: list[Waiting[T]] = []  # a heap
 
-    def begin(self, task: T, work_ns: float, now_ns: int, first: bool = False) -> None:
-        """One more; perhaps before all that wait, and instead of the one with most left of its turn if that is more,
-        and more than a slice."""
+    def begin(self, task: T, work_ns: float, now_ns: int) -> None:
+        """One more."""
         self._pass(now_ns)
         if not self._served and now_ns >= self._period_end_ns:
             self._left_ns, self._period_end_ns = self.quota_ns, now_ns + self.period_ns
-        if first:
-            last = max(self._served, default=None)
-            least_ns = max(work_ns, self.slice_ns)
-            if last is not None and len(self._served) >= self.slots and last[0] - self._had > least_ns:
-                until, _, other, left = last
-                self._served.remove(last)
-                heapify(self._served)
-                self._waiting.appendleft((other, left + until - self._had))
-            self._waiting.appendleft((task, work_ns))
+        if task is self.ended and self._ended_had < self.quantum_ns:
+            self._wait(task, work_ns, -math.inf, self._ended_had)
         else:
-            self._waiting.append((task, work_ns))
-        self._fill()
+            self._wait(task, work_ns, now_ns)
+        self.give()
 
     def next_ns(self) -> int | None:
         """When the first one ends, or has been served for long enough, or all stand still or go on, unless another
@@ -73,8 +86,8 @@ class Cores(Generic[T]):
         return round(min(self._first_ns(), self._halt_ns())) if self._served else None
 
     def end(self, now_ns: int) -> T | None:
-        """That moment has come, as `next_ns` said; None where a task goes back to the queue, or all stand still or go
-        on."""
+        """That moment has come, as `next_ns` said; None where a task waits again, or all stand still or go on. Its core
+        is free for what it does next, until `begin` or `give`."""
         if self._halt_ns() < self._first_ns():
             self._pass(now_ns)
             self._stand = not self._stand
@@ -83,15 +96,31 @@ class Cores(Generic[T]):
             self.changes += 1
             return None
         self._pass(now_ns)
-        self._had, _, task, left = heappop(self._served)
+        self._had, _, task, left, had = heappop(self._served)
         if left:
-            self._waiting.append((task, left))
-        self._fill()
-        return None if left else task
+            self._wait(task, left, now_ns + self.quantum_ns)
+            self.give()
+            return None
+        self.ended, self._ended_had = task, had
+        return task
+
+    def give(self) -> None:
+        """Give cores that are free to those who wait."""
+        self.changes += 1
+        self.ended = None
+        while self._waiting and len(self._served) < self.slots:
+            _, _, task, work_ns, had = heappop(self._waiting)
+            turn_ns = min(work_ns, self.quantum_ns - had)
+            self._turns += 1
+            heappush(self._served, Served(self._had + turn_ns, self._turns, task, work_ns - turn_ns, had + turn_ns))
+
+    def _wait(self, task: T, work_ns: float, since_ns: float, had: float = 0.0) -> None:
+        self._turns += 1
+        heappush(self._waiting, Waiting(since_ns, self._turns, task, work_ns, had))
 
     def _first_ns(self) -> float:
         """When the first one ends, or its turn does."""
-        return math.inf if self._stand else self._since_ns + round((self._served[0][0] - self._had) / self._share)
+        return math.inf if self._stand else self._since_ns + round((self._served[0].until - self._had) / self._share)
 
     def _halt_ns(self) -> float:
         """When all stand still, or go on."""
@@ -102,14 +131,6 @@ class Cores(Generic[T]):
         if since + left / rate > self._period_end_ns:  # it lasts until the next one
             since, left = self._period_end_ns, self.quota_ns if rate * self.period_ns > self.quota_ns else math.inf
         return since + left / rate if left == math.inf else math.ceil(since + left / rate)
-
-    def _fill(self) -> None:
-        self.changes += 1
-        while self._waiting and len(self._served) < self.slots:
-            task, work_ns = self._waiting.popleft()
-            turn_ns = min(work_ns, self.quantum_ns)
-            self._turns += 1
-            heappush(self._served, (self._had + turn_ns, self._turns, task, work_ns - turn_ns))
 
     def _pass(self, now_ns: int) -> None:
         """Up to now all that are served have had their share."""
@@ -136,13 +157,14 @@ class Pair(Generic[T]):
     def __init__(self, rates: Mapping[T, float]) -> None:
         self.rates = rates
         self.changes = 0
+        self.ended: T | None = None
         self._left: dict[T, float] = {}
         self._since_ns = 0
 
-    def begin(self, task: T, work_ns: float, now_ns: int, first: bool = False) -> None:
+    def begin(self, task: T, work_ns: float, now_ns: int) -> None:
         self._pass(now_ns)
         self._left[task] = work_ns
-        self.changes += 1
+        self.give()
 
     def next_ns(self) -> int | None:
         """When the first one ends, unless the other begins before; None where none is under way."""
@@ -155,8 +177,13 @@ class Pair(Generic[T]):
         self._pass(now_ns)
         task = min(self._left, key=lambda task: self._left[task] / self._rate(task))
         del self._left[task]
-        self.changes += 1
+        self.ended = task
         return task
+
+    def give(self) -> None:
+        """Nobody waits."""
+        self.changes += 1
+        self.ended = None
 
     def _pass(self, now_ns: int) -> None:
         for task in self._left:

@@ -306,7 +306,6 @@ class SharedCores:
     busy: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...]
     quotas: tuple[Quota | None, ...] = ()  # of each machine; none = there is none anywhere
     empty_s: tuple[Duration, ...] = ()  # what a message without a body costs each end; none = as one of no bytes
-    slice_s: Duration = 0.0  # of whose turn no more is left is not interrupted by a message
 
     def end_s(self, rank: int, nbytes: int) -> float:
         """What a message costs there."""

@@ -31,7 +31,6 @@ WHOLE_CORE = 0.9  # of a core, at least, or there is a quota
 TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing shows it
 PERIOD_S = 0.1  # of a quota, where nothing shows it
 PLENTY = 64.0  # cores, where nobody has counted them
-SLICE_S = 0.0007  # in which Linux does not interrupt who runs on one core; as much more for each doubling, up to 8
 
 
 def contended(spec: Spec, full: Full, hosts: Sequence[str | None]) -> Spec:
@@ -83,7 +82,6 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None]) -> Spec:
             "before": before,
             "busy": [[own.group, own.busy] for own in full.sums if own.busy is not None],
             "quotas": quotas,
-            "slice_s": slice_of(max(own.cores or 1 for own in full.workers)),
             "empty_s": [*[empty_s[0]] * len(alone), empty_s[1]] if empty_s else [],
         },
     }
@@ -115,11 +113,6 @@ def quantum_of(workers: Sequence[WorkerCosts], cores: float) -> float:
         if half <= 0:
             return excess_s / turns
     return TICK_S
-
-
-def slice_of(cores: int) -> float:
-    """What a machine with so many cores lets a task do before a message interrupts it."""
-    return SLICE_S * min(8, cores).bit_length()
 
 
 def quota_of(ranks: Sequence[WorkerCosts | ServerCosts]) -> dict[str, float] | None:

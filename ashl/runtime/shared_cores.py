@@ -2,8 +2,7 @@
 collectives cost the machine at each end, are tasks on its cores (`ashl.cluster.cores`).
 
 A rank has two lanes, in each of which one thing is done after the other: what it computes, and its messages, which
-threads of their own handle. Messages, and what the server does, go before what workers compute, as a system wakes
-threads that mostly sleep. A message first costs its sender, then it is on its way for what is left of the time that
+threads of their own handle. A message first costs its sender, then it is on its way for what is left of the time that
 it takes alone, and then it costs its receiver. What it costs an end beyond that time comes afterwards, in the same
 lane. Messages between workers share their ports (processor sharing), as connections share a link. A
 collective costs each of its members alike, and then the rest of its time.
@@ -58,10 +57,9 @@ class SharedNode(Node):
 class Lane:
     """What is done one after the other."""
 
-    __slots__ = ("began_ns", "busy", "cores", "first", "waiting")
+    __slots__ = ("began_ns", "busy", "cores", "waiting")
 
-    def __init__(self, cores: Cores[Lane] | Pair[Lane], *, first: bool) -> None:
-        self.first = first  # whether the system prefers it, as it mostly waits
+    def __init__(self, cores: Cores[Lane] | Pair[Lane]) -> None:
         self.cores, self.busy, self.began_ns = cores, False, 0  # when what it does now began
         self.waiting: deque[list[Span]] = deque()
 
@@ -78,14 +76,12 @@ class SharedSim(Sim):
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
         machines = [
-            Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, *limits(quota), shared.slice_s * NS)
+            Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, *limits(quota))
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
         self._computed_ns = [0] * num_ranks  # when each has last computed
         self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
-        workers = len(speed.cluster.compute)
-        self._units = [Lane(machines[home], first=rank >= workers) for rank, home in enumerate(self._home)]
-        self._movers = [Lane(machines[home], first=True) for home in self._home]
+        self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
         self._ways = defaultdict[Port, Cores[Lane]](lambda: Cores(1))  # ports of workers, for what goes between them
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
@@ -173,7 +169,7 @@ class SharedSim(Sim):
         lane.busy = bool(lane.waiting)
         if lane.busy:
             lane.began_ns = self.now_ns
-            lane.cores.begin(lane, lane.waiting[0][0][0], self.now_ns, lane.first)
+            lane.cores.begin(lane, lane.waiting[0][0][0], self.now_ns)
             self._await_next(lane.cores)
 
     def _await_next(self, cores: Cores[Lane] | Pair[Lane]) -> None:
@@ -193,9 +189,10 @@ class SharedSim(Sim):
         if not spans:
             lane.waiting.popleft()
         self._go_on(lane)
-        if not lane.busy:
-            self._await_next(cores)
         then(began_ns)
+        if cores.ended is not None:  # nothing has begun since
+            cores.give()
+            self._await_next(cores)
 
     def _send(self, node: Node, send: Send) -> None:
         src, nbytes = node.rank, 0 if send.body is None else send.body.nbytes
@@ -237,10 +234,10 @@ class SharedSim(Sim):
                 self._there(item)
 
         def enter(work_ns: int) -> None:
-            lane = Lane(self._ways[network.port(dst, "in", inner)], first=False)
+            lane = Lane(self._ways[network.port(dst, "in", inner)])
             self._ask(lane, [(work_ns, passed)])
 
-        lane = Lane(self._ways[network.port(src, "out", inner)], first=False)
+        lane = Lane(self._ways[network.port(src, "out", inner)])
         gone = network.service_ns(src, nbytes, now, inner, out=True)
         self._ask(lane, [(gone, lambda began_ns: self._at(self.now_ns + latency, passed, began_ns))])
         self._at(now + latency, enter, network.service_ns(dst, nbytes, now, inner, out=False))
