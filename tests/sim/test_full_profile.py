@@ -14,7 +14,7 @@ from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
 from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
-from ashl.sync.timing.fits import cost_of, line_through
+from ashl.sync.timing.fits import both_ways, cost_of, line_through
 from ashl.sync.timing.full import halts, held_back
 from tests.support import run, simulated
 from tests.test_profile import profile
@@ -69,6 +69,25 @@ def test_what_is_measured_is_what_is_declared(workplace) -> None:
     assert [own.group for own in found.full.sums] == [2]
     (coding,) = found.full.codings
     assert [own.seconds(found.dense_bytes) for own in coding.encode] == pytest.approx([0.004] * 2)
+
+
+@pytest.mark.parametrize(
+    ("exchange_s", "latency_s", "times"),
+    [
+        (9.0, 0.5, 2.0),  # 4.5 s are asked for by either way
+        (4.9, 0.5, 1.0),  # hardly more
+        (9.0, 4.5, 1.0),  # processors are slow: it is not bytes
+        (30.0, 0.5, 30 / 4.5),
+    ],
+)
+def test_bytes_that_come_and_go_at_once_cost_more(exchange_s: float, latency_s: float, times: float) -> None:
+    port = {"in": cost(latency_s, 4e-3), "out": cost(latency_s, 3e-3)}
+    links = {"in": [cost(1.0, 1e-3)] * 3, "out": [cost(2.0, 2e-3)] * 3}
+    found = both_ways(port, links, exchange_s, nbytes=1_000)
+    assert [way.s_per_byte for way in found.values()] == pytest.approx([times * 4e-3, times * 3e-3])
+    assert [way.latency_s for way in found.values()] == [latency_s] * 2
+    slow = {way: [cost(4.0, 4e-3)] * 3 for way in links}  # 16 s for both, for 3 of them at once
+    assert both_ways(port, slow, 16 / 3, 1_000) == port
 
 
 def test_virtual_time_on_it_is_that_of_the_declared_cluster(workplace) -> None:

@@ -43,7 +43,7 @@ from ashl.sync.timing.exchanges import (
     time_exchange,
     time_sum,
 )
-from ashl.sync.timing.fits import cost_of, less, port_of, through
+from ashl.sync.timing.fits import both_ways, cost_of, less, port_of, through
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
@@ -145,14 +145,16 @@ async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> l
 
 
 async def time_loaded(node: Node, stage: Stage, state: WorkerState, nbytes: int, *, steps: bool) -> list[float]:
-    """(exchanges of so many bytes both ways, perhaps each after a step; seconds of a core that they took here)."""
-    batch, k, used, end_s = stage.worker(node.rank).batch, 0, node.used, node.now + LOADED_S
+    """(exchanges of so many bytes both ways, perhaps each after a step; seconds of a core that they took here, and
+    seconds)."""
+    batch, k, used, begun = stage.worker(node.rank).batch, 0, node.used, node.now
+    end_s = begun + LOADED_S
     while k < LEAST or (node.now < end_s and k < MOST):
         if steps:
             await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
         await time_exchange(node, stage, BOTH if nbytes else EMPTY, nbytes or None)
         k += 1
-    return [k, node.used - used]
+    return [k, node.used - used, node.now - begun]
 
 
 async def time_sums(
@@ -197,9 +199,9 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
         )
         for rank, (used, own) in enumerate(single)
     )
-    server = await applying(node, stage, state, port)
     steps_s = [own.mean_s * min(1.0, used) for used, own in single]
-    handling = await all_handling(node, stage, fmean(steps_s))
+    handling, exchange_s = await all_handling(node, stage, fmean(steps_s))
+    server = await applying(node, stage, state, both_ways(port, links, exchange_s, stage.trainer.dense_bytes))
     rounds_s = [own_s + handling.resumed_s for own_s in steps_s]
     sums = await all_sums(node, stage, rounds_s)
     return Full(
@@ -323,32 +325,36 @@ async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: floa
     return Sum(group=group, cost=cost_of(times), busy=min(1.0, used_s / took_s) if took_s else 0.0)
 
 
-async def all_handling(node: Node, stage: Stage, step_s: float) -> Handling:
+async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handling, float]:
     """What an end of a message costs a worker and the server, by its bytes, while all exchange; and what a round costs
-    both beyond that and a step alone where a step comes before it. Medians over windows that take turns, as a machine's
-    pace drifts."""
+    both beyond that and a step alone where a step comes before it. Then how long the server has for an exchange of the
+    dense model both ways. Medians over windows that take turns, as a machine's pace drifts."""
     dense = stage.trainer.dense_bytes
     kinds = ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense))
-    windows: list[list[tuple[float, float]]] = [[] for _ in kinds]
+    windows: list[list[tuple[float, ...]]] = [[] for _ in kinds]
     for (steps, nbytes), found in [*zip(kinds, windows, strict=True)] * WINDOWS:
         used = node.used
         await instruct(node, stage, stage.workers, LOADED, nbytes, steps=steps)
-        answered = (await answers(node, stage, stage.workers)).values()
-        count = sum(rounds for rounds, _ in answered)
-        found.append((math.fsum(own for _, own in answered) / count, (node.used - used) / count))
-    empty, *exchanges, (round_s, served_s) = [tuple(map(statistics.median, zip(*own, strict=True))) for own in windows]
-    exchange_s, serving_s = exchanges[-1]
+        counts, used_s, took_s = zip(*(await answers(node, stage, stage.workers)).values(), strict=True)
+        per = 1 / math.fsum(counts)
+        own_s = 1 / math.fsum(count / max(1e-9, time_s) for count, time_s in zip(counts, took_s, strict=True))
+        found.append((per * math.fsum(used_s), per * (node.used - used), own_s))
+    empty, *exchanges, (round_s, served_s, _) = [
+        tuple(map(statistics.median, zip(*own, strict=True))) for own in windows
+    ]
+    exchange_s, serving_s, all_s = exchanges[-1]
     sizes = [nbytes for _, nbytes in kinds[1:]]
     worker, server = (
         through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=False)]) for at in (0, 1)
     )
-    return Handling(
+    handling = Handling(
         worker=worker,
         server=server,
         resumed_s=max(0.0, round_s - exchange_s - step_s),
         server_resumed_s=max(0.0, served_s - serving_s),
         empty_s=(empty[0] / 2, empty[1] / 2),
     )
+    return handling, all_s
 
 
 async def coding(node: Node, stage: Stage, k: int) -> Coding:
