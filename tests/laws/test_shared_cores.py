@@ -201,7 +201,8 @@ def test_a_message_costs_both_ends() -> None:
         return node.now_ns / MS
 
     for cores, expected in ((1, [15, 0, 8.25]), (4, [10, 0, 3.75])):
-        assert played(on_one_machine(cores, before=0.75, ends=ends), main) == pytest.approx(expected, abs=0.003)
+        machine = on_one_machine(cores, before=0.75, ends=ends, quantum_s=2e-7)
+        assert played(machine, main) == pytest.approx(expected, abs=0.002)
 
 
 @pytest.mark.parametrize(("quantum_s", "expected"), [(1.0, [10, 2, 15]), (0.004, [15, 2, 13])])

@@ -343,9 +343,9 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handlin
         tuple(map(statistics.median, zip(*own, strict=True))) for own in windows
     ]
     exchange_s, serving_s, all_s = exchanges[-1]
-    sizes = [nbytes for _, nbytes in kinds[1:]]
+    sizes = [nbytes for _, nbytes in kinds[1:-1]]
     worker, server = (
-        through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=False)]) for at in (0, 1)
+        through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=True)]) for at in (0, 1)
     )
     handling = Handling(
         worker=worker,
