@@ -12,7 +12,7 @@ from ashl.run.rank import blame
 from ashl.run.watch import ALONE
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.news import News
-from ashl.runtime.records import Joined, Missed, RankError
+from ashl.runtime.records import Joined, Lost, Missed, RankError
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}
@@ -85,6 +85,21 @@ def test_what_a_lost_worker_had_still_said_counts_once() -> None:
     seen.hear(monitor, Joined(1, 9), None)
     seen.hear(monitor, beat, None)
     assert emitted[-1].steps == 14
+
+
+def test_a_worker_is_lost_when_its_last_words_are_heard() -> None:
+    """Else it may be lost, by home's clock, before it said them: that is behind by as much as beats came late."""
+    seen, monitor, emitted = attendance()
+    seen.processes[1] = SimpleNamespace(exitcode=-9)
+    seen.zero_ns = time.monotonic_ns()
+    monitor.beats[1] = nothing_yet(1)._replace(steps=7)
+    seen.lose(monitor, 60.0, [], time.monotonic())
+    assert not emitted, "what it had said by then may be unheard"
+    seen.hear(monitor, said := nothing_yet(1)._replace(time_ns=10**15, steps=8), None)
+    monitor.beats[1] = said
+    seen.lose(monitor, 60.0, [], time.monotonic())
+    assert [type(record) for record in emitted] == [type(said), Lost]
+    assert emitted[1].time_ns >= 10**15
 
 
 def test_who_is_missed_and_silent_has_vanished() -> None:

@@ -72,6 +72,7 @@ class Attendance:
     left: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
     lost_at: float = 0.0  # when the last of them was
+    noticed: dict[int, float] = field(default_factory=dict)  # when it was seen that a process had ended
     coming: dict[int, bool] = field(
         default_factory=dict
     )  # those of them that are coming back, and whether all is ready
@@ -129,13 +130,15 @@ class Attendance:
         ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in away}
         return {rank: how_ended(code) for rank, code in ended.items() if code is not None}
 
-    def lose(self, monitor: Monitor, timeout_s: float, late: Sequence[int]) -> None:
+    def lose(self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained: float) -> None:
         """Workers that were killed, failed as declared, or fell silent alone, and without which the run goes on, once
-        it has begun. `late`: who is silent for so long."""
+        it has begun and their last words have been heard. `late`: who is silent for so long, `drained`: until when
+        what was said is heard."""
         if not self.goes_on or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
             return
         for rank, how in self.gone().items():
-            if rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
+            heard_out = drained > self.noticed.setdefault(rank, time.monotonic())
+            if heard_out and rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
                 self.without(monitor, rank, how)
         for rank in [*self.coming]:
             quiet_s = self.desk.drained - self.desk.heard[rank]
@@ -176,6 +179,7 @@ class Attendance:
     def without(self, monitor: Monitor, rank: int, how: str) -> None:
         """The run goes on without this worker."""
         self.coming.pop(rank, None)
+        self.noticed.pop(rank, None)
         if rank in self.lost:
             return self.publish()
         self.lost[rank], self.lost_at = how, time.monotonic()
@@ -255,7 +259,7 @@ def attend(seen: Attendance, run_dir: Path, monitor: Monitor, savings: Savings) 
             desk.publish(desk.news._replace(stopping=announced))
         late = seen.silent(timeout_s)
         if savings.every_s is None:  # else the run is gone on with from its last checkpoint
-            seen.lose(monitor, timeout_s, late)
+            seen.lose(monitor, timeout_s, late, drained)
             if not announced and monitor.final is None:
                 seen.bring_back(monitor, runtime.respawn)
         while desk.asks:
