@@ -119,15 +119,18 @@ async def come(node: Node, stages: Sequence[Stage], state: RoundState) -> int | 
             if admission.word == STOP:
                 node.ledger.close(int(admission.end_ns))
                 return None
-            if admission.views >= len(state.views) and (rest := await heard(node, state, message.src, admission)):
-                return begin(node, stages, state, [message, *rest])
+            if admission.views >= len(state.views):
+                rest = await heard(node, message.src, admission)
+                if rest[-1].tag != LOST:
+                    return begin(node, stages, state, [message, *rest])
+                message = rest[-1]  # a loss like any other
         elif message.tag in by_tag and message.body is not None:  # else it says that a stage before was over
             if message.src in (known := read(message.body)).waiting:
                 without[message.src] = known.known
             made_in = await attend(node, by_tag[message.tag], state, message, made_in)
-        elif message.tag in (LOST, JOIN):
+        if message.tag in (LOST, JOIN):
             take_in(state, message, {})
-            peers = others if message.tag == LOST else ()  # whoever waits for the lost one would not hear of it
+            peers = others if message.tag == LOST else ()  # whoever waits for this one would not hear of it
             if message.tag == JOIN and message.meta[1]:  # it has come later, and has not heard of this one
                 await node.send(message.src, JOIN, None, (node.life, False))
                 peers = (message.src,)
@@ -151,15 +154,14 @@ async def attend(node: Node, stage: Stage, state: RoundState, message: Message, 
     return made_in
 
 
-async def heard(node: Node, state: RoundState, giver: int, admission: Admission) -> list[Message]:
-    """What follows the model; nothing where who tells it is lost meanwhile."""
+async def heard(node: Node, giver: int, admission: Admission) -> list[Message]:
+    """What follows the model; where who tells it is lost meanwhile, its loss is the last."""
     messages = list[Message]()
     for part in range(1, int(admission.parts) + 1):
         message = await node.recv(part_of(node.life, int(admission.views), part), LOST, src=giver)
-        if message.tag == LOST:
-            take_in(state, message, {})
-            return []
         messages.append(message)
+        if message.tag == LOST:
+            break
     return messages
 
 

@@ -237,6 +237,21 @@ def test_any_worker_comes_back_to_gossip_in_rounds(mode: str) -> None:
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
 
 
+@pytest.mark.parametrize("lost_s", [0.85, 0.9, 0.95])
+def test_who_gives_its_model_to_one_that_comes_is_lost(lost_s: float) -> None:
+    """Worker 0 comes back and has the model of 1 at 0.868 s, and at 0.932 s what belongs to it. Where 1 is lost between
+    the two, only 0 waits for it, and has to tell 2 and 3, which wait for 0 in its first round."""
+    links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=5", "cluster.latency_s=0.001")
+    plan = planned(*ROUNDS, *links, "topology.graph=complete", "sync=d_psgd", "sync.local_steps=1", "stop.steps=80")
+    ran = run(with_events(plan, lost(0, 0.1), back(0, 0.5), lost(1, lost_s)))
+    assert (ran.end["reason"], ran.end["rank"]) == ("steps", 0)
+    assert ran.end["commits"][2] == ran.end["commits"][3] == ran.end["merges"] > ran.end["commits"][0] > 20
+    record, params = ran.snapshots[-1]
+    assert record["without"] == (1,)
+    assert torch.allclose(params, (ran.models[0] + ran.models[2] + ran.models[3]) / 3, atol=1e-6)
+    assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
+
+
 @pytest.mark.parametrize("graph", ["ring", "complete"])
 @pytest.mark.parametrize(("mode", "more"), [("hop", 0), ("hop", 1), ("d_admm", 0), ("d_admm", 1)])
 def test_neighbours_that_wait_for_each_other_go_on_without_the_lost(mode: str, more: int, graph: str) -> None:
