@@ -1,11 +1,12 @@
 """The cores of a machine, shared by what is under way on it.
 
 At most `slots` tasks are served at a time, each at min(1, C/k) of a core where k are. The others wait in the order in
-which they came. Who has been served for a `quantum` waits again, behind all that come within as long: so whoever mostly
-sleeps, as threads do that handle messages, is served before it, and interrupts nobody. Who has something else to do at
-the end of a task keeps its core until its quantum is over. With as many slots as tasks, or a quantum of next to
-nothing, that is processor sharing, and with an endless one first come, first served. A task's end is known only as long
-as no other begins or ends. Work is in nanoseconds of a core that a task has for itself.
+which they came. Who has been served for a quantum waits again, behind all that come within as long: so whoever mostly
+sleeps, as threads do that handle messages, is served before it, and interrupts nobody. Quanta differ by up to `spread`
+of themselves, as systems look at the ticks of a clock who has had enough. Who has something else to do at the end of a
+task keeps its core until its quantum is over. With as many slots as tasks, or a quantum of next to nothing, that is
+processor sharing, and with an endless one first come, first served. A task's end is known only as long as no other
+begins or ends. Work is in nanoseconds of a core that a task has for itself.
 
 With a quota they may be used for so much in each period and stand still for the rest of it. A period begins with the
 first task after a time without any, and where one ends the next one begins.
@@ -23,6 +24,7 @@ from heapq import heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Served(NamedTuple, Generic[T]):
@@ -32,7 +34,7 @@ class Served(NamedTuple, Generic[T]):
     number: int
     task: T
     left: float  # of its work then
-    had: float  # ... and what it will have had of its quantum
+    more: float  # ... and of its quantum
 
 
 class Waiting(NamedTuple, Generic[T]):
@@ -42,7 +44,7 @@ class Waiting(NamedTuple, Generic[T]):
     number: int
     task: T
     left: float
-    had: float
+    more: float  # of the quantum that it has begun; nothing = it begins one
 
 
 class Cores(Generic[T]):
@@ -53,17 +55,20 @@ class Cores(Generic[T]):
         count: float,
         slots: float = math.inf,
         quantum_ns: float = math.inf,
+        spread: float = 0.0,
         quota_ns: float = math.inf,
         period_ns: float = math.inf,
     ) -> None:
-        self.count, self.slots, self.quantum_ns = count, slots, quantum_ns
+        self.count, self.slots, self.quantum_ns, self.spread = count, slots, quantum_ns, spread
         self.quota_ns, self.period_ns = quota_ns, period_ns
         self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period
         self._stand = False  # until the next one
-        self._turns = 0
+        self._turns, self._quanta = 0, 0
         self.changes = 0  # how often a task has begun or ended: what was said of ends before is void
         self.ended: T | None = None  # who has ended, until cores are given away
-        self._ended_had = 0.0  # of its quantum
+        self._ended_more = 0.0  # of its quantum
+        self.served_ns = 0  # when who ended last was first served
+        self._first_served_ns: dict[T, int] = {}  # ... of those under way
         self._had = 0.0  # what a task has had that was served ever since the last time that none was
         self._since_ns = 0  # ... up to this moment
         self._served: list[Served[T]] = []  # a heap
@@ -74,8 +79,8 @@ class Cores(Generic[T]):
         self._pass(now_ns)
         if not self._served and now_ns >= self._period_end_ns:
             self._left_ns, self._period_end_ns = self.quota_ns, now_ns + self.period_ns
-        if task is self.ended and self._ended_had < self.quantum_ns:
-            self._wait(task, work_ns, -math.inf, self._ended_had)
+        if task is self.ended and self._ended_more:
+            self._wait(task, work_ns, -math.inf, self._ended_more)
         else:
             self._wait(task, work_ns, now_ns)
         self.give()
@@ -96,12 +101,12 @@ class Cores(Generic[T]):
             self.changes += 1
             return None
         self._pass(now_ns)
-        self._had, _, task, left, had = heappop(self._served)
+        self._had, _, task, left, more = heappop(self._served)
         if left:
             self._wait(task, left, now_ns + self.quantum_ns)
             self.give()
             return None
-        self.ended, self._ended_had = task, had
+        self.ended, self._ended_more, self.served_ns = task, more, self._first_served_ns.pop(task)
         return task
 
     def give(self) -> None:
@@ -109,14 +114,21 @@ class Cores(Generic[T]):
         self.changes += 1
         self.ended = None
         while self._waiting and len(self._served) < self.slots:
-            _, _, task, work_ns, had = heappop(self._waiting)
-            turn_ns = min(work_ns, self.quantum_ns - had)
+            _, _, task, work_ns, more = heappop(self._waiting)
+            more = more or self._next_quantum_ns()
+            self._first_served_ns.setdefault(task, self._since_ns)
+            turn_ns = min(work_ns, more)
             self._turns += 1
-            heappush(self._served, Served(self._had + turn_ns, self._turns, task, work_ns - turn_ns, had + turn_ns))
+            heappush(self._served, Served(self._had + turn_ns, self._turns, task, work_ns - turn_ns, more - turn_ns))
 
-    def _wait(self, task: T, work_ns: float, since_ns: float, had: float = 0.0) -> None:
+    def _next_quantum_ns(self) -> float:
+        """Spread evenly, in an order that no rhythm of the tasks goes with."""
+        self._quanta += 1
+        return self.quantum_ns * (1 + self.spread * (2 * (self._quanta * GOLDEN % 1) - 1))
+
+    def _wait(self, task: T, work_ns: float, since_ns: float, more: float = 0.0) -> None:
         self._turns += 1
-        heappush(self._waiting, Waiting(since_ns, self._turns, task, work_ns, had))
+        heappush(self._waiting, Waiting(since_ns, self._turns, task, work_ns, more))
 
     def _first_ns(self) -> float:
         """When the first one ends, or its turn does."""
@@ -158,12 +170,14 @@ class Pair(Generic[T]):
         self.rates = rates
         self.changes = 0
         self.ended: T | None = None
+        self.served_ns = 0
         self._left: dict[T, float] = {}
+        self._first_served_ns: dict[T, int] = {}
         self._since_ns = 0
 
     def begin(self, task: T, work_ns: float, now_ns: int) -> None:
         self._pass(now_ns)
-        self._left[task] = work_ns
+        self._left[task], self._first_served_ns[task] = work_ns, now_ns
         self.give()
 
     def next_ns(self) -> int | None:
@@ -177,7 +191,7 @@ class Pair(Generic[T]):
         self._pass(now_ns)
         task = min(self._left, key=lambda task: self._left[task] / self._rate(task))
         del self._left[task]
-        self.ended = task
+        self.ended, self.served_ns = task, self._first_served_ns.pop(task)
         return task
 
     def give(self) -> None:

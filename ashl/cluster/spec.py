@@ -300,12 +300,13 @@ class SharedCores:
     machine: tuple[Natural, ...]
     cores: tuple[Positive, ...]  # of each machine
     resumed_s: tuple[Duration, ...]  # what each worker's computing costs more when it has stood still
-    quantum_s: Positive  # after which a task that others wait for goes to the end of their queue
+    quantum_s: Positive  # after which a task that others wait for goes to the end of their queue, in the mean
     ends: tuple[Sums, ...]
     before: Annotated[NonNegative, Field(le=1)]
     busy: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...]
     quotas: tuple[Quota | None, ...] = ()  # of each machine; none = there is none anywhere
     empty_s: tuple[Duration, ...] = ()  # what a message without a body costs each end; none = as one of no bytes
+    spread: Annotated[NonNegative, Field(lt=1)] = 0.0  # of quanta, each way, as a share
 
     def end_s(self, rank: int, nbytes: int) -> float:
         """What a message costs there."""

@@ -29,6 +29,7 @@ from ashl.plan.plan import Spec
 SLOWED = 1.1  # what takes so many times as long as alone shows that there are too few cores
 WHOLE_CORE = 0.9  # of a core, at least, or there is a quota
 TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing shows it
+SPREAD = 0.5  # of quanta: who has had enough for a tick or a fraction of it loses its core at the next one
 PERIOD_S = 0.1  # of a quota, where nothing shows it
 PLENTY = 64.0  # cores, where nobody has counted them
 
@@ -78,6 +79,7 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None]) -> Spec:
             "cores": cores,
             "resumed_s": [handling.resumed_s] * len(alone),
             "quantum_s": quantum_of(full.workers, min(cores)),
+            "spread": SPREAD,
             "ends": [asdict(end) for end in ends],
             "before": before,
             "busy": [[own.group, own.busy] for own in full.sums if own.busy is not None],

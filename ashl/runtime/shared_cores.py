@@ -30,7 +30,7 @@ from ashl.runtime.node import Node, Observer
 from ashl.runtime.sim import LAST, Sim
 from ashl.runtime.sums import chunk
 
-Span = tuple[float, Callable[[int], None]]  # work in ns of a core, and what is called at its end, with when it began
+Span = tuple[float, Callable[[], None]]  # work in ns of a core, and what is called at its end
 
 
 class OnCores(Compute):
@@ -57,10 +57,11 @@ class SharedNode(Node):
 class Lane:
     """What is done one after the other."""
 
-    __slots__ = ("began_ns", "busy", "cores", "waiting")
+    __slots__ = ("began_ns", "busy", "cores", "last_ns", "waiting")
 
     def __init__(self, cores: Cores[Lane] | Pair[Lane]) -> None:
         self.cores, self.busy, self.began_ns = cores, False, 0  # when what it does now began
+        self.last_ns = (0, 0)  # when what has ended last began, and had a core
         self.waiting: deque[list[Span]] = deque()
 
 
@@ -76,7 +77,7 @@ class SharedSim(Sim):
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
         machines = [
-            Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, *limits(quota))
+            Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, shared.spread, *limits(quota))
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
         self._computed_ns = [0] * num_ranks  # when each has last computed
@@ -142,13 +143,16 @@ class SharedSim(Sim):
         if not lane.busy and not any(ns or then for _, ns, then in effect.spans):
             return False, value
 
-        def booked(kind: str, then: Callable[[], None] | None, last: bool, began_ns: int) -> None:
+        def booked(kind: str, then: Callable[[], None] | None, last: bool) -> None:
+            rank, ledger, (began_ns, served_ns) = task.node.rank, task.node.ledger, lane.last_ns
             if task.main:
-                task.node.ledger.mark("wait", began_ns)
-                task.node.ledger.mark(kind, self.now_ns)
+                ledger.mark("wait", began_ns)
+                if began_ns > self._computed_ns[rank]:  # it has slept, and sees what has come when it has a core
+                    ledger.mark("pull", served_ns)
+                ledger.mark(kind, self.now_ns)
             if then is not None:
                 then()
-            self._computed_ns[task.node.rank] = self.now_ns
+            self._computed_ns[rank] = self.now_ns
             if last and not task.done:
                 self._resume(task, value)
 
@@ -184,12 +188,12 @@ class SharedSim(Sim):
         lane = cores.end(self.now_ns)
         if lane is None:
             return self._await_next(cores)
-        began_ns, spans = lane.began_ns, lane.waiting[0]
+        lane.last_ns, spans = (lane.began_ns, cores.served_ns), lane.waiting[0]
         _, then = spans.pop(0)
         if not spans:
             lane.waiting.popleft()
         self._go_on(lane)
-        then(began_ns)
+        then()
         if cores.ended is not None:  # nothing has begun since
             cores.give()
             self._await_next(cores)
@@ -203,15 +207,15 @@ class SharedSim(Sim):
             self.nodes[send.dst].ledger.traffic(self.now_ns, 0, nbytes)
         self._handle(src, nbytes, partial(self._leave, src, send, nbytes))
 
-    def _handle(self, rank: int, nbytes: int, then: Callable[[int], None]) -> None:
+    def _handle(self, rank: int, nbytes: int, then: Callable[[], None]) -> None:
         """What a message costs this end of it, before it goes on and after."""
         work_ns = self._shared.end_s(rank, nbytes) * NS
         self._ask(
             self._movers[rank],
-            [(work_ns * self._shared.before, then), (work_ns * (1 - self._shared.before), lambda began_ns: None)],
+            [(work_ns * self._shared.before, then), (work_ns * (1 - self._shared.before), lambda: None)],
         )
 
-    def _leave(self, src: int, send: Send, nbytes: int, began_ns: int) -> None:
+    def _leave(self, src: int, send: Send, nbytes: int) -> None:
         assert isinstance(self.network, Ports)
         if max(src, send.dst) < len(self.speed.cluster.compute) and not self.network.factors.outages:
             return self._travel(src, send, nbytes)
@@ -226,20 +230,20 @@ class SharedSim(Sim):
         assert isinstance(self.network, Ports)
         network, dst, now = self.network, send.dst, self.now_ns
         inner, latency = network.inner(src, dst), network.latency_ns(src, dst, nbytes, now)
-        item, through = (dst, Message(src, send.tag, send.body, send.meta, now), nbytes), list[int]()
+        item, left = (dst, Message(src, send.tag, send.body, send.meta, now), nbytes), {"out", "in"}
 
-        def passed(began_ns: int) -> None:
-            through.append(began_ns)
-            if len(through) == 2:
+        def passed(way: str) -> None:
+            left.discard(way)
+            if not left:
                 self._there(item)
 
         def enter(work_ns: int) -> None:
             lane = Lane(self._ways[network.port(dst, "in", inner)])
-            self._ask(lane, [(work_ns, passed)])
+            self._ask(lane, [(work_ns, partial(passed, "in"))])
 
         lane = Lane(self._ways[network.port(src, "out", inner)])
         gone = network.service_ns(src, nbytes, now, inner, out=True)
-        self._ask(lane, [(gone, lambda began_ns: self._at(self.now_ns + latency, passed, began_ns))])
+        self._ask(lane, [(gone, lambda: self._at(self.now_ns + latency, passed, "out"))])
         self._at(now + latency, enter, network.service_ns(dst, nbytes, now, inner, out=False))
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
@@ -252,7 +256,7 @@ class SharedSim(Sim):
         """The last byte is there."""
         dst, message, nbytes = item
 
-        def handled(began_ns: int) -> None:
+        def handled() -> None:
             if nbytes:
                 self._push_end[message.src] = self.now_ns
                 self.nodes[message.src].ledger.pushed(message.start_ns, self.now_ns)
@@ -276,7 +280,7 @@ class SharedSim(Sim):
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
         left, channel.free_ns = set(group), LAST
 
-        def done(rank: int, began_ns: int) -> None:
+        def done(rank: int) -> None:
             left.discard(rank)
             if not left:
                 self._at(self.now_ns + rest_ns, ended, None)

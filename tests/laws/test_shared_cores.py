@@ -100,7 +100,39 @@ def test_who_goes_on_keeps_the_core_for_a_quantum(quantum_ns: float, expected: l
     assert found == expected
 
 
-@given(TASKS, st.sampled_from([{}, {"slots": 1}, {"slots": 1, "quantum_ns": 700}]))
+@pytest.mark.parametrize("spread", [0.0, 0.25, 0.9])
+def test_quanta_are_spread_evenly_about_their_mean(spread: float) -> None:
+    """Two that take turns have about half of the core each, in turns of every length between the bounds."""
+    cores, turns, since_ns = Cores[str](1, slots=1, quantum_ns=1000, spread=spread), list[int](), 0
+    for task in "ab":
+        cores.begin(task, 10**6, 0)
+    while cores.end(due := cores.next_ns() or 0) is None:
+        turns.append(due - since_ns)
+        since_ns = due
+    assert turns[::2] == pytest.approx([1000] * len(turns[::2]), abs=1000 * spread)
+    for every in (1, 2):
+        lengths = sorted(turns[::every])
+        even = [1000 * (1 + spread * (2 * (k + 0.5) / len(lengths) - 1)) for k in range(len(lengths))]
+        assert lengths == pytest.approx(even, abs=20 * spread)
+
+
+def test_who_has_slept_does_not_see_what_has_come_before_it_has_a_core() -> None:
+    """Two want to compute at 5 ms, on one core: the second waits for 10 ms, and has what it had asked for only then.
+    When either loses the core in the middle of its work, it computes all the same."""
+
+    async def main(node: Node) -> dict[str, float]:
+        if node.rank < 2:
+            await node.sleep(0.005)
+            for _ in range(2):
+                await node.compute(lambda: None, work=1)
+        return {kind: ns / MS for kind, ns in node.ledger.live().items() if ns}
+
+    first, second, _ = played(on_one_machine(1, quantum_s=0.01), main)
+    assert first == {"wait": 5, "compute": 30}
+    assert second == {"wait": 5, "pull": 10, "compute": 30}
+
+
+@given(TASKS, st.sampled_from([{}, {"slots": 1}, {"slots": 1, "quantum_ns": 700, "spread": 0.5}]))
 def test_one_core_loses_no_work(begun: Begun, how: dict[str, float]) -> None:
     """It is never idle while there is some: the last task ends when a queue would have done all."""
     free = 0
