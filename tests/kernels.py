@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import socket
 import traceback
+import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
@@ -121,6 +122,7 @@ def play(
     settle: Callable[[], None] | None,
 ) -> None:
     """One rank, in a process of its own, which leaves without destructors as those of a run do."""
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)

@@ -19,6 +19,7 @@ from ashl.runtime.meeting import world
 from ashl.runtime.sums import HALVES, sum_in_rank_order
 
 Wait = Callable[[Any], None]  # until what the backend was asked for has been done
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
 HOPS_COUNT = 2**15  # elements: up to here a hop takes longer than the bytes in it
 
 
@@ -58,7 +59,7 @@ def all_reduce(
 def _gather(total: Tensor, mine: Tensor, pg: dist.ProcessGroup | None, wait: Wait | None) -> None:
     """All members' vectors of one length, one after the other."""
     if wait is None:
-        dist.all_gather_into_tensor(total, mine, group=pg)
+        getattr(dist, GATHER)(total, mine, group=pg)
     else:
         wait((pg or world())._allgather_base(total, mine))
 

@@ -260,7 +260,7 @@ async def watched(node):
 
         return call
 
-    names = ("all_reduce", "all_gather_into_tensor", "all_to_all_single")
+    names = ("all_reduce", collectives.GATHER, "all_to_all_single")
     collectives.dist = SimpleNamespace(
         ProcessGroup=None, ReduceOp=dist.ReduceOp, **{n: one_at_a_time(n) for n in names}
     )

@@ -119,7 +119,7 @@ def test_what_its_header_cannot_count_is_not_sent() -> None:
 
 def test_a_gathered_body_that_cannot_be_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory was taken for whatever length a peer announced."""
-    monkeypatch.setattr(collectives.dist, "all_gather_into_tensor", lambda into, own, group: into.fill_(2**50))
+    monkeypatch.setattr(collectives.dist, collectives.GATHER, lambda into, own, group: into.fill_(2**50))
     with pytest.raises(AshlError, match="were announced, where at most 1000 were expected"):
         collectives.all_gather(torch.zeros(10, dtype=torch.uint8), (0, 1), None, 1000)
 

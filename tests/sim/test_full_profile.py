@@ -153,8 +153,14 @@ def test_only_a_quota_holds_back() -> None:
     """What the system never counted is a busy machine, on which steps and encodings take as long as they take."""
     node: Any = SimpleNamespace(throttled=3)
     assert [held_back(node, before) for before in (3, 2, None)] == [False, True, True]
-    times = [1.0] * 9 + [16.0]
-    assert [halts(node, before, times) for before in (3, 2, None)] == [0.0, 25.0, 25.0]
+
+
+def test_how_often_a_quota_interrupts() -> None:
+    """Also where each piece of work is interrupted; what differs by itself is not."""
+    assert halts([1.0] * 9 + [16.0], [1.0] * 10) == 25.0
+    assert halts([4.0] * 10, [1.0] * 10) == 4.0
+    assert halts([1.0, 3.0] * 4 + [8.0], [1.0, 3.0] * 4 + [2.0]) == 24.0
+    assert halts([2.0] * 5, [2.0] * 5) == 0.0
 
 
 def test_lines_and_their_intervals() -> None:

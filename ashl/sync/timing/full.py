@@ -11,7 +11,7 @@ What messages cost the cores is the processor time that ranks use while all work
 half of it for each end. What is used beyond that, and a step alone, where all take a step between two of them, is what
 a pause costs. Sums and gatherings come between steps, too, and what they take of a core is measured beside the whole.
 A quota shows where a rank that is alone, a worker with its steps or the server with pushes, has less than a core and
-the system does not say that none has held it back; its period is how often it is interrupted.
+the system does not say that none has held it back; its period is how often short steps are interrupted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from ashl.compression.contract import Turn
 from ashl.learn.device import HOST, numbers
+from ashl.plan.contention import WHOLE_CORE
 from ashl.plan.full import Coding, Cost, Full, Handling, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.noise import figure
 from ashl.runtime.node import Node
@@ -51,6 +52,7 @@ STEPS, ALONE, PUSH, PULL, CODING = range(-3, -8, -1)  # orders, with a batch siz
 LOADED, SUMS, GATHER = range(-8, -11, -1)  # ... and with bytes, perhaps between steps
 STEPS_S = {STEPS: 8.0, ALONE: 0.75}  # with the batch size of the profile; a quarter of it with others
 LEAST, MOST = 12, 20_000  # steps
+SHORT = 2  # samples of a step that is to end before a quota does; there are layers that want more than one
 CODED = 6  # encodings, at least
 APPLYING_S, AT_ONCE = (0.4, 0.001), 100  # pushes, one after the other; and about so long of them at once
 LINKS_S, SUMS_S, CODINGS_S = 16.0, 8.0, 2.0  # in all; of each codec
@@ -82,28 +84,36 @@ async def timed(
 async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, budget_s: float) -> list[float]:
     """(count, median, mean, half the median's interval, drift, share of a core in use, seconds from one interruption to
     the next, quantiles ...) of steps with so many samples."""
-    end_s = node.now + (budget_s if batch == stage.worker(node.rank).batch else budget_s / 4)
-    times, begun, used, held = list[float](), node.now, node.used, node.throttled
-    while len(times) <= LEAST or (node.now < end_s and len(times) < MOST):
-        if node.stopping or node.now_ns >= stage.judge.deadline_ns:
-            break
-        start = node.now
-        await node.compute(partial(a_step, node, stage, state, len(times), batch), work=batch)
-        times.append(max(1e-9, node.now - start))
-    share = (node.used - used) / max(1e-9, node.now - begun)
-    times = times[1:] or times or [1e-9]  # the first allocates
-    halt_s = halts(node, held, times)
+    budget_s, held = budget_s if batch == stage.worker(node.rank).batch else budget_s / 4, node.throttled
+    times, used = await time_steps(node, stage, state, batch, budget_s)
+    share, short, halt_s = math.fsum(used) / math.fsum(times), min(batch, SHORT), 0.0
+    if share < WHOLE_CORE and held_back(node, held):
+        halt_s = halts(*(times, used) if batch == short else await time_steps(node, stage, state, short, budget_s))
     found, half = figure(times), len(times) // 2
     drift = statistics.median(times[half:]) / statistics.median(times[:half]) - 1 if half else 0.0
     return [len(times), found.median, fmean(times), found.noise, drift, share, halt_s, *quantiles(times)]
 
 
-def halts(node: Node, held: int | None, times: Sequence[float]) -> float:
-    """Seconds from one to the next of those that were interrupted; 0 = none was, or by no quota."""
-    if not held_back(node, held):
-        return 0.0
-    usual = statistics.median(times)
-    count = sum(time_s > 2 * usual for time_s in times)
+async def time_steps(
+    node: Node, stage: Stage, state: WorkerState, batch: int, budget_s: float
+) -> tuple[list[float], list[float]]:
+    """(seconds, seconds of a core) of each step."""
+    end_s, times, used = node.now + budget_s, list[float](), list[float]()
+    while len(times) <= LEAST or (node.now < end_s and len(times) < MOST):
+        if node.stopping or node.now_ns >= stage.judge.deadline_ns:
+            break
+        start, before = node.now, node.used
+        await node.compute(partial(a_step, node, stage, state, len(times), batch), work=batch)
+        times.append(max(1e-9, node.now - start))
+        used.append(node.used - before)
+    return times[1:] or times or [1e-9], used[1:] or used or [0.0]  # the first allocates
+
+
+def halts(times: Sequence[float], used: Sequence[float]) -> float:
+    """Seconds from one to the next that the core was taken away, in pieces of work of so many seconds and so many of a
+    core; 0 = it never was. Those that were interrupted took longer, for what they did, than half of what all lost."""
+    least = (1 + math.fsum(times) / max(1e-9, math.fsum(used))) / 2
+    count = sum(time_s > least * used_s for time_s, used_s in zip(times, used, strict=True))
     return math.fsum(times) / count if count else 0.0
 
 
@@ -284,16 +294,19 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
     found = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
     budget_s, at_once_s = APPLYING_S
     count = max(1, min(AT_ONCE, round(at_once_s / max(1e-9, found.median))))
-    times, begun, used, held = list[float](), node.now, node.used, node.throttled
+    times, used, begun, held = list[float](), list[float](), node.now, node.throttled
     while not times or (node.now < begun + budget_s and len(times) < budget_s / at_once_s):
+        before = node.used
         times.append(await time_apply(node, stage, state, count))
+        used.append(node.used - before)
+    share = math.fsum(used) / max(1e-9, math.fsum(times))
     return ServerCosts(
         apply_s=found.median,
         apply_noise_s=found.noise,
         into=port[PUSH],
         out=port[PULL],
-        used=min(1.0, (node.used - used) / max(1e-9, node.now - begun)),
-        halt_s=halts(node, held, times),
+        used=min(1.0, share),
+        halt_s=halts(times, used) if share < WHOLE_CORE and held_back(node, held) else 0.0,
     )
 
 
