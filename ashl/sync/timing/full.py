@@ -97,15 +97,17 @@ async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, b
 async def time_steps(
     node: Node, stage: Stage, state: WorkerState, batch: int, budget_s: float
 ) -> tuple[list[float], list[float]]:
-    """(seconds, seconds of a core) of each step."""
-    end_s, times, used = node.now + budget_s, list[float](), list[float]()
-    while len(times) <= LEAST or (node.now < end_s and len(times) < MOST):
+    """(seconds, seconds of a core) of each step, from one end to the next: a quota may take the core away right when
+    it is asked how much was used."""
+    end_s, times, used, (since, before) = node.now + budget_s, list[float](), list[float](), (node.now, node.used)
+    while len(times) <= LEAST or (since < end_s and len(times) < MOST):
         if node.stopping or node.now_ns >= stage.judge.deadline_ns:
             break
-        start, before = node.now, node.used
         await node.compute(partial(a_step, node, stage, state, len(times), batch), work=batch)
-        times.append(max(1e-9, node.now - start))
-        used.append(node.used - before)
+        now, by_now = node.now, node.used
+        times.append(max(1e-9, now - since))
+        used.append(by_now - before)
+        since, before = now, by_now
     return times[1:] or times or [1e-9], used[1:] or used or [0.0]  # the first allocates
 
 
@@ -294,11 +296,14 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
     found = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
     budget_s, at_once_s = APPLYING_S
     count = max(1, min(AT_ONCE, round(at_once_s / max(1e-9, found.median))))
-    times, used, begun, held = list[float](), list[float](), node.now, node.throttled
-    while not times or (node.now < begun + budget_s and len(times) < budget_s / at_once_s):
-        before = node.used
-        times.append(await time_apply(node, stage, state, count))
-        used.append(node.used - before)
+    times, used, held, (since, before) = list[float](), list[float](), node.throttled, (node.now, node.used)
+    end_s = since + budget_s
+    while not times or (since < end_s and len(times) < budget_s / at_once_s):
+        await time_apply(node, stage, state, count)
+        now, by_now = node.now, node.used
+        times.append(now - since)
+        used.append(by_now - before)
+        since, before = now, by_now
     share = math.fsum(used) / max(1e-9, math.fsum(times))
     return ServerCosts(
         apply_s=found.median,
