@@ -16,6 +16,7 @@ from ashl.calibration import calibrate
 from ashl.calibration.combinations import COMBINATIONS, TASKS, chosen
 from ashl.calibration.compared import Compared, Found, component, found_in, verdict
 from ashl.calibration.page import page
+from ashl.calibration.sentences import sentences
 from ashl.cli.app import main
 from ashl.config.compose import compose
 from ashl.errors import UsageError
@@ -78,6 +79,17 @@ def test_a_difference_is_named() -> None:
         ({"encoding": 0.9}, True, profile(), "encoding"),
     ]:
         assert component(predicted, replace(predicted, booked_s=same | changed), known, server) == named
+
+
+def test_what_all_combinations_of_a_model_have_in_common_is_said_apart() -> None:
+    """A machine that has become slower since is none whose parts are modelled badly."""
+    rows = [row("BSP", 70.0), row("SSP", 72.0), row("ASP", 69.3), row("BSP", 85.0, "lenet"), row("SSP", 115.0, "lenet")]
+    result = verdict(rows)
+    assert result.common("mlp") == pytest.approx((0.7, 0.7 / 0.693 - 1))
+    (said,) = [text for text in sentences(result, 5) if text.startswith("All of")]
+    assert said.startswith(
+        "All of mlp went at 0.70 of what was predicted, and apart from that times are off by 1.0 % in"
+    )
 
 
 def test_rows_become_a_verdict_and_a_page() -> None:

@@ -121,6 +121,12 @@ class Verdict:
     def worst(self) -> Compared:
         return max(self.rows, key=lambda row: abs(math.log(row.ratio)))
 
+    def common(self, model: str) -> tuple[float, float]:
+        """(measured / predicted steps per second that all of a model have in common, how far off times are in the median
+        apart from that, as a share)."""
+        ratios = [row.ratio for row in self.rows if row.model == model]
+        return 1 / median(ratios), median(abs(ratio / median(ratios) - 1) for ratio in ratios)
+
     @property
     def wait_error(self) -> float:
         """The largest difference of two wait shares."""

@@ -13,6 +13,7 @@ from ashl.calibration.compared import Compared, Verdict
 from ashl.plan.profile import Profile
 from ashl.tracking.console import give_or_take, milliseconds, number, percent, seconds
 
+ALIKE = 0.1  # off by as much in the same direction, all of a model are worth a word
 BUSY = 0.5  # processes that want a core already, per core
 TITLES = ("combination", "steps/s predicted", "measured", "ratio", "wait", "measured", "kB/step", "measured")
 TITLES += ("round ms", "measured", "most of it is")
@@ -109,6 +110,14 @@ def sentences(result: Verdict, count: int) -> list[str]:
         f"worst ({worst.model}: {worst.name}: {worst.component}); wait shares by at most {result.wait_error:.3f}.",
         f"Most of what is off is: {result.weakest}.",
     ]
+    for model in result.models:
+        factor, rest = result.common(model)
+        if abs(math.log(factor)) > max(ALIKE, 2 * rest):
+            found.append(
+                f"All of {model} went at {factor:.2f} of what was predicted, and apart from that times are off by "
+                f"{percent(rest)} in the median: the machine is likely to have another speed than when it was "
+                "profiled; profile it again."
+            )
     if result.held_back:
         found.append(
             f"Of {result.held_back} combinations that were held back in turn, {result.inside} lie inside the interval "
