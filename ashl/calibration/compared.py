@@ -122,8 +122,8 @@ class Verdict:
         return max(self.rows, key=lambda row: abs(math.log(row.ratio)))
 
     def common(self, model: str) -> tuple[float, float]:
-        """(measured / predicted steps per second that all of a model have in common, how far off times are in the median
-        apart from that, as a share)."""
+        """(measured / predicted steps per second that all of a model have in common, how far off times are apart from
+        that, in the median, as a share)."""
         ratios = [row.ratio for row in self.rows if row.model == model]
         return 1 / median(ratios), median(abs(ratio / median(ratios) - 1) for ratio in ratios)
 
