@@ -68,7 +68,7 @@ async def timed(
 ) -> torch.Tensor:
     """What a worker finds that has this order. Raises OverError."""
     if word in STEPS_S:
-        found = await time_batch(node, stage, state, value, STEPS_S[word])
+        found = await time_batch(node, stage, state, word, value)
     elif word == CODING:
         found = await time_coding(node, stage, state, value)
     elif word == LOADED:
@@ -81,13 +81,13 @@ async def timed(
     return torch.tensor(found, dtype=torch.float64)
 
 
-async def time_batch(node: Node, stage: Stage, state: WorkerState, batch: int, budget_s: float) -> list[float]:
+async def time_batch(node: Node, stage: Stage, state: WorkerState, word: int, batch: int) -> list[float]:
     """(count, median, mean, half the median's interval, drift, share of a core in use, seconds from one interruption to
     the next, quantiles ...) of steps with so many samples."""
-    budget_s, held = budget_s if batch == stage.worker(node.rank).batch else budget_s / 4, node.throttled
+    budget_s, held = STEPS_S[word] / (1 if batch == stage.worker(node.rank).batch else 4), node.throttled
     times, used = await time_steps(node, stage, state, batch, budget_s)
     share, short, halt_s = math.fsum(used) / math.fsum(times), min(batch, SHORT), 0.0
-    if share < WHOLE_CORE and held_back(node, held):
+    if word == ALONE and share < WHOLE_CORE and held_back(node, held):
         halt_s = halts(*(times, used) if batch == short else await time_steps(node, stage, state, short, budget_s))
     found, half = figure(times), len(times) // 2
     drift = statistics.median(times[half:]) / statistics.median(times[:half]) - 1 if half else 0.0
