@@ -125,7 +125,8 @@ class Verdict:
         """(measured / predicted steps per second that all of a model have in common, how far off times are apart from
         that, in the median, as a share)."""
         ratios = [row.ratio for row in self.rows if row.model == model]
-        return 1 / median(ratios), median(abs(ratio / median(ratios) - 1) for ratio in ratios)
+        middle = median(ratios)
+        return 1 / middle, median(abs(ratio / middle - 1) for ratio in ratios)
 
     @property
     def wait_error(self) -> float:

@@ -115,8 +115,8 @@ def sentences(result: Verdict, count: int) -> list[str]:
         if abs(math.log(factor)) > max(ALIKE, 2 * rest):
             found.append(
                 f"All of {model} went at {factor:.2f} of what was predicted, and apart from that times are off by "
-                f"{percent(rest)} in the median: it has another speed than when it was profiled, or the profile is off "
-                "in what all have in common; profile again."
+                f"{percent(rest)} in the median: the machine has another speed than when it was profiled, or the "
+                "profile is off in what all have in common; profile again."
             )
     if result.held_back:
         found.append(

@@ -19,7 +19,7 @@ from ashl.runtime.meeting import world
 from ashl.runtime.sums import HALVES, sum_in_rank_order
 
 Wait = Callable[[Any], None]  # until what the backend was asked for has been done
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of older ones
 HOPS_COUNT = 2**15  # elements: up to here a hop takes longer than the bytes in it
 
 

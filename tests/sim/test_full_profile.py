@@ -15,7 +15,7 @@ from ashl.config.construct import construct
 from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
 from ashl.sync.timing.fits import both_ways, cost_of, line_through
-from ashl.sync.timing.full import halts, held_back
+from ashl.sync.timing.quotas import halts, held_back
 from tests.support import run, simulated
 from tests.test_profile import profile
 

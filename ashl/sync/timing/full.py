@@ -45,6 +45,7 @@ from ashl.sync.timing.exchanges import (
     time_sum,
 )
 from ashl.sync.timing.fits import both_ways, cost_of, less, port_of, through
+from ashl.sync.timing.quotas import halts, held_back, in_a_row
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
@@ -97,31 +98,19 @@ async def time_batch(node: Node, stage: Stage, state: WorkerState, word: int, ba
 async def time_steps(
     node: Node, stage: Stage, state: WorkerState, batch: int, budget_s: float
 ) -> tuple[list[float], list[float]]:
-    """(seconds, seconds of a core) of each step, from one end to the next: a quota may take the core away right when
-    it is asked how much was used."""
-    end_s, times, used, (since, before) = node.now + budget_s, list[float](), list[float](), (node.now, node.used)
-    while len(times) <= LEAST or (since < end_s and len(times) < MOST):
+    """(seconds, seconds of a core) of each step."""
+    end_s = node.now + budget_s
+
+    def more(count: int) -> bool:
         if node.stopping or node.now_ns >= stage.judge.deadline_ns:
-            break
-        await node.compute(partial(a_step, node, stage, state, len(times), batch), work=batch)
-        now, by_now = node.now, node.used
-        times.append(max(1e-9, now - since))
-        used.append(by_now - before)
-        since, before = now, by_now
+            return False
+        return count <= LEAST or (node.now < end_s and count < MOST)
+
+    async def step(count: int) -> None:
+        await node.compute(partial(a_step, node, stage, state, count, batch), work=batch)
+
+    times, used = await in_a_row(node, step, more)
     return times[1:] or times or [1e-9], used[1:] or used or [0.0]  # the first allocates
-
-
-def halts(times: Sequence[float], used: Sequence[float]) -> float:
-    """Seconds from one to the next that the core was taken away, in pieces of work of so many seconds and so many of a
-    core; 0 = it never was. Those that were interrupted took longer, for what they did, than half of what all lost."""
-    least = (1 + math.fsum(times) / max(1e-9, math.fsum(used))) / 2
-    count = sum(time_s > least * used_s for time_s, used_s in zip(times, used, strict=True))
-    return math.fsum(times) / count if count else 0.0
-
-
-def held_back(node: Node, before: int | None) -> bool:
-    """Whether a quota has held this rank back more often than before, or nobody knows."""
-    return before is None or node.throttled != before
 
 
 async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> list[float]:
@@ -296,15 +285,13 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
     found = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
     budget_s, at_once_s = APPLYING_S
     count = max(1, min(AT_ONCE, round(at_once_s / max(1e-9, found.median))))
-    times, used, held, (since, before) = list[float](), list[float](), node.throttled, (node.now, node.used)
-    end_s = since + budget_s
-    while not times or (since < end_s and len(times) < budget_s / at_once_s):
-        await time_apply(node, stage, state, count)
-        now, by_now = node.now, node.used
-        times.append(now - since)
-        used.append(by_now - before)
-        since, before = now, by_now
-    share = math.fsum(used) / max(1e-9, math.fsum(times))
+    held, end_s = node.throttled, node.now + budget_s
+    times, used = await in_a_row(
+        node,
+        lambda done: time_apply(node, stage, state, count),
+        lambda done: not done or (node.now < end_s and done < budget_s / at_once_s),
+    )
+    share = math.fsum(used) / math.fsum(times)
     return ServerCosts(
         apply_s=found.median,
         apply_noise_s=found.noise,
