@@ -6,7 +6,8 @@ as often as steps were interrupted. On a machine with a quota, or with fewer cor
 is done there is put on shared cores: steps as they are alone while nothing interrupts them, and what a message costs
 either end, which is taken off the time that it takes and that it holds the server's port. So messages take from
 computing what they need of a quota, and who waits saves some of it. What ends cost beyond the latency of a message that
-goes alone, they do once it has gone on.
+goes alone, they do once it has gone on. Where all are on one machine without a quota, ends and pauses are scaled to how
+long exchanges and rounds of all together took there.
 
 How tasks share cores then is `ashl.cluster.cores`, with its sources; that these figures are enough is ours, and how far
 off it is stands in docs/calibration.md.
@@ -17,12 +18,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from statistics import fmean
 
 from ashl.cluster.speed import LEVELS
-from ashl.plan.full import Cost, Full, ServerCosts, StepTimes, WorkerCosts
+from ashl.plan.full import Cost, Full, Handling, ServerCosts, StepTimes, WorkerCosts
 from ashl.plan.line import Line
 from ashl.plan.plan import Spec
 
@@ -34,7 +35,7 @@ PERIOD_S = 0.1  # of a quota, where nothing shows it
 PLENTY = 64.0  # cores, where nobody has counted them
 
 
-def contended(spec: Spec, full: Full, hosts: Sequence[str | None]) -> Spec:
+def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: int) -> Spec:
     """A cluster's spec as it is, or on shared cores where some machine has too few. `hosts` are those of the workers
     and of the server."""
     handling, port = full.handling, full.server
@@ -48,6 +49,9 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None]) -> Spec:
     quotas = [quota_of([*own, *([port] if k == at[-1] else ())]) for k, own in enumerate(on)]
     if not any(quotas) and all(at.count(k) <= count for k, count in enumerate(cores)):
         return spec
+    if not any(quotas) and len(machines) == 1:
+        step_s = fmean(own.mean_s * (worker.used or 0.0) for own, worker in zip(alone, full.workers, strict=True))
+        spec, handling = as_fast(spec, handling, cores[0], step_s, dense_bytes)
     resumed = Line((handling.server_resumed_s or 0.0) / 2, 0.0)
     ends = [*[combined((1, handling.worker))] * len(alone), combined((1, handling.server), (1, resumed))]
     used = [own.used if quotas[k] and own.used else 1.0 for own, k in zip(full.workers, at, strict=False)]
@@ -87,6 +91,35 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None]) -> Spec:
             "empty_s": [*[empty_s[0]] * len(alone), empty_s[1]] if empty_s else [],
         },
     }
+
+
+def as_fast(spec: Spec, handling: Handling, cores: float, step_s: float, dense_bytes: int) -> tuple[Spec, Handling]:
+    """Both such that so many cores, if they are never idle, are as fast with exchanges, and with a step before each, as
+    all together were: a core on which a thread wakes up is not in use yet, and that is nobody's time. What is done
+    between messages, as to encode them, is held up alike."""
+    if handling.exchange_s is None or handling.round_s is None:
+        return spec, handling
+    used_s = 2 * math.fsum(end.seconds(dense_bytes) for end in (handling.worker, handling.server))
+    slowed = cores * handling.exchange_s / used_s
+    resumed_s = max(0.0, cores * (handling.round_s - handling.exchange_s) - step_s)
+    server_resumed_s = min(resumed_s, slowed * (handling.server_resumed_s or 0.0))
+    return {
+        **spec,
+        "encode_s": [slowed * own_s for own_s in spec["encode_s"]],
+        "decode_s": slowed * spec.get("decode_s", 0.0),
+        "server_step_s": slowed * spec["server_step_s"],
+    }, replace(
+        handling,
+        worker=times(slowed, handling.worker),
+        server=times(slowed, handling.server),
+        resumed_s=resumed_s - server_resumed_s,
+        server_resumed_s=server_resumed_s,
+        empty_s=handling.empty_s and (slowed * handling.empty_s[0], slowed * handling.empty_s[1]),
+    )
+
+
+def times(factor: float, cost: Cost) -> Cost:
+    return replace(cost, latency_s=factor * cost.latency_s, s_per_byte=factor * cost.s_per_byte)
 
 
 def combined(*terms: tuple[float, Cost | Line]) -> Line:

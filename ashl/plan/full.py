@@ -113,13 +113,15 @@ class Handling:
     """What a message costs the machine at each of its two ends, in seconds of a core, while all workers exchange
     without a pause, by the bytes of its body or without one. And how much more a worker's step and its messages, and
     those at the server, do in each round where a step comes between: what was cached is gone, threads have gone to
-    sleep."""
+    sleep. Then how long all together took for an exchange of the dense model, and for one after a step."""
 
     worker: Cost
     server: Cost
     resumed_s: Duration
     server_resumed_s: Duration | None = None
     empty_s: tuple[Duration, Duration] | None = None  # at a worker and at the server
+    exchange_s: Duration | None = None
+    round_s: Duration | None = None
 
 
 @option

@@ -38,7 +38,7 @@ PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
 # what profiles did not have once:
 LATER = ("alone", "used", "halt_s", "empty_s", "cores", "busy", "gathering", "handling", "server_resumed_s")
-LATER += ("beside", "parts")
+LATER += ("beside", "parts", "exchange_s", "round_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class Profile:
             not shared or self.device != "cpu" or not self.ports
         ):  # processors of a machine say little of its accelerators
             return spec
-        return contended(spec, self.full, [*hosts, self.server_host])
+        return contended(spec, self.full, [*hosts, self.server_host], self.dense_bytes)
 
     def in_medians(self) -> dict[str, Any]:
         """The same without distributions."""

@@ -125,7 +125,10 @@ class Ledger:
         """It is known now that something this rank sent was on its way from here to there: what was called waiting
         meanwhile was pushing."""
         if start_ns < self.cursor:
-            self._old, self._spans = (with_pushes(spans, start_ns, end_ns) for spans in (self._old, self._spans))
+            add_push(self._spans, start_ns, end_ns)  # in place, as a round may be long
+            if start_ns < self._start:
+                self._old = [*self._old]  # others have it
+                add_push(self._old, start_ns, end_ns)
 
     def waited(self, *each_ns: int) -> None:
         """It is known now that collectives waited so long for their last members, of what was called a transfer."""
@@ -217,14 +220,12 @@ def clipped(spans: list[Span], end_ns: int) -> list[Span]:
     return [(kind, start, min(end, end_ns)) for kind, start, end in spans if start < end_ns]
 
 
-def with_pushes(spans: list[Span], start_ns: int, end_ns: int) -> list[Span]:
-    """The same for several, one after the other in time: those before are not looked at."""
+def add_push(spans: list[Span], start_ns: int, end_ns: int) -> None:
+    """Of spans one after the other in time those that were waiting from here to there were pushing."""
     first = len(spans)
     while first and spans[first - 1][2] > start_ns:
         first -= 1
-    if first == len(spans):
-        return spans
-    return [*spans[:first], *(part for span in spans[first:] for part in with_push(span, start_ns, end_ns))]
+    spans[first:] = [part for span in spans[first:] for part in with_push(span, start_ns, end_ns)]
 
 
 def with_push(span: Span, start_ns: int, end_ns: int) -> list[Span]:

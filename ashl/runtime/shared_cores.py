@@ -2,7 +2,8 @@
 collectives cost the machine at each end, are tasks on its cores (`ashl.cluster.cores`).
 
 A rank has two lanes, in each of which one thing is done after the other: what it computes, and its messages, which
-threads of their own handle. A message first costs its sender, then it is on its way for what is left of the time that
+threads of their own handle; a server has one for both, as one interpreter does either and nothing else takes long
+there. A message first costs its sender, then it is on its way for what is left of the time that
 it takes alone, and then it costs its receiver. What it costs an end beyond that time comes afterwards, in the same
 lane. Messages between workers share their ports (processor sharing), as connections share a link. A
 collective costs each of its members alike, and then the rest of its time.
@@ -83,6 +84,8 @@ class SharedSim(Sim):
         self._computed_ns = [0] * num_ranks  # when each has last computed
         self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
         self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
+        workers = len(speed.cluster.compute)
+        self._movers[workers:] = self._units[workers:]
         self._ways = defaultdict[Port, Cores[Lane]](lambda: Cores(1))  # ports of workers, for what goes between them
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:

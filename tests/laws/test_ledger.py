@@ -98,6 +98,16 @@ def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
     assert (ledger.bytes_up, ledger.bytes_down) == (sum(up for up, _ in kept), sum(down for _, down in kept))
 
 
+@given(actions)
+def test_a_round_that_was_cut_stays_as_it_was_then(actions) -> None:
+    ledger, kept = Ledger(), []
+    for name, *values in actions:
+        found = getattr(ledger, name)(*values)
+        if name == "cut":
+            kept.append((found[0], [*found[0]]))
+    assert all(spans == then for spans, then in kept)
+
+
 def test_blocked_time_is_pushing_then_waiting_then_pulling() -> None:
     ledger = Ledger()
     ledger.mark("compute", 10)

@@ -160,15 +160,38 @@ def test_a_profile_of_before_loads_and_is_the_same() -> None:
     assert Profile.from_json(crowded().to_json()) == crowded()
 
 
-def test_a_run_takes_as_long_as_its_work() -> None:
-    """Two workers at their own pace: 8 steps, 8 pushes, an eighth of a second to apply each, and 6 pulls are 23 s of a
-    core, and on two cores 4 cycles of 3.625 s, but for the last pull, are 13.25 s at least."""
+def seconds(known: Profile, **costs: float) -> float:
+    """Of 80 steps of two workers, each at its own pace."""
     ran = planned("sync=asp", "schedule=single", "cluster=homogeneous", "cluster.compute=[1,1]", *TIMED)
-    limits = replace(ran.limits, steps=8)
-    plans = [replace(ran, cluster=crowded(cores, 2.0 / cores).cluster(), limits=limits) for cores in (1, 2)]
-    one, two = (run(plan).time_ns / 1e9 for plan in plans)
-    assert 23 <= one <= 23.5
-    assert 13.25 <= two <= 15
+    own = {**known.cluster(), **costs}
+    return run(replace(ran, cluster=own, limits=replace(ran.limits, steps=80))).time_ns / 1e9
+
+
+def test_a_run_takes_as_long_as_its_work() -> None:
+    """A step, a push, an eighth of a second to apply it, and a pull are 3.125 s of a core, but for the last pulls; on
+    two cores a cycle of both workers takes 3.625 s."""
+    assert 80 * 3.125 - 2 <= seconds(crowded()) <= 80 * 3.125 + 0.5
+    assert 40 * 3.625 - 2 <= seconds(crowded(2, 1.0)) <= 40 * 3.625 + 1
+
+
+def test_a_server_does_one_thing_at_a_time() -> None:
+    """Its two ends of messages and 2 s to apply a push are 3 s, where all of it is 2.5 s on two cores."""
+    assert 80 * 3 <= seconds(crowded(2, 1.0), server_step_s=2.0) <= 80 * 3 + 5
+
+
+def test_rounds_take_as_long_as_those_that_were_seen() -> None:
+    """Whatever ends and pauses used of a core: 2.5 s for an exchange, and 4 s with a step, and applying is as slowed."""
+    known = crowded()
+    assert known.full is not None
+    assert known.full.handling is not None
+    handling = replace(known.full.handling, resumed_s=0.3, exchange_s=2.5, round_s=4.0)
+    seen = replace(known, full=replace(known.full, handling=handling))
+    shared = cluster(seen).shared
+    assert shared is not None
+    assert shared.resumed_s == (0.5, 0.5)
+    assert shared.end_s(0, 1) == pytest.approx(0.625)
+    a_step_s = 4.0 + 0.125 * 1.25
+    assert 80 * a_step_s - 3 <= seconds(seen) <= 80 * a_step_s + 1
 
 
 def test_checkpoints_are_refused(workplace) -> None:

@@ -57,7 +57,7 @@ SHORT = 2  # samples of a step that is to end before a quota does; there are lay
 CODED = 6  # encodings, at least
 APPLYING_S, AT_ONCE = (0.4, 0.001), 100  # pushes, one after the other; and about so long of them at once
 LINKS_S, SUMS_S, CODINGS_S = 16.0, 8.0, 2.0  # in all; of each codec
-LOADED_S, WINDOWS = 0.5, 3  # of each size
+LOADED_S, WINDOWS = 0.5, 7  # of each size
 ROUNDS = 3, 30  # of messages of every size, at least and at most
 IN_A_ROW = 8  # sums
 SHORT_S = 0.05  # of a step, at most, for it to come between sums: beside a longer one a pause costs nothing
@@ -344,10 +344,10 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handlin
         per = 1 / math.fsum(counts)
         own_s = 1 / math.fsum(count / max(1e-9, time_s) for count, time_s in zip(counts, took_s, strict=True))
         found.append((per * math.fsum(used_s), per * (node.used - used), own_s))
-    empty, *exchanges, (round_s, served_s, _) = [
+    empty, *exchanges, (used_s, served_s, round_s) = [
         tuple(map(statistics.median, zip(*own, strict=True))) for own in windows
     ]
-    exchange_s, serving_s, all_s = exchanges[-1]
+    exchanging_s, serving_s, exchange_s = exchanges[-1]
     sizes = [nbytes for _, nbytes in kinds[1:-1]]
     worker, server = (
         through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=True)]) for at in (0, 1)
@@ -355,11 +355,13 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handlin
     handling = Handling(
         worker=worker,
         server=server,
-        resumed_s=max(0.0, round_s - exchange_s - step_s),
+        resumed_s=max(0.0, used_s - exchanging_s - step_s),
         server_resumed_s=max(0.0, served_s - serving_s),
         empty_s=(empty[0] / 2, empty[1] / 2),
+        exchange_s=exchange_s,
+        round_s=round_s,
     )
-    return handling, all_s
+    return handling, exchange_s
 
 
 async def coding(node: Node, stage: Stage, k: int) -> Coding:
