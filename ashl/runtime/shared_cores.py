@@ -2,11 +2,11 @@
 collectives cost the machine at each end, are tasks on its cores (`ashl.cluster.cores`).
 
 A rank has two lanes, in each of which one thing is done after the other: what it computes, and its messages, which
-threads of their own handle; a server has one for both, as one interpreter does either and nothing else takes long
-there. A message first costs its sender, then it is on its way for what is left of the time that
-it takes alone, and then it costs its receiver. What it costs an end beyond that time comes afterwards, in the same
-lane. Messages between workers share their ports (processor sharing), as connections share a link. A
-collective costs each of its members alike, and then the rest of its time.
+threads of their own handle. A server has one for both, as one interpreter does either and nothing takes long there.
+What has come waits until nothing else does, so that a server answers one before it takes in the next. A message first costs its sender, then it is on its way for what
+is left of the time that it takes alone, and then it costs its receiver. What it costs an end beyond that time comes
+afterwards, in the same lane. Messages between workers share their ports (processor sharing), as connections share a
+link. A collective costs each of its members alike, and then the rest of its time.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class SharedNode(Node):
 class Lane:
     """What is done one after the other."""
 
-    __slots__ = ("began_ns", "busy", "cores", "last_ns", "waiting")
+    __slots__ = ("began_ns", "busy", "cores", "last_ns", "taking_in", "waiting")
 
     def __init__(self, cores: Cores[Lane] | Pair[Lane]) -> None:
         self.cores, self.busy, self.began_ns = cores, False, 0  # when what it does now began
         self.last_ns = (0, 0)  # when what has ended last began, and had a core
         self.waiting: deque[list[Span]] = deque()
+        self.taking_in: deque[list[Span]] = deque()  # messages that have come, for when nothing else waits
 
 
 class SharedSim(Sim):
@@ -165,14 +166,16 @@ class SharedSim(Sim):
         )
         return True, None
 
-    def _ask(self, lane: Lane, spans: list[Span]) -> None:
+    def _ask(self, lane: Lane, spans: list[Span], among: deque[list[Span]] | None = None) -> None:
         """Have this done in a lane, when what it has been asked before is."""
-        lane.waiting.append(spans)
+        (lane.waiting if among is None else among).append(spans)
         if not lane.busy:
             self._go_on(lane)
 
     def _go_on(self, lane: Lane) -> None:
         """Begin what is next in a lane."""
+        if not lane.waiting and lane.taking_in:
+            lane.waiting.append(lane.taking_in.popleft())
         lane.busy = bool(lane.waiting)
         if lane.busy:
             lane.began_ns = self.now_ns
@@ -208,15 +211,13 @@ class SharedSim(Sim):
         if nbytes:
             node.ledger.traffic(self.now_ns, nbytes, 0)
             self.nodes[send.dst].ledger.traffic(self.now_ns, 0, nbytes)
-        self._handle(src, nbytes, partial(self._leave, src, send, nbytes))
+        self._handle(src, nbytes, partial(self._leave, src, send, nbytes), comes=False)
 
-    def _handle(self, rank: int, nbytes: int, then: Callable[[], None]) -> None:
+    def _handle(self, rank: int, nbytes: int, then: Callable[[], None], *, comes: bool) -> None:
         """What a message costs this end of it, before it goes on and after."""
-        work_ns = self._shared.end_s(rank, nbytes) * NS
-        self._ask(
-            self._movers[rank],
-            [(work_ns * self._shared.before, then), (work_ns * (1 - self._shared.before), lambda: None)],
-        )
+        work_ns, lane = self._shared.end_s(rank, nbytes) * NS, self._movers[rank]
+        spans = [(work_ns * self._shared.before, then), (work_ns * (1 - self._shared.before), lambda: None)]
+        self._ask(lane, spans, lane.taking_in if comes else None)
 
     def _leave(self, src: int, send: Send, nbytes: int) -> None:
         assert isinstance(self.network, Ports)
@@ -265,7 +266,7 @@ class SharedSim(Sim):
                 self.nodes[message.src].ledger.pushed(message.start_ns, self.now_ns)
             self._deliver((dst, message))
 
-        self._handle(dst, nbytes, handled)
+        self._handle(dst, nbytes, handled, comes=True)
 
     def _serve(self, channel: Channel) -> None:
         if channel.ready and channel.free_ns <= self.now_ns:

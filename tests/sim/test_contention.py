@@ -180,7 +180,7 @@ def test_a_server_does_one_thing_at_a_time() -> None:
 
 
 def test_rounds_take_as_long_as_those_that_were_seen() -> None:
-    """Whatever ends and pauses used of a core: 2.5 s for an exchange, and 4 s with a step, and applying is as slowed."""
+    """Whatever ends and pauses used of a core: 2.5 s for an exchange, 4 s with a step, and applying is as slowed."""
     known = crowded()
     assert known.full is not None
     assert known.full.handling is not None
