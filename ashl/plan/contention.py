@@ -52,8 +52,9 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     if not any(quotas) and len(machines) == 1:
         step_s = fmean(own.mean_s * (worker.used or 0.0) for own, worker in zip(alone, full.workers, strict=True))
         spec, handling = as_fast(spec, handling, cores[0], step_s, dense_bytes)
-    resumed = Line((handling.server_resumed_s or 0.0) / 2, 0.0)
-    ends = [*[combined((1, handling.worker))] * len(alone), combined((1, handling.server), (1, resumed))]
+    resumed = [Line((own_s or 0.0) / 2, 0.0) for own_s in (handling.sender_resumed_s, handling.server_resumed_s)]
+    ends = [*[handling.worker] * len(alone), handling.server]
+    ends = [combined((1, end), (1, resumed[k == len(alone)])) for k, end in enumerate(ends)]
     used = [own.used if quotas[k] and own.used else 1.0 for own, k in zip(full.workers, at, strict=False)]
     both = [combined((1, end), (1, ends[-1])) for end in ends[:-1]]
     # not of whole transfers: the bytes on a slow link are no work of its ends
@@ -101,8 +102,8 @@ def as_fast(spec: Spec, handling: Handling, cores: float, step_s: float, dense_b
         return spec, handling
     used_s = 2 * math.fsum(end.seconds(dense_bytes) for end in (handling.worker, handling.server))
     slowed = cores * handling.exchange_s / used_s
-    resumed_s = max(0.0, cores * (handling.round_s - handling.exchange_s) - step_s)
-    server_resumed_s = min(resumed_s, slowed * (handling.server_resumed_s or 0.0))
+    pauses_s = handling.resumed_s, handling.sender_resumed_s or 0.0, handling.server_resumed_s or 0.0
+    paused = max(0.0, cores * (handling.round_s - handling.exchange_s) - step_s) / (math.fsum(pauses_s) or 1.0)
     return {
         **spec,
         "encode_s": [slowed * own_s for own_s in spec["encode_s"]],
@@ -112,8 +113,9 @@ def as_fast(spec: Spec, handling: Handling, cores: float, step_s: float, dense_b
         handling,
         worker=times(slowed, handling.worker),
         server=times(slowed, handling.server),
-        resumed_s=resumed_s - server_resumed_s,
-        server_resumed_s=server_resumed_s,
+        resumed_s=paused * pauses_s[0],
+        sender_resumed_s=paused * pauses_s[1],
+        server_resumed_s=paused * pauses_s[2],
         empty_s=handling.empty_s and (slowed * handling.empty_s[0], slowed * handling.empty_s[1]),
     )
 

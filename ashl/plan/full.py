@@ -111,13 +111,14 @@ class Coding:
 @option
 class Handling:
     """What a message costs the machine at each of its two ends, in seconds of a core, while all workers exchange
-    without a pause, by the bytes of its body or without one. And how much more a worker's step and its messages, and
-    those at the server, do in each round where a step comes between: what was cached is gone, threads have gone to
+    without a pause, by the bytes of its body or without one. And how much more a worker's step, its messages, and those
+    at the server take of a core in each round where a step comes between: what was cached is gone, threads have gone to
     sleep. Then how long all together took for an exchange of the dense model, and for one after a step."""
 
     worker: Cost
     server: Cost
     resumed_s: Duration
+    sender_resumed_s: Duration | None = None  # null = it is in the step's
     server_resumed_s: Duration | None = None
     empty_s: tuple[Duration, Duration] | None = None  # at a worker and at the server
     exchange_s: Duration | None = None

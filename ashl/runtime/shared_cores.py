@@ -3,10 +3,11 @@ collectives cost the machine at each end, are tasks on its cores (`ashl.cluster.
 
 A rank has two lanes, in each of which one thing is done after the other: what it computes, and its messages, which
 threads of their own handle. A server has one for both, as one interpreter does either and nothing takes long there.
-What has come waits until nothing else does, so that a server answers one before it takes in the next. A message first costs its sender, then it is on its way for what
-is left of the time that it takes alone, and then it costs its receiver. What it costs an end beyond that time comes
-afterwards, in the same lane. Messages between workers share their ports (processor sharing), as connections share a
-link. A collective costs each of its members alike, and then the rest of its time.
+What has come waits until nothing else does, so that a server answers one before it takes in the next. A message first
+costs its sender, then it is on its way for what is left of the time that it takes alone, and then it costs its
+receiver. What it costs an end beyond that time comes afterwards, in the same lane. Messages between workers share their
+ports (processor sharing), as connections share a link. A collective costs each of its members alike, and then the rest
+of its time.
 """
 
 from __future__ import annotations

@@ -146,16 +146,18 @@ async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> l
 
 
 async def time_loaded(node: Node, stage: Stage, state: WorkerState, nbytes: int, *, steps: bool) -> list[float]:
-    """(exchanges of so many bytes both ways, perhaps each after a step; seconds of a core that they took here, and
-    seconds)."""
-    batch, k, used, begun = stage.worker(node.rank).batch, 0, node.used, node.now
+    """(exchanges of so many bytes both ways, perhaps each after a step; seconds of a core that they took here, those of
+    them that steps took, and seconds)."""
+    batch, k, used, begun, stepping = stage.worker(node.rank).batch, 0, node.used, node.now, 0.0
     end_s = begun + LOADED_S
     while k < LEAST or (node.now < end_s and k < MOST):
         if steps:
+            before = node.used
             await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
+            stepping += node.used - before
         await time_exchange(node, stage, BOTH if nbytes else EMPTY, nbytes or None)
         k += 1
-    return [k, node.used - used, node.now - begun]
+    return [k, node.used - used, stepping, node.now - begun]
 
 
 async def time_sums(
@@ -340,14 +342,14 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handlin
     for (steps, nbytes), found in [*zip(kinds, windows, strict=True)] * WINDOWS:
         used = node.used
         await instruct(node, stage, stage.workers, LOADED, nbytes, steps=steps)
-        counts, used_s, took_s = zip(*(await answers(node, stage, stage.workers)).values(), strict=True)
+        counts, used_s, stepping_s, took_s = zip(*(await answers(node, stage, stage.workers)).values(), strict=True)
         per = 1 / math.fsum(counts)
         own_s = 1 / math.fsum(count / max(1e-9, time_s) for count, time_s in zip(counts, took_s, strict=True))
-        found.append((per * math.fsum(used_s), per * (node.used - used), own_s))
-    empty, *exchanges, (used_s, served_s, round_s) = [
+        found.append((per * math.fsum(used_s), per * (node.used - used), own_s, per * math.fsum(stepping_s)))
+    empty, *exchanges, (used_s, served_s, round_s, stepping_s) = [
         tuple(map(statistics.median, zip(*own, strict=True))) for own in windows
     ]
-    exchanging_s, serving_s, exchange_s = exchanges[-1]
+    exchanging_s, serving_s, exchange_s, _ = exchanges[-1]
     sizes = [nbytes for _, nbytes in kinds[1:-1]]
     worker, server = (
         through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=True)]) for at in (0, 1)
@@ -355,7 +357,8 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handlin
     handling = Handling(
         worker=worker,
         server=server,
-        resumed_s=max(0.0, used_s - exchanging_s - step_s),
+        resumed_s=max(0.0, stepping_s - step_s),
+        sender_resumed_s=max(0.0, used_s - stepping_s - exchanging_s),
         server_resumed_s=max(0.0, served_s - serving_s),
         empty_s=(empty[0] / 2, empty[1] / 2),
         exchange_s=exchange_s,
