@@ -8,8 +8,9 @@ task keeps its core until its quantum is over. With as many slots as tasks, or a
 processor sharing, and with an endless one first come, first served. A task's end is known only as long as no other
 begins or ends. Work is in nanoseconds of a core that a task has for itself.
 
-With a quota they may be used for so much in each period and stand still for the rest of it. A period begins with the
-first task after a time without any, and where one ends the next one begins.
+With a quota they may be used for so much in each period and stand still for the rest of it. Periods follow each other
+from the first task on. What is left of one is lost where none is under way then, but for a little that a core keeps,
+and otherwise it is there for the next one, too, up to a whole quota.
 
 Sources: Kleinrock, "Time-shared systems: a theoretical treatment", Journal of the ACM 1967; Turner, Rao and Rao, "CPU
 bandwidth control for CFS", Linux Symposium 2010; Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First",
@@ -58,9 +59,10 @@ class Cores(Generic[T]):
         spread: float = 0.0,
         quota_ns: float = math.inf,
         period_ns: float = math.inf,
+        kept_ns: float = 0.0,
     ) -> None:
         self.count, self.slots, self.quantum_ns, self.spread = count, slots, quantum_ns, spread
-        self.quota_ns, self.period_ns = quota_ns, period_ns
+        self.quota_ns, self.period_ns, self.kept_ns = quota_ns, period_ns, kept_ns
         self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period
         self._stand = False  # until the next one
         self._turns, self._quanta = 0, 0
@@ -78,7 +80,9 @@ class Cores(Generic[T]):
         """One more."""
         self._pass(now_ns)
         if not self._served and now_ns >= self._period_end_ns:
-            self._left_ns, self._period_end_ns = self.quota_ns, now_ns + self.period_ns
+            gone_ns = (now_ns - self._period_end_ns) % self.period_ns if self.changes else 0.0
+            self._left_ns = min(self._left_ns, self.kept_ns) + self.quota_ns
+            self._period_end_ns = now_ns - gone_ns + self.period_ns
         if task is self.ended and self._ended_more:
             self._wait(task, work_ns, -math.inf, self._ended_more)
         else:
@@ -97,7 +101,7 @@ class Cores(Generic[T]):
             self._pass(now_ns)
             self._stand = not self._stand
             if not self._stand:
-                self._left_ns, self._period_end_ns = self.quota_ns, now_ns + self.period_ns
+                self._left_ns, self._period_end_ns = self.quota_ns, self._period_end_ns + self.period_ns
             self.changes += 1
             return None
         self._pass(now_ns)
@@ -138,11 +142,17 @@ class Cores(Generic[T]):
         """When all stand still, or go on."""
         if self._stand:
             return math.ceil(self._period_end_ns)
-        rate = len(self._served) * self._share
-        since, left = self._since_ns, self._left_ns
-        if since + left / rate > self._period_end_ns:  # it lasts until the next one
-            since, left = self._period_end_ns, self.quota_ns if rate * self.period_ns > self.quota_ns else math.inf
+        rate, last_ns = len(self._served) * self._share, self._first_ns()
+        since, left, end = self._since_ns, self._left_ns, self._period_end_ns
+        while since + left / rate > end:  # it lasts until the next one
+            if rate * self.period_ns <= self.quota_ns or end > last_ns:
+                return math.inf
+            since, left, end = end, self._next_ns(left - (end - since) * rate), end + self.period_ns
         return since + left / rate if left == math.inf else math.ceil(since + left / rate)
+
+    def _next_ns(self, left_ns: float) -> float:
+        """What there is in a period that begins with some under way and so much left."""
+        return min(left_ns, self.quota_ns) + self.quota_ns
 
     def _pass(self, now_ns: int) -> None:
         """Up to now all that are served have had their share."""
@@ -151,9 +161,9 @@ class Cores(Generic[T]):
         elif not self._stand:
             self._had += (now_ns - self._since_ns) * self._share
             since, rate = self._since_ns, len(self._served) * self._share
-            if now_ns > self._period_end_ns:  # periods have ended whose quota was not used up
-                since = now_ns - (now_ns - self._period_end_ns) % self.period_ns
-                self._left_ns, self._period_end_ns = self.quota_ns, since + self.period_ns
+            while now_ns > self._period_end_ns:  # periods have ended whose quota was not used up
+                self._left_ns = self._next_ns(max(0.0, self._left_ns - (self._period_end_ns - since) * rate))
+                since, self._period_end_ns = self._period_end_ns, self._period_end_ns + self.period_ns
             self._left_ns = max(0.0, self._left_ns - (now_ns - since) * rate)
         self._since_ns = now_ns
 

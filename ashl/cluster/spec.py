@@ -282,10 +282,12 @@ class GroupSum(Sums):
 
 @option
 class Quota:
-    """So many cores are given to a machine in the mean, in every period anew."""
+    """So many cores are given to a machine in the mean, in every period anew, and so much of a core is kept that one
+    which did nothing has left."""
 
     cores: Positive
     period_s: Positive
+    kept_s: NonNegative = 0.0
 
 
 @option

@@ -32,6 +32,7 @@ WHOLE_CORE = 0.9  # of a core, at least, or there is a quota
 TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing shows it
 SPREAD = 0.5  # of quanta: who has had enough for a tick or a fraction of it loses its core at the next one
 PERIOD_S = 0.1  # of a quota, where nothing shows it
+KEPT_S = 0.001  # of a core that does nothing: Linux leaves it so much of a quota (`min_cfs_rq_runtime`)
 PLENTY = 64.0  # cores, where nobody has counted them
 
 
@@ -159,7 +160,7 @@ def quota_of(ranks: Sequence[WorkerCosts | ServerCosts]) -> dict[str, float] | N
     most = max(held, key=lambda own: own.used or 0.0, default=None)
     if most is None or not most.used or most.used >= WHOLE_CORE or any(own.halt_s == 0 for own in held):
         return None
-    return {"cores": most.used, "period_s": most.halt_s or PERIOD_S}
+    return {"cores": most.used, "period_s": most.halt_s or PERIOD_S, "kept_s": KEPT_S}
 
 
 def uninterrupted(steps: StepTimes, share: float) -> list[float]:

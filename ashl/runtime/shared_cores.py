@@ -350,9 +350,9 @@ def machine_each(num_ranks: int) -> SharedCores:
     )
 
 
-def limits(quota: Quota | None) -> tuple[float, float]:
-    """(what may be used of a machine's cores in a period, that period) in ns."""
-    return (math.inf, math.inf) if quota is None else (quota.cores * quota.period_s * NS, quota.period_s * NS)
+def limits(quota: Quota | None) -> tuple[float, ...]:
+    """(what may be used of a machine's cores in a period, that period, what is kept) in ns."""
+    return () if quota is None else (quota.cores * quota.period_s * NS, quota.period_s * NS, quota.kept_s * NS)
 
 
 def simulator(
