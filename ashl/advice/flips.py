@@ -56,6 +56,8 @@ def faster_links(spec: Spec, factor: float) -> Spec:
         return {**line, "s_per_byte": line["s_per_byte"] / factor}
 
     found |= {key: faster(spec[key]) for key in (*OF_ALL, *PORTS) if spec.get(key) is not None}
+    if "server_crossed_s_per_byte" in spec:
+        found["server_crossed_s_per_byte"] = spec["server_crossed_s_per_byte"] / factor
     if "group_sums" in spec:
         found["group_sums"] = [faster(line) for line in spec["group_sums"]]
     return {**spec, **found}

@@ -324,6 +324,21 @@ class FittedPorts(Ports):
         own_s = (self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server)
         return round(max(own_s, default=0.0) * NS)
 
+    def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+        if src >= self._server:
+            self._cross(self.port(src, "in", False), nbytes, now_ns)
+        return super().leave(src, dst, nbytes, now_ns)
+
+    def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
+        if dst >= self._server:
+            self._cross(self.port(dst, "out", False), nbytes, head_ns)
+        return super().arrive(src, dst, nbytes, head_ns, tail_ns)
+
+    def _cross(self, port: Port, nbytes: int, now_ns: int) -> None:
+        """The server's port on the other way is held up by these bytes."""
+        if held_ns := round(self._fitted.server_crossed_s_per_byte * nbytes * NS):
+            self._free[port] = max(now_ns, self._free.get(port, 0)) + held_ns
+
     def ends_ns(self, src: int, dst: int, nbytes: int) -> int:
         shared = self._fitted.shared
         return 0 if shared is None else round(shared.before * sum(shared.end_s(r, nbytes) for r in (src, dst)) * NS)

@@ -328,7 +328,8 @@ class Fitted(Measured):
 
     `steps` are quantiles of each worker's step at `ashl.cluster.speed.LEVELS`, or with `in_order` the steps themselves,
     in multiples of `compute`; `batches` are what a step of other batch sizes takes, likewise: (samples, multiple).
-    `server_in` and `server_out` are how long a message holds the port of the server, alike for all.
+    `server_in` and `server_out` are how long a message holds the port of the server, alike for all, and
+    `server_crossed_s_per_byte` is how long each of its bytes holds the port on the other way.
     """
 
     steps: tuple[tuple[Positive, ...], ...]
@@ -342,6 +343,7 @@ class Fitted(Measured):
     empty_s: tuple[Duration, ...] = ()  # of each worker's messages without a body, both ways; none = as of no bytes
     decode_s: Duration = 0.0  # of each body that a worker takes apart
     shared: SharedCores | None = None  # null = there are cores for all
+    server_crossed_s_per_byte: NonNegative = 0.0
 
     def decode_of(self, rank: int) -> float:
         return self.decode_s

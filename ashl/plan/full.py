@@ -80,7 +80,8 @@ class WorkerCosts:
 
 @option
 class ServerCosts:
-    """Of the server. Its port is held by each message for so long, whoever sends it; 0 = it is never the bottleneck."""
+    """Of the server. Its port is held by each message for so long, whoever sends it; 0 = it is never the bottleneck.
+    Its bytes may hold up what goes the other way, too."""
 
     apply_s: Duration
     apply_noise_s: Duration
@@ -88,6 +89,7 @@ class ServerCosts:
     out: Cost
     used: Annotated[NonNegative, Field(le=1)] | None = None  # the share of a core that it is given
     halt_s: Duration | None = None  # as a worker's
+    crossed_s_per_byte: NonNegative | None = None
 
 
 @option
@@ -195,6 +197,7 @@ def fitted(full: Full, measured: Spec, dense_bytes: int, codec: str | None) -> S
         "server_bytes_s": None,
         "server_in": held(into),
         "server_out": held(out),
+        "server_crossed_s_per_byte": 0.0 if server is None else server.crossed_s_per_byte or 0.0,
         "empty_s": [own.empty_s for own in full.workers if own.empty_s is not None],
         "gathering": None if full.gathering is None else held(full.gathering.cost),
         "group_sums": [{"group": own.group, **held(own.cost)} for own in full.sums],

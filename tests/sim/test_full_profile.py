@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from ashl.cli.app import main
+from ashl.cluster.network import network
 from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
 from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
-from ashl.sync.timing.fits import both_ways, cost_of, line_through
+from ashl.sync.timing.fits import cost_of, crossing, line_through
 from ashl.sync.timing.quotas import halts, held_back
 from tests.support import run, simulated
 from tests.test_profile import profile
@@ -72,22 +73,36 @@ def test_what_is_measured_is_what_is_declared(workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange_s", "latency_s", "times"),
+    ("exchange_s", "latency_s", "crossed"),
     [
-        (9.0, 0.5, 2.0),  # 4.5 s are asked for by either way
-        (4.9, 0.5, 1.0),  # hardly more
-        (9.0, 4.5, 1.0),  # processors are slow: it is not bytes
-        (30.0, 0.5, 30 / 4.5),
+        (9.0, 0.5, 4.5e-3),  # 4.5 s are asked for by either way
+        (4.9, 0.5, None),  # hardly more
+        (9.0, 4.5, None),  # processors are slow: it is not bytes
+        (30.0, 0.5, 25.5e-3),
     ],
 )
-def test_bytes_that_come_and_go_at_once_cost_more(exchange_s: float, latency_s: float, times: float) -> None:
+def test_bytes_that_come_and_go_at_once_cost_more(exchange_s: float, latency_s: float, crossed: float | None) -> None:
     port = {"in": cost(latency_s, 4e-3), "out": cost(latency_s, 3e-3)}
     links = {"in": [cost(1.0, 1e-3)] * 3, "out": [cost(2.0, 2e-3)] * 3}
-    found = both_ways(port, links, exchange_s, nbytes=1_000)
-    assert [way.s_per_byte for way in found.values()] == pytest.approx([times * 4e-3, times * 3e-3])
-    assert [way.latency_s for way in found.values()] == [latency_s] * 2
+    assert crossing(port, links, exchange_s, nbytes=1_000) == (None if crossed is None else pytest.approx(crossed))
     slow = {way: [cost(4.0, 4e-3)] * 3 for way in links}  # 16 s for both, for 3 of them at once
-    assert both_ways(port, slow, 16 / 3, 1_000) == port
+    assert crossing(port, slow, 16 / 3, 1_000) is None
+
+
+def test_bytes_hold_up_what_goes_the_other_way_at_the_server() -> None:
+    """In turn, whatever comes first: an exchange both ways takes longer by what each way's bytes hold the other up."""
+    known = of_one(steps([1.0]))
+    assert known.full is not None
+    assert known.full.server is not None
+    slow = replace(known.full.server, into=cost(0.0, 1e-3), out=cost(0.0, 1e-3), crossed_s_per_byte=5e-4)
+    found = construct(replace(known, full=replace(known.full, server=slow)).cluster(), "cluster")
+    ports = network(found, 40)
+    server = len(found.compute)
+    ports.depart(0, server, 1_000, 0)
+    assert ports.arrive(0, server, 1_000, 0, 0) == 1e9
+    assert ports.depart(server, 0, 100, 0)[0] == 0.5e9, "the push holds up the pull"
+    ports.depart(0, server, 1_000, 0)
+    assert ports.arrive(0, server, 1_000, 10**9, 10**9) == 2.05e9, "and the pull the next push"
 
 
 def test_virtual_time_on_it_is_that_of_the_declared_cluster(workplace) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import TypeVar
 
@@ -77,18 +76,16 @@ def port_of(alone: Sequence[Cost], last: Cost, back_s: float, n: int, *, out: bo
     )
 
 
-def both_ways(
-    port: Mapping[T, Cost], links: Mapping[T, Sequence[Cost]], exchange_s: float, nbytes: int
-) -> dict[T, Cost]:
-    """The server's port by way, of messages of so many bytes that come and go at once: where all exchange without a
-    pause and have to wait for each other longer than either way, or their own ways, ask for, its bytes cost more, as
-    acknowledgements of the one way wait behind the other's. Where bytes are not most of it, processors are slow."""
+def crossing(port: Mapping[T, Cost], links: Mapping[T, Sequence[Cost]], exchange_s: float, nbytes: int) -> float | None:
+    """For how many seconds a byte holds the server's port on the other way, too: where all exchange messages of so many
+    bytes without a pause and have to wait for each other longer than either way, or their own ways, ask for,
+    acknowledgements of the one way wait behind the other's bytes. Where bytes are not most of it, processors are slow,
+    and it is None."""
     own_s = fmean(math.fsum(cost.seconds(nbytes) for cost in ways) for ways in zip(*links.values(), strict=True))
     alone_s = max(own_s / len(next(iter(links.values()))), *(cost.seconds(nbytes) for cost in port.values()))
-    slowed = exchange_s / alone_s if alone_s else 1.0
-    if slowed <= SLOWED or any(cost.s_per_byte * nbytes < cost.latency_s for cost in port.values()):
-        return dict(port)
-    return {way: replace(cost, s_per_byte=slowed * cost.s_per_byte) for way, cost in port.items()}
+    if exchange_s <= SLOWED * alone_s or any(cost.s_per_byte * nbytes < cost.latency_s for cost in port.values()):
+        return None
+    return (exchange_s - alone_s) / nbytes
 
 
 def through(rows: Sequence[tuple[int, float, float]]) -> Cost:

@@ -2,14 +2,16 @@
 
 Rule: all workers take steps at once for `STEPS_S`, of the profile's batch size and for shorter of a half and a quarter
 of it, and then each of them alone. Messages of several sizes go each way, each worker alone and then all at once, round
-by round; so do sums over the first g workers. Of every round a line is fitted through its sizes, and latency and
-seconds per byte are medians over the rounds. What the last of n messages at once takes longer than one alone is n times
-what each holds the server's port; where bytes slow nobody down, that has no rate. Every codec in question encodes the
-whole model, and its layers without the largest, at all workers at once and between steps and messages.
+by round; so do sums over g workers, as many groups at once as there are. Of every round a line is fitted through its
+sizes, and latency and seconds per byte are medians over the rounds. What the last of n messages at once takes longer
+than one alone is n times what each holds the server's port; where bytes slow nobody down, that has no rate. Every codec
+in question encodes the whole model, and its layers without the largest, at all workers at once and between steps and
+messages.
 
 What messages cost the cores is the processor time that ranks use while all workers exchange without a pause, by size,
-half of it for each end. What is used beyond that, and a step alone, where all take a step between two of them, is what
-a pause costs. Sums and gatherings come between steps, too, and what they take of a core is measured beside the whole.
+half of it for each end. What steps and messages use beyond that, and beyond a step alone, where all take a step between
+two of them, is what a pause costs. Sums and gatherings come between steps, too, and what they take of a core is
+measured beside the whole.
 A quota shows where a rank that is alone, a worker with its steps or the server with pushes, has less than a core and
 the system does not say that none has held it back; its period is how often short steps are interrupted.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -44,7 +47,7 @@ from ashl.sync.timing.exchanges import (
     time_exchange,
     time_sum,
 )
-from ashl.sync.timing.fits import both_ways, cost_of, less, port_of, through
+from ashl.sync.timing.fits import cost_of, crossing, less, port_of, through
 from ashl.sync.timing.quotas import halts, held_back, in_a_row
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
@@ -204,7 +207,8 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
     )
     steps_s = [own.mean_s * min(1.0, used) for used, own in single]
     handling, exchange_s = await all_handling(node, stage, fmean(steps_s))
-    server = await applying(node, stage, state, both_ways(port, links, exchange_s, stage.trainer.dense_bytes))
+    crossed = crossing(port, links, exchange_s, stage.trainer.dense_bytes)
+    server = replace(await applying(node, stage, state, port), crossed_s_per_byte=crossed)
     rounds_s = [own_s + handling.resumed_s for own_s in steps_s]
     sums = await all_sums(node, stage, rounds_s)
     return Full(
@@ -305,31 +309,37 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
 
 
 async def all_sums(node: Node, stage: Stage, steps_s: Sequence[float]) -> tuple[Sum, ...]:
-    """Of groups of the first workers, by size."""
+    """Of groups of workers, by size."""
     n = stage.num_workers
     groups = range(2, n + 1) if n <= TEAMS + 1 else sorted({*(2**k for k in range(1, TEAMS) if 2**k < n), n})
     return tuple([await summed(node, stage, SUMS, group, SUMS_S / len(groups), steps_s) for group in groups])
 
 
 async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: float, steps_s: Sequence[float]) -> Sum:
-    """What it costs a group, or to gather the bytes of all together: by how much a round is longer than the longest
-    step in it, as who has the sum first may have to wait for a core, or for others, in the next one. And which share of
-    that it keeps a core busy at each, beyond what a step before it costs."""
+    """What it costs each of as many groups as there are at once, or to gather the bytes of all together: by how much a
+    round is longer than the longest step in it, as who has the sum first may have to wait for a core, or for others, in
+    the next one. And which share of that it keeps a core busy at each, beyond what a step before it costs."""
     times, took_s, used_s, end_s = dict[int, list[float]](), 0.0, 0.0, node.now + budget_s
-    members, short = stage.workers[:group], max(steps_s) < SHORT_S
+    teams = [stage.workers[first : first + group] for first in range(0, stage.num_workers - group + 1, group)]
+    members, short = stage.workers[: group * len(teams)], max(steps_s) < SHORT_S
     for k in range(ROUNDS[1]):
         if k >= ROUNDS[0] and node.now >= end_s:
             break
         for nbytes in sizes_of(stage)[1:]:
             await instruct(node, stage, members, what, nbytes, group, short)
             found = await answers(node, stage, members)
-            rounds_s = fmean(math.fsum(row[1:]) for row in found.values())
-            longest_s = math.fsum(map(max, zip(*(row[1::2] for row in found.values()), strict=True)))
-            taken_s = max(0.0, rounds_s - longest_s) / IN_A_ROW
+            taken_s = fmean(beyond_steps([found[rank] for rank in team]) for team in teams)
             times.setdefault(nbytes * (group if what == GATHER else 1), []).append(taken_s)
             took_s += taken_s
             used_s += fmean(max(0.0, row[0] - short * steps_s[rank]) for rank, row in found.items())
     return Sum(group=group, cost=cost_of(times), busy=min(1.0, used_s / took_s) if took_s else 0.0)
+
+
+def beyond_steps(rows: Sequence[Sequence[float]]) -> float:
+    """Seconds by which a round of a team is longer than the longest step in it, where its members found this."""
+    rounds_s = fmean(math.fsum(row[1:]) for row in rows)
+    longest_s = math.fsum(map(max, zip(*(row[1::2] for row in rows), strict=True)))
+    return max(0.0, rounds_s - longest_s) / IN_A_ROW
 
 
 async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handling, float]:
