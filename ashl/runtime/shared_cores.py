@@ -224,8 +224,8 @@ class SharedSim(Sim):
         assert isinstance(self.network, Ports)
         if max(src, send.dst) < len(self.speed.cluster.compute) and not self.network.factors.outages:
             return self._travel(src, send, nbytes)
-        start, head, tail = self.network.depart(src, send.dst, nbytes, self.now_ns)
-        message = Message(src, send.tag, send.body, send.meta, start)
+        _, head, tail = self.network.depart(src, send.dst, nbytes, self.now_ns)
+        message = Message(src, send.tag, send.body, send.meta, self.now_ns)  # its header goes, whatever is in the way
         self._at(head, self._arrive, (send.dst, message, nbytes, tail))
 
     def _travel(self, src: int, send: Send, nbytes: int) -> None:

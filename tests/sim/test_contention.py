@@ -180,6 +180,16 @@ def test_a_server_does_one_thing_at_a_time() -> None:
     assert 80 * 3 <= seconds(crowded(2, 1.0), server_step_s=2.0) <= 80 * 3 + 5
 
 
+def test_a_message_whose_header_is_there_is_being_pulled() -> None:
+    """Two pulls of 4 s each in turn: the second one's time at the server's port is no waiting."""
+    ran = planned("sync=bsp", "schedule=single", "cluster=homogeneous", "cluster.compute=[1,1]", *TIMED)
+    own = {**crowded().cluster(), "server_out": {"latency_s": 4.0, "s_per_byte": 0.0}}
+    found = run(replace(ran, cluster=own, limits=replace(ran.limits, steps=80)))
+    pulled = [ledger["pull"] / 1e9 for ledger in found.ledgers[:2]]
+    assert min(pulled) > 39 * 4 - 1
+    assert max(pulled) > 39 * 8 - 1
+
+
 def test_rounds_take_as_long_as_those_that_were_seen() -> None:
     """Whatever ends and pauses used of a core: 2.5 s for an exchange, 4 s with a step, and applying is as slowed."""
     known = crowded()
