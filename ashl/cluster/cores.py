@@ -147,10 +147,10 @@ class Cores(Generic[T]):
         while since + left / rate > end:  # it lasts until the next one
             if rate * self.period_ns <= self.quota_ns or end > last_ns:
                 return math.inf
-            since, left, end = end, self._next_ns(left - (end - since) * rate), end + self.period_ns
+            since, left, end = end, self._carried_ns(left - (end - since) * rate), end + self.period_ns
         return since + left / rate if left == math.inf else math.ceil(since + left / rate)
 
-    def _next_ns(self, left_ns: float) -> float:
+    def _carried_ns(self, left_ns: float) -> float:
         """What there is in a period that begins with some under way and so much left."""
         return min(left_ns, self.quota_ns) + self.quota_ns
 
@@ -162,7 +162,7 @@ class Cores(Generic[T]):
             self._had += (now_ns - self._since_ns) * self._share
             since, rate = self._since_ns, len(self._served) * self._share
             while now_ns > self._period_end_ns:  # periods have ended whose quota was not used up
-                self._left_ns = self._next_ns(max(0.0, self._left_ns - (self._period_end_ns - since) * rate))
+                self._left_ns = self._carried_ns(max(0.0, self._left_ns - (self._period_end_ns - since) * rate))
                 since, self._period_end_ns = self._period_end_ns, self._period_end_ns + self.period_ns
             self._left_ns = max(0.0, self._left_ns - (now_ns - since) * rate)
         self._since_ns = now_ns

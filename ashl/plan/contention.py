@@ -99,9 +99,9 @@ def as_fast(spec: Spec, handling: Handling, cores: float, step_s: float, dense_b
     """Both such that so many cores, if they are never idle, are as fast with exchanges, and with a step before each, as
     all together were: a core on which a thread wakes up is not in use yet, and that is nobody's time. What is done
     between messages, as to encode them, is held up alike."""
-    if handling.exchange_s is None or handling.round_s is None:
-        return spec, handling
     used_s = 2 * math.fsum(end.seconds(dense_bytes) for end in (handling.worker, handling.server))
+    if handling.exchange_s is None or handling.round_s is None or not used_s:
+        return spec, handling
     slowed = cores * handling.exchange_s / used_s
     pauses_s = handling.resumed_s, handling.sender_resumed_s or 0.0, handling.server_resumed_s or 0.0
     paused = max(0.0, cores * (handling.round_s - handling.exchange_s) - step_s) / (math.fsum(pauses_s) or 1.0)
