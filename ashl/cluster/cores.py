@@ -80,7 +80,8 @@ class Cores(Generic[T]):
         """One more."""
         self._pass(now_ns)
         if not self._served and now_ns >= self._period_end_ns:
-            gone_ns = (now_ns - self._period_end_ns) % self.period_ns if self.changes else 0.0
+            first = not self.changes  # with which periods begin
+            gone_ns = 0.0 if first else (now_ns - self._period_end_ns) % self.period_ns
             self._left_ns = min(self._left_ns, self.kept_ns) + self.quota_ns
             self._period_end_ns = now_ns - gone_ns + self.period_ns
         if task is self.ended and self._ended_more:
@@ -142,10 +143,10 @@ class Cores(Generic[T]):
         """When all stand still, or go on."""
         if self._stand:
             return math.ceil(self._period_end_ns)
-        rate, last_ns = len(self._served) * self._share, self._first_ns()
+        rate = len(self._served) * self._share
         since, left, end = self._since_ns, self._left_ns, self._period_end_ns
         while since + left / rate > end:  # it lasts until the next one
-            if rate * self.period_ns <= self.quota_ns or end > last_ns:
+            if rate * self.period_ns <= self.quota_ns or end > self._first_ns():
                 return math.inf
             since, left, end = end, self._carried_ns(left - (end - since) * rate), end + self.period_ns
         return since + left / rate if left == math.inf else math.ceil(since + left / rate)

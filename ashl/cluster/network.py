@@ -309,6 +309,7 @@ class FittedPorts(Ports):
     def __init__(self, cluster: Fitted, dense_bytes: int, algorithm: str | None = None) -> None:
         super().__init__(cluster, dense_bytes, algorithm)
         self._fitted, self._server = cluster, len(cluster.compute)
+        self._crossed_ns = cluster.server_crossed_s_per_byte * NS
         self._group_sums = {own.group: own for own in cluster.group_sums}
 
     def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
@@ -325,19 +326,19 @@ class FittedPorts(Ports):
         return round(max(own_s, default=0.0) * NS)
 
     def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        if src >= self._server:
+        if self._crossed_ns and src >= self._server:
             self._cross(self.port(src, "in", False), nbytes, now_ns)
         return super().leave(src, dst, nbytes, now_ns)
 
     def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
-        if dst >= self._server:
+        if self._crossed_ns and dst >= self._server:
             self._cross(self.port(dst, "out", False), nbytes, head_ns)
         return super().arrive(src, dst, nbytes, head_ns, tail_ns)
 
     def _cross(self, port: Port, nbytes: int, now_ns: int) -> None:
         """The server's port on the other way is held up by these bytes."""
-        if held_ns := round(self._fitted.server_crossed_s_per_byte * nbytes * NS):
-            self._free[port] = max(now_ns, self._free.get(port, 0)) + held_ns
+        if nbytes:
+            self._free[port] = max(now_ns, self._free.get(port, 0)) + round(self._crossed_ns * nbytes)
 
     def ends_ns(self, src: int, dst: int, nbytes: int) -> int:
         shared = self._fitted.shared

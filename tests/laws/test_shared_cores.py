@@ -60,11 +60,7 @@ def test_a_quota_is_used_up_and_comes_anew() -> None:
     quota = {"quota_ns": 3, "period_ns": 10}
     assert ends(1, [(0, 10)], **quota) == [31]
     assert ends(1, [(0, 3), (10, 3), (24, 3)], **quota) == [3, 13, 27]
-    assert ends(1, [(5, 2), (8, 2), (30, 4)], **quota) == [
-        7,
-        16,
-        36,
-    ]  # periods from 5 on; one is left of the first at 8
+    assert ends(1, [(5, 2), (8, 2), (30, 4)], **quota) == [7, 16, 36]  # from 5 on; one is left of the first at 8
     assert ends(1, [(0, 1), (9, 6)], **quota) == [1, 21]  # of two that are left at 9 one goes into the next period
     assert ends(1, [(0, 1), (12, 5)], **quota) == [1, 22]  # and nothing where none is under way,
     assert ends(1, [(0, 1), (12, 5)], **quota, kept_ns=1) == [1, 21]  # but for what is kept

@@ -40,8 +40,9 @@ async def repeated(once: Callable[[], Coroutine[None, None, float | None]], leas
 async def time_sum(node: Node, stage: Stage, nbytes: int, group: int | None = None, *, gather: bool = False) -> float:
     """Seconds of a sum over all workers, or so many with this one, from when it has come to it; or of gathering so many
     bytes of each."""
-    first = node.rank // group * group if group else 0
-    body, members, start = blank(stage, nbytes), stage.workers[first : first + (group or stage.num_workers)], node.now
+    size = group or stage.num_workers
+    first = node.rank // size * size
+    body, members, start = blank(stage, nbytes), stage.workers[first : first + size], node.now
     if gather:
         await node.all_gather(body if isinstance(body, SizeOnly) else body.view(torch.uint8), members)
     else:

@@ -206,8 +206,8 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
         for rank, (used, own) in enumerate(single)
     )
     steps_s = [own.mean_s * min(1.0, used) for used, own in single]
-    handling, exchange_s = await all_handling(node, stage, fmean(steps_s))
-    crossed = crossing(port, links, exchange_s, stage.trainer.dense_bytes)
+    handling = await all_handling(node, stage, fmean(steps_s))
+    crossed = crossing(port, links, handling.exchange_s or 0.0, stage.trainer.dense_bytes)
     server = replace(await applying(node, stage, state, port), crossed_s_per_byte=crossed)
     rounds_s = [own_s + handling.resumed_s for own_s in steps_s]
     sums = await all_sums(node, stage, rounds_s)
@@ -342,10 +342,8 @@ def beyond_steps(rows: Sequence[Sequence[float]]) -> float:
     return max(0.0, rounds_s - longest_s) / IN_A_ROW
 
 
-async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handling, float]:
-    """What an end of a message costs a worker and the server, by its bytes, while all exchange; and what a round costs
-    both beyond that and a step alone where a step comes before it. Then how long the server has for an exchange of the
-    dense model both ways. Medians over windows that take turns, as a machine's pace drifts."""
+async def all_handling(node: Node, stage: Stage, step_s: float) -> Handling:
+    """Of all workers at once. Medians over windows that take turns, as a machine's pace drifts."""
     dense = stage.trainer.dense_bytes
     kinds = ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense))
     windows: list[list[tuple[float, ...]]] = [[] for _ in kinds]
@@ -364,7 +362,7 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handlin
     worker, server = (
         through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=True)]) for at in (0, 1)
     )
-    handling = Handling(
+    return Handling(
         worker=worker,
         server=server,
         resumed_s=max(0.0, stepping_s - step_s),
@@ -374,7 +372,6 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> tuple[Handlin
         exchange_s=exchange_s,
         round_s=round_s,
     )
-    return handling, exchange_s
 
 
 async def coding(node: Node, stage: Stage, k: int) -> Coding:
