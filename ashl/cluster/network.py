@@ -309,7 +309,7 @@ class FittedPorts(Ports):
     def __init__(self, cluster: Fitted, dense_bytes: int, algorithm: str | None = None) -> None:
         super().__init__(cluster, dense_bytes, algorithm)
         self._fitted, self._server = cluster, len(cluster.compute)
-        self._crossed_ns = cluster.server_crossed_s_per_byte * NS
+        self._crosses = bool(cluster.server_crossed_s_per_byte or cluster.crossed)
         self._group_sums = {own.group: own for own in cluster.group_sums}
 
     def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
@@ -326,23 +326,34 @@ class FittedPorts(Ports):
         return round(max(own_s, default=0.0) * NS)
 
     def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        if self._crossed_ns and src >= self._server:
-            self._cross(self.port(src, "in", False), nbytes, now_ns)
+        if self._crosses:
+            self._cross(src, dst, nbytes, now_ns, out=True)
         return super().leave(src, dst, nbytes, now_ns)
 
     def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
-        if self._crossed_ns and dst >= self._server:
-            self._cross(self.port(dst, "out", False), nbytes, head_ns)
+        if self._crosses:
+            self._cross(dst, src, nbytes, head_ns, out=False)
         return super().arrive(src, dst, nbytes, head_ns, tail_ns)
 
-    def _cross(self, port: Port, nbytes: int, now_ns: int) -> None:
-        """The server's port on the other way is held up by these bytes."""
-        if nbytes:
-            self._free[port] = max(now_ns, self._free.get(port, 0)) + round(self._crossed_ns * nbytes)
+    def _cross(self, rank: int, other: int, nbytes: int, now_ns: int, *, out: bool) -> None:
+        """A message holds up what goes the other way at this end of it."""
+        if held_ns := self.crossed_ns(rank, other, nbytes, now_ns, out=out):
+            port = self.port(rank, "in" if out else "out", self.inner(rank, other))
+            self._free[port] = max(now_ns, self._free.get(port, 0)) + held_ns
+
+    def crossed_ns(self, rank: int, other: int, nbytes: int, now_ns: int, *, out: bool) -> int:
+        """For how long it does."""
+        if rank >= self._server:
+            return round(self._fitted.server_crossed_s_per_byte * NS * nbytes)
+        if other >= self._server or not self._fitted.crossed:
+            return 0
+        return round(self._fitted.crossed * self.service_ns(rank, nbytes, now_ns, self.inner(rank, other), out))
 
     def ends_ns(self, src: int, dst: int, nbytes: int) -> int:
-        shared = self._fitted.shared
-        return 0 if shared is None else round(shared.before * sum(shared.end_s(r, nbytes) for r in (src, dst)) * NS)
+        shared, between = self._fitted.shared, max(src, dst) < self._server
+        if shared is None:
+            return 0
+        return round(shared.before * sum(shared.end_s(rank, nbytes, between) for rank in (src, dst)) * NS)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         known = self._group_sums.get(len(group))

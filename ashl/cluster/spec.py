@@ -296,7 +296,8 @@ class SharedCores:
 
     `machine` is that of each worker and of the server, and `ends` what a message costs them, whether it leaves or
     comes; both hold for whoever comes after them, too. The share `before` of it is in the time that a message takes
-    alone. `busy` is the share of a collective's time in which each member of a group of so many keeps a core busy.
+    alone. `busy` is the share of a collective's time in which each member of a group of so many keeps a core busy, and
+    `waited` that in which it waits for the others, who come to it one after the other.
     """
 
     machine: tuple[Natural, ...]
@@ -309,17 +310,23 @@ class SharedCores:
     quotas: tuple[Quota | None, ...] = ()  # of each machine; none = there is none anywhere
     empty_s: tuple[Duration, ...] = ()  # what a message without a body costs each end; none = as one of no bytes
     spread: Annotated[NonNegative, Field(lt=1)] = 0.0  # of quanta, each way, as a share
+    between: Sums | None = None  # what messages from worker to worker cost either end; null = as others cost workers
+    waited: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...] = ()
 
-    def end_s(self, rank: int, nbytes: int) -> float:
-        """What a message costs there."""
+    def end_s(self, rank: int, nbytes: int, between: bool = False) -> float:
+        """What a message costs there, perhaps one that goes from worker to worker."""
         at = min(rank, len(self.ends) - 1)
         if not nbytes and self.empty_s:
             return self.empty_s[at]
-        return self.ends[at].latency_s + self.ends[at].s_per_byte * nbytes
+        end = self.between if between and self.between else self.ends[at]
+        return end.latency_s + end.s_per_byte * nbytes
 
     def busy_in(self, group: int) -> float:
         """Of the largest group that is no larger."""
         return next((share for count, share in reversed(self.busy) if count <= group), 1.0)
+
+    def waited_in(self, group: int) -> float:
+        return next((share for count, share in reversed(self.waited) if count <= group), 0.0)
 
 
 @option
@@ -329,7 +336,8 @@ class Fitted(Measured):
     `steps` are quantiles of each worker's step at `ashl.cluster.speed.LEVELS`, or with `in_order` the steps themselves,
     in multiples of `compute`; `batches` are what a step of other batch sizes takes, likewise: (samples, multiple).
     `server_in` and `server_out` are how long a message holds the port of the server, alike for all, and
-    `server_crossed_s_per_byte` is how long each of its bytes holds the port on the other way.
+    `server_crossed_s_per_byte` is how long each of its bytes holds the port on the other way. What goes from worker to
+    worker holds their ports on the other way for the share `crossed` of its time.
     """
 
     steps: tuple[tuple[Positive, ...], ...]
@@ -344,6 +352,7 @@ class Fitted(Measured):
     decode_s: Duration = 0.0  # of each body that a worker takes apart
     shared: SharedCores | None = None  # null = there are cores for all
     server_crossed_s_per_byte: NonNegative = 0.0
+    crossed: NonNegative = 0.0
 
     def decode_of(self, rank: int) -> float:
         return self.decode_s

@@ -50,9 +50,14 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     quotas = [quota_of([*own, *([port] if k == at[-1] else ())]) for k, own in enumerate(on)]
     if not any(quotas) and all(at.count(k) <= count for k, count in enumerate(cores)):
         return spec
+    near = full.neighbours
+    between = None if near is None else Line(near.end.latency_s, near.end.s_per_byte)
     if not any(quotas) and len(machines) == 1:
         step_s = fmean(own.mean_s * (worker.used or 0.0) for own, worker in zip(alone, full.workers, strict=True))
-        spec, handling = as_fast(spec, handling, cores[0], step_s, dense_bytes)
+        spec, handling = as_fast(spec, handling, cores[0], (step_s, port.apply_s), dense_bytes)
+        if near is not None:  # likewise, with a step in each round
+            part, step_s = 1 / (2 * near.count), step_s + handling.resumed_s
+            between = combined((part * cores[0] / len(alone), near.round), (-part, Line(step_s, 0.0)))
     resumed = [Line((own_s or 0.0) / 2, 0.0) for own_s in (handling.sender_resumed_s, handling.server_resumed_s)]
     ends = [*[handling.worker] * len(alone), handling.server]
     ends = [combined((1, end), (1, resumed[k == len(alone)])) for k, end in enumerate(ends)]
@@ -89,22 +94,27 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
             "ends": [asdict(end) for end in ends],
             "before": before,
             "busy": [[own.group, own.busy] for own in full.sums if own.busy is not None],
+            "waited": [[own.group, own.waited] for own in full.sums if own.waited is not None],
+            "between": between and asdict(between),
             "quotas": quotas,
             "empty_s": [*[empty_s[0]] * len(alone), empty_s[1]] if empty_s else [],
         },
     }
 
 
-def as_fast(spec: Spec, handling: Handling, cores: float, step_s: float, dense_bytes: int) -> tuple[Spec, Handling]:
-    """Both such that so many cores, if they are never idle, are as fast with exchanges, and with a step before each, as
-    all together were: a core on which a thread wakes up is not in use yet, and that is nobody's time. What is done
-    between messages, as to encode them, is held up alike."""
+def as_fast(
+    spec: Spec, handling: Handling, cores: float, own_s: tuple[float, float], dense_bytes: int
+) -> tuple[Spec, Handling]:
+    """Both such that so many cores, if they are never idle, are as fast as all together were with exchanges, and with a
+    step before each and its push applied, which take `own_s`: a core on which a thread wakes up is not in use yet, and
+    that is nobody's time. What is done between messages, as to encode them, is held up alike."""
     used_s = 2 * math.fsum(end.seconds(dense_bytes) for end in (handling.worker, handling.server))
     if handling.exchange_s is None or handling.round_s is None or not used_s:
         return spec, handling
     slowed = cores * handling.exchange_s / used_s
     pauses_s = handling.resumed_s, handling.sender_resumed_s or 0.0, handling.server_resumed_s or 0.0
-    paused = max(0.0, cores * (handling.round_s - handling.exchange_s) - step_s) / (math.fsum(pauses_s) or 1.0)
+    beyond_s = cores * (handling.round_s - handling.exchange_s) - own_s[0] - slowed * own_s[1]
+    paused = max(0.0, beyond_s) / (math.fsum(pauses_s) or 1.0)
     return {
         **spec,
         "encode_s": [slowed * own_s for own_s in spec["encode_s"]],

@@ -32,6 +32,7 @@ class Cost:
         return self.latency_s + self.s_per_byte * nbytes
 
 
+SLOWED = 1.1  # what takes so many times as long as it would has something in its way
 FREE = Cost(latency_s=0.0, s_per_byte=0.0, latency_noise_s=0.0, s_per_byte_noise=0.0)
 
 
@@ -99,6 +100,7 @@ class Sum:
     group: Count
     cost: Cost
     busy: Annotated[NonNegative, Field(le=1)] | None = None  # the share of it in which each member uses a core
+    waited: Annotated[NonNegative, Field(le=1)] | None = None  # ... and waits for the last one, beyond its step
 
 
 @option
@@ -128,6 +130,16 @@ class Handling:
 
 
 @option
+class Neighbours:
+    """What messages between workers cost, where all are on a ring and have so many neighbours, whom they send to before
+    each step: seconds of a core at each end of a message, and how long such a round takes, by the bytes of a body."""
+
+    count: Count
+    end: Cost
+    round: Cost
+
+
+@option
 class Full:
     """All of it, and when and with what it was measured."""
 
@@ -139,6 +151,7 @@ class Full:
     codings: tuple[Coding, ...]
     gathering: Sum | None = None  # over all workers, by the bytes of all together
     handling: Handling | None = None
+    neighbours: Neighbours | None = None
 
     def coding(self, codec: str | None) -> Coding | None:
         """Of this class, where it was timed."""
@@ -198,12 +211,25 @@ def fitted(full: Full, measured: Spec, dense_bytes: int, codec: str | None) -> S
         "server_in": held(into),
         "server_out": held(out),
         "server_crossed_s_per_byte": 0.0 if server is None else server.crossed_s_per_byte or 0.0,
+        "crossed": crossed(full, dense_bytes),
         "empty_s": [own.empty_s for own in full.workers if own.empty_s is not None],
         "gathering": None if full.gathering is None else held(full.gathering.cost),
         "group_sums": [{"group": own.group, **held(own.cost)} for own in full.sums],
         "server_step_s": None if apply_s is None else apply_s + (coding.decode.seconds(dense_bytes) if coding else 0.0),
         **({} if coding is None else coded(coding, dense_bytes)),
     }
+
+
+def crossed(full: Full, dense_bytes: int) -> float:
+    """By which share of their time messages between workers hold up what goes the other way: a round between neighbours
+    takes so much longer than the slowest link asks for, of which acknowledgements wait behind bytes. Nothing where
+    bytes are not most of it."""
+    near = full.neighbours
+    if near is None:
+        return 0.0
+    own_s = near.count * dense_bytes * max(way.s_per_byte for own in full.workers for way in (own.push, own.pull))
+    taken_s = near.round.seconds(dense_bytes)
+    return taken_s / own_s - 1 if SLOWED * own_s < taken_s <= 2 * own_s else 0.0
 
 
 def coded(coding: Coding, dense_bytes: int) -> dict[str, Any]:

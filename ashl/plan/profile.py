@@ -38,7 +38,7 @@ PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
 # what profiles did not have once:
 LATER = ("alone", "used", "halt_s", "empty_s", "cores", "busy", "gathering", "handling", "server_resumed_s")
-LATER += ("beside", "parts", "exchange_s", "round_s", "sender_resumed_s", "crossed_s_per_byte")
+LATER += ("beside", "parts", "exchange_s", "round_s", "sender_resumed_s", "crossed_s_per_byte", "waited", "neighbours")
 
 
 @dataclass(frozen=True, kw_only=True)

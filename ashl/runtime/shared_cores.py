@@ -20,7 +20,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ashl.cluster.cores import Cores, Pair
-from ashl.cluster.network import Exchange, Port, Ports
+from ashl.cluster.network import Exchange, FittedPorts, Port, Ports
 from ashl.cluster.spec import Beside, Fitted, Quota, SharedCores, Sums, beside_of
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
@@ -86,7 +86,7 @@ class SharedSim(Sim):
         self._computed_ns = [0] * num_ranks  # when each has last computed
         self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
         self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
-        workers = len(speed.cluster.compute)
+        self._workers = workers = len(speed.cluster.compute)
         self._movers[workers:] = self._units[workers:]
         self._ways = defaultdict[Port, Cores[Lane]](lambda: Cores(1))  # ports of workers, for what goes between them
 
@@ -212,17 +212,18 @@ class SharedSim(Sim):
         if nbytes:
             node.ledger.traffic(self.now_ns, nbytes, 0)
             self.nodes[send.dst].ledger.traffic(self.now_ns, 0, nbytes)
-        self._handle(src, nbytes, partial(self._leave, src, send, nbytes), comes=False)
+        self._handle(src, send.dst, nbytes, partial(self._leave, src, send, nbytes), comes=False)
 
-    def _handle(self, rank: int, nbytes: int, then: Callable[[], None], *, comes: bool) -> None:
+    def _handle(self, rank: int, other: int, nbytes: int, then: Callable[[], None], *, comes: bool) -> None:
         """What a message costs this end of it, before it goes on and after."""
-        work_ns, lane = self._shared.end_s(rank, nbytes) * NS, self._movers[rank]
+        between = max(rank, other) < self._workers
+        work_ns, lane = self._shared.end_s(rank, nbytes, between) * NS, self._movers[rank]
         spans = [(work_ns * self._shared.before, then), (work_ns * (1 - self._shared.before), lambda: None)]
         self._ask(lane, spans, lane.taking_in if comes else None)
 
     def _leave(self, src: int, send: Send, nbytes: int) -> None:
         assert isinstance(self.network, Ports)
-        if max(src, send.dst) < len(self.speed.cluster.compute) and not self.network.factors.outages:
+        if max(src, send.dst) < self._workers and not self.network.factors.outages:
             return self._travel(src, send, nbytes)
         _, head, tail = self.network.depart(src, send.dst, nbytes, self.now_ns)
         message = Message(src, send.tag, send.body, send.meta, self.now_ns)  # its header goes, whatever is in the way
@@ -232,7 +233,7 @@ class SharedSim(Sim):
         """From worker to worker: each message has a connection of its own, and those that are under way at once share
         the ports at both ends, where a server's serve one after the other. It is there when both have let it through.
         Sums do not wait for it."""
-        assert isinstance(self.network, Ports)
+        assert isinstance(self.network, FittedPorts)
         network, dst, now = self.network, send.dst, self.now_ns
         inner, latency = network.inner(src, dst), network.latency_ns(src, dst, nbytes, now)
         item, left = (dst, Message(src, send.tag, send.body, send.meta, now), nbytes), {"out", "in"}
@@ -242,13 +243,18 @@ class SharedSim(Sim):
             if not left:
                 self._there(item)
 
-        def enter(work_ns: int) -> None:
-            lane = Lane(self._ways[network.port(dst, "in", inner)])
-            self._ask(lane, [(work_ns, partial(passed, "in"))])
+        def hold(rank: int, way: str, work_ns: int, then: Callable[[], None]) -> None:
+            self._ask(Lane(self._ways[network.port(rank, way, inner)]), [(work_ns, then)])
 
-        lane = Lane(self._ways[network.port(src, "out", inner)])
+        def enter(work_ns: int) -> None:
+            hold(dst, "in", work_ns, partial(passed, "in"))
+            if crossed_ns := network.crossed_ns(dst, src, nbytes, now, out=False):
+                hold(dst, "out", crossed_ns, lambda: None)
+
         gone = network.service_ns(src, nbytes, now, inner, out=True)
-        self._ask(lane, [(gone, lambda: self._at(self.now_ns + latency, passed, "out"))])
+        hold(src, "out", gone, lambda: self._at(self.now_ns + latency, passed, "out"))
+        if crossed_ns := network.crossed_ns(src, dst, nbytes, now, out=True):
+            hold(src, "in", crossed_ns, lambda: None)
         self._at(now + latency, enter, network.service_ns(dst, nbytes, now, inner, out=False))
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
@@ -260,14 +266,15 @@ class SharedSim(Sim):
     def _there(self, item: tuple[int, Message, int]) -> None:
         """The last byte is there."""
         dst, message, nbytes = item
+        come_ns = self.now_ns if dst < self._workers else 0  # else it is there when the server takes it in
 
         def handled() -> None:
             if nbytes:
-                self._push_end[message.src] = self.now_ns
-                self.nodes[message.src].ledger.pushed(message.start_ns, self.now_ns)
+                self._push_end[message.src] = max(self._push_end[message.src], come_ns or self.now_ns)
+                self.nodes[message.src].ledger.pushed(message.start_ns, come_ns or self.now_ns)
             self._deliver((dst, message))
 
-        self._handle(dst, nbytes, handled, comes=True)
+        self._handle(dst, message.src, nbytes, handled, comes=True)
 
     def _serve(self, channel: Channel) -> None:
         if channel.ready and channel.free_ns <= self.now_ns:
@@ -283,7 +290,7 @@ class SharedSim(Sim):
         work_ns = cost * self._shared.busy_in(len(group))
         rest_ns = max(0, cost - round(work_ns * self._slowed(group)))
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
-        left, channel.free_ns = set(group), LAST
+        left, channel.free_ns, apart = set(group), LAST, self._shared.waited_in(len(group))
 
         def done(rank: int) -> None:
             left.discard(rank)
@@ -299,7 +306,7 @@ class SharedSim(Sim):
             for place, rank in enumerate(group):
                 member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
                 ledger.traffic(start, *((moved, moved) if own is None else (own.sent[place], own.received[place])))
-                ledger.collective(start, self.now_ns, member.main)
+                ledger.collective(start + round(apart * (self.now_ns - start)), self.now_ns, member.main)
                 self._at(self.now_ns, member, chunk(result, len(group), place) if scattered else result)
             self._at_last(self.now_ns, self._serve, channel)
 

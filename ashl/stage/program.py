@@ -40,7 +40,8 @@ async def program(
 
 def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
     """All ranks that this one ever exchanges messages with."""
-    return tuple(sorted({peer for stage in stages for peer in stage.topology.links(stage, rank)}))
+    both = ((stage.topology.links(stage, rank), stage.sync.links(stage, rank)) for stage in stages)
+    return tuple(sorted({peer for topology, rule in both for peer in (*topology, *rule)}))
 
 
 def hearing(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:

@@ -78,6 +78,10 @@ class Rule(Contract, group="sync", strict=True):
         """The loop of this rank, where the topology's does not serve."""
         return None
 
+    def links(self, stage: Stage, rank: int) -> Members:
+        """The ranks that such a loop exchanges messages with, beyond the topology's."""
+        return ()
+
 
 class Topology(Contract, group="topology"):
     """How models meet: the mechanism of an exchange, with the loop of each role."""

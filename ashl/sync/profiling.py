@@ -42,7 +42,7 @@ from ashl.plan.profile import TICK_S, WorkerProfile
 from ashl.runtime.node import Node
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.link import Ends
-from ashl.stage.rule import Loop
+from ashl.stage.rule import Loop, Members
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.sync.timing.beside import BESIDE, measured_beside, time_beside
 from ashl.sync.timing.exchanges import (
@@ -61,6 +61,7 @@ from ashl.sync.timing.exchanges import (
     time_sum,
 )
 from ashl.sync.timing.full import measured_full, timed
+from ashl.sync.timing.neighbours import neighbours
 from ashl.sync.timing.parts import PARTS, time_parts, with_parts
 from ashl.topology.ending import leave, record_end, within
 from ashl.topology.local_work import WorkerState
@@ -84,6 +85,9 @@ class Profiling(BarrierRule):
     def loop(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker
 
+    def links(self, stage: Stage, rank: int) -> Members:
+        return neighbours(stage, rank) if self.full and rank != stage.server else ()
+
 
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Measure, and again whenever the server says so; take over the plan that it sends at the end."""
@@ -96,6 +100,8 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         while True:
             await node.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
             order = await node.recv(stage.tag("order"))
+            if stage.sync.full:
+                node.ledger.cut()  # reports look through a round, and all of this is long
             word, end_ns, *more = (int(value) for value in order.meta)
             passes, found = None, ()
             if word == SUM:

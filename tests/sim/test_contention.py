@@ -9,11 +9,11 @@ import pytest
 
 from ashl.advice.flips import with_workers
 from ashl.cluster.network import network
-from ashl.cluster.spec import Fitted, Quota
+from ashl.cluster.spec import Fitted, Quota, Sums
 from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
 from ashl.errors import UsageError
-from ashl.plan.full import Handling, WorkerCosts, quantiles
+from ashl.plan.full import Handling, Neighbours, WorkerCosts, quantiles
 from ashl.plan.profile import Profile
 from ashl.planning.chains import Uncontended
 from tests.sim.test_full_profile import cost, of_one, steps
@@ -191,7 +191,7 @@ def test_a_message_whose_header_is_there_is_being_pulled() -> None:
 
 
 def test_rounds_take_as_long_as_those_that_were_seen() -> None:
-    """Whatever ends and pauses used of a core: 2.5 s for an exchange, 4 s with a step, and applying is as slowed."""
+    """Whatever ends and pauses used of a core: 2.5 s for an exchange, 4 s with a step and its push applied."""
     known = crowded()
     assert known.full is not None
     assert known.full.handling is not None
@@ -199,10 +199,67 @@ def test_rounds_take_as_long_as_those_that_were_seen() -> None:
     seen = replace(known, full=replace(known.full, handling=handling))
     shared = cluster(seen).shared
     assert shared is not None
-    assert shared.resumed_s == pytest.approx((0.375, 0.375))  # three quarters of what a round takes longer
-    assert (shared.end_s(0, 1), shared.end_s(2, 1)) == pytest.approx((0.625, 0.6875))
-    a_step_s = 4.0 + 0.125 * 1.25
-    assert 80 * a_step_s - 3 <= seconds(seen) <= 80 * a_step_s + 1
+    paused_s = 4.0 - 2.5 - 1.0 - 0.125 * 1.25  # applying is as slowed
+    assert shared.resumed_s == pytest.approx((0.75 * paused_s,) * 2)
+    assert (shared.end_s(0, 1), shared.end_s(2, 1)) == pytest.approx((0.625, 0.625 + 0.25 * paused_s / 2))
+    assert 80 * 4 - 3 <= seconds(seen) <= 80 * 4 + 1
+
+
+GOSSIP = ["topology=gossip", "sync=d_psgd"]
+
+
+def by_gossip(known: Profile, **costs: Any) -> Any:
+    """80 steps of two workers who exchange models in every round."""
+    ran = planned(*GOSSIP, "schedule=single", "cluster=homogeneous", "cluster.compute=[1,1]", *TIMED)
+    return run(replace(ran, cluster={**known.cluster(), **costs}, limits=replace(ran.limits, steps=80)))
+
+
+def test_messages_between_workers_cost_what_they_did_there() -> None:
+    """On one core: two steps and four ends of messages are 4 s with ends as they are to the server; as timed between
+    neighbours the round is 6 s, for which each end takes 1 s."""
+    known = crowded()
+    assert known.full is not None
+    assert by_gossip(known).time_ns / 1e9 == pytest.approx(40 * 4, abs=2)
+    near = Neighbours(count=1, end=cost(9.0, 0.0), round=cost(6.0, 0.0))
+    seen = replace(known, full=replace(known.full, neighbours=near))
+    shared = cluster(seen).shared
+    assert shared is not None
+    assert (shared.end_s(0, 1, between=True), shared.end_s(0, 1)) == pytest.approx((1.0, 0.5))
+    assert by_gossip(seen).time_ns / 1e9 == pytest.approx(40 * 6, abs=2)
+    others = replace(seen, server_host="b")  # what cores take is not seen as a whole there
+    assert cluster(others).shared.between == Sums(latency_s=9.0, s_per_byte=0.0)  # ty: ignore[unresolved-attribute]
+
+
+def test_what_goes_between_workers_holds_up_what_comes() -> None:
+    """Bytes take 4 s each way at once, beside a step of 1 s, and half as long again where they cross."""
+    known = crowded(8, 1.0)
+    bytes_s = 38_440 / 4
+    own = {"up_bytes_s": [bytes_s] * 2, "down_bytes_s": [bytes_s] * 2, "latencies": [0.0] * 2}
+    free = {**own, "pull_latencies": [0.0] * 2, "shared": None}
+    plenty = {
+        **free,
+        "shared": {
+            **crowded().cluster()["shared"],
+            "cores": [8.0],
+            "ends": [{"latency_s": 0.0, "s_per_byte": 0.0}] * 3,
+        },
+    }
+    for costs in (free, plenty):
+        for crossed, round_s in ((0.0, 4.0), (0.5, 6.0)):
+            found = by_gossip(known, **costs, crossed=crossed)
+            assert found.time_ns / 1e9 == pytest.approx(40 * round_s, rel=0.01)
+
+
+def test_who_comes_to_a_sum_first_waits_as_long_as_it_did() -> None:
+    known = crowded(8, 1.0)
+    shared = {**crowded().cluster()["shared"], "cores": [8.0], "busy": [[2, 0.0]]}
+    ran = planned("topology=all_reduce", "sync=bsp", "schedule=single", "cluster.compute=[1,1]", *TIMED)
+    for waited, share in (([], 0.0), ([[2, 0.25]], 0.25)):
+        sums = [{"group": 2, "latency_s": 4.0, "s_per_byte": 0.0}]
+        own = {**known.cluster(), "group_sums": sums, "shared": {**shared, "waited": waited}}
+        found = run(replace(ran, cluster=own, limits=replace(ran.limits, steps=80)))
+        assert found.time_ns / 1e9 == pytest.approx(40 * 5, rel=0.01), "which is no other time"
+        assert [own["wait"] / 1e9 for own in found.ledgers[:2]] == pytest.approx([40 * 4 * share] * 2, rel=0.01)
 
 
 def test_checkpoints_are_refused(workplace) -> None:

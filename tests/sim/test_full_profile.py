@@ -13,9 +13,10 @@ from ashl.cli.app import main
 from ashl.cluster.network import network
 from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
-from ashl.plan.full import Coding, Cost, Full, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
+from ashl.plan.full import Coding, Cost, Full, Neighbours, ServerCosts, StepTimes, Sum, WorkerCosts, crossed, quantiles
 from ashl.plan.profile import Profile
 from ashl.sync.timing.fits import cost_of, crossing, line_through
+from ashl.sync.timing.group_sums import IN_A_ROW, beyond_steps
 from ashl.sync.timing.quotas import halts, held_back
 from tests.support import run, simulated
 from tests.test_profile import profile
@@ -68,6 +69,9 @@ def test_what_is_measured_is_what_is_declared(workplace) -> None:
     assert found.full.server.apply_s == pytest.approx(0.001)
     assert 1 / found.full.server.into.s_per_byte == pytest.approx(3.75e6)
     assert [own.group for own in found.full.sums] == [2]
+    assert found.full.neighbours is not None
+    assert found.full.neighbours.count == 1
+    assert found.full.neighbours.round.seconds(found.dense_bytes) == pytest.approx(0.06), "who is slow waits for nobody"
     (coding,) = found.full.codings
     assert [own.seconds(found.dense_bytes) for own in coding.encode] == pytest.approx([0.004] * 2)
 
@@ -105,9 +109,34 @@ def test_bytes_hold_up_what_goes_the_other_way_at_the_server() -> None:
     assert ports.arrive(0, server, 1_000, 10**9, 10**9) == 2.05e9, "and the pull the next push"
 
 
+@pytest.mark.parametrize(
+    ("round_s", "share"),
+    [(8.0, 0.0), (8.5, 0.0), (12.0, 0.5), (16.0, 1.0), (17.0, 0.0)],  # 8 s are asked for
+)
+def test_bytes_between_workers_hold_each_other_up(round_s: float, share: float) -> None:
+    """Where they are most of a round, and it takes longer than they ask for."""
+    near = Neighbours(count=2, end=cost(0.0, 0.0), round=cost(round_s, 0.0))
+    full = of_one(steps([1.0]), neighbours=near).full
+    assert full is not None
+    assert crossed(full, 4_000) == pytest.approx(share)
+
+
+def test_members_of_a_sum_come_to_it_apart() -> None:
+    """Of one round in a row: steps of 1 and 2 s, then a second for who comes last, and one more for the others."""
+    alike = [(0.0, 1.0, 5.0), (0.0, 2.0, 5.0)]  # begin, its sum, its end
+    assert [IN_A_ROW * each for each in beyond_steps(alike)] == pytest.approx([3.0, 0.0])
+    late = [(0.0, 1.0, 5.0), (1.0, 3.0, 5.0)]  # it has begun late, and of 2 s that the other waits one is no step's
+    assert [IN_A_ROW * each for each in beyond_steps(late)] == pytest.approx([2.5, 0.5])
+
+
 def test_virtual_time_on_it_is_that_of_the_declared_cluster(workplace) -> None:
     measured(*DECLARED)
-    for rules in ("sync=asp", "sync=bsp compression=topk", "sync=bsp topology=all_reduce"):
+    for rules in (
+        "sync=asp",
+        "sync=bsp compression=topk",
+        "sync=bsp topology=all_reduce",
+        "sync=d_psgd topology=gossip",
+    ):
         own, ran = (simulated(*TIMED, *rules.split(), *of) for of in (DECLARED, PROFILED))
         assert ran.plan.cluster["_target_"] == "ashl.cluster.spec.Fitted"
         assert ran.time_ns == pytest.approx(own.time_ns, rel=2e-3)

@@ -20,8 +20,7 @@ from ashl.cluster.spec import Beside
 from ashl.plan.line import Line
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.sync.timing.exchanges import answers, blank, instruct
-from ashl.sync.timing.full import a_step
+from ashl.sync.timing.exchanges import a_step, answers, blank, instruct
 from ashl.topology.local_work import WorkerState
 
 BESIDE = -12  # an order, with bytes and how many sums

@@ -1,4 +1,5 @@
-"""What goes back and forth while costs are measured: orders, exchanges of any size, sums, and what was found."""
+"""What goes back and forth while costs are measured: orders, exchanges of any size, sums, and what was found; and the
+steps between them."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 
 from ashl.aggregate.weighted import Push
+from ashl.learn.device import numbers
 from ashl.plan.noise import is_narrow
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
+from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
 EMPTY, UP, DOWN, RESULT, BOTH = range(5)  # what a worker asks of the server, or that it has done
@@ -51,7 +54,8 @@ async def time_sum(node: Node, stage: Stage, nbytes: int, group: int | None = No
 
 
 def blank(stage: Stage, nbytes: int) -> Any:
-    return stage.trainer.blank(nbytes / stage.trainer.dense_bytes)
+    """A body of so many bytes: always the same one, as a run has what it sends before it does."""
+    return stage.once(lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes))
 
 
 async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None = None) -> float:
@@ -74,9 +78,14 @@ async def instruct(
         await node.send(rank, stage.tag("order"), None, (word, value, group, int(steps)))
 
 
-async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
-    """What these workers found, while their exchanges are answered. Raises OverError."""
+async def answers(
+    node: Node, stage: Stage, members: Sequence[int], applied: ServerState | None = None
+) -> dict[int, tuple[float, ...]]:
+    """What these workers found, while their exchanges are answered, perhaps each after it has been applied as a push.
+    Raises OverError."""
     found: dict[int, tuple[float, ...]] = {}
+    if stage.sync.full:
+        node.ledger.cut()  # as it does at workers
     while len(found) < len(members):
         message = await node.recv(stage.tag("ask"), before_s=stage.judge.deadline_s)
         if message is None or node.stopping:
@@ -85,14 +94,22 @@ async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int,
         if what == RESULT:
             found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
         else:
+            if applied is not None:
+                await time_apply(node, stage, applied)
             body = blank(stage, int(values[0])) if what in (DOWN, BOTH) else None
             await node.send(message.src, stage.tag("answer"), body)
     return found
 
 
+def sizes_of(stage: Stage) -> list[int]:
+    """Bytes of what is sent: nothing, and around what the run will send."""
+    dense = stage.trainer.dense_bytes
+    return [0, *sorted({max(256, dense // share // 4 * 4) for share in (64, 8, 2, 1)}), 2 * dense]
+
+
 async def time_apply(node: Node, stage: Stage, state: ServerState, count: int = 1) -> float:
     """Seconds of applying one push, or the same one so many times; the model stays as it is."""
-    push = Push(0, stage.trainer.blank(1.0), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
+    push = Push(0, blank(stage, stage.trainer.dense_bytes), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
 
     def apply() -> None:
         for _ in range(count):
@@ -101,3 +118,15 @@ async def time_apply(node: Node, stage: Stage, state: ServerState, count: int = 
     start = node.now
     await node.compute(apply, work=count, kind="apply")
     return node.now - start
+
+
+def a_step(node: Node, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
+    """The k-th of so many samples; the model stays as it is."""
+    span = range(k * batch, (k + 1) * batch)
+    return numbers([stage.trainer.local_step(state.params, state.moments, node.rank, k, 0.0, span)[0]])
+
+
+def close_round(node: Node, stage: Stage, state: WorkerState) -> None:
+    """What is timed in rounds is recorded round by round, as a run is, which takes time, too."""
+    node.round(stage.index, state.round, 0, 0, dropped=False, loss=0.0)
+    state.round += 1

@@ -10,8 +10,8 @@ messages.
 
 What messages cost the cores is the processor time that ranks use while all workers exchange without a pause, by size,
 half of it for each end. What steps and messages use beyond that, and beyond a step alone, where all take a step between
-two of them, is what a pause costs. Sums and gatherings come between steps, too, and what they take of a core is
-measured beside the whole.
+two of them, push it and record the round, as in a run, is what a pause costs. Messages between workers are timed on a
+ring, by `ashl.sync.timing.neighbours`, and sums by `ashl.sync.timing.group_sums`.
 A quota shows where a rank that is alone, a worker with its steps or the server with pushes, has less than a core and
 the system does not say that none has held it back; its period is how often short steps are interrupted.
 """
@@ -28,9 +28,9 @@ from statistics import fmean
 import torch
 
 from ashl.compression.contract import Turn
-from ashl.learn.device import HOST, numbers
+from ashl.learn.device import HOST
 from ashl.plan.contention import WHOLE_CORE
-from ashl.plan.full import Coding, Cost, Full, Handling, ServerCosts, StepTimes, Sum, WorkerCosts, quantiles
+from ashl.plan.full import Coding, Cost, Full, Handling, ServerCosts, StepTimes, WorkerCosts, quantiles
 from ashl.plan.noise import figure
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
@@ -41,30 +41,31 @@ from ashl.sync.timing.exchanges import (
     DOWN,
     EMPTY,
     UP,
+    a_step,
     answers,
+    close_round,
     instruct,
+    sizes_of,
     time_apply,
     time_exchange,
-    time_sum,
 )
 from ashl.sync.timing.fits import cost_of, crossing, less, port_of, through
+from ashl.sync.timing.group_sums import GATHER, SUMS, SUMS_S, all_sums, summed, time_sums
+from ashl.sync.timing.neighbours import NEAR, measured_neighbours, time_neighbours
 from ashl.sync.timing.quotas import halts, held_back, in_a_row
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
 STEPS, ALONE, PUSH, PULL, CODING = range(-3, -8, -1)  # orders, with a batch size, bytes, or which codec
-LOADED, SUMS, GATHER = range(-8, -11, -1)  # ... and with bytes, perhaps between steps
+LOADED = -8  # ... and with bytes, perhaps between steps
 STEPS_S = {STEPS: 8.0, ALONE: 0.75}  # with the batch size of the profile; a quarter of it with others
 LEAST, MOST = 12, 20_000  # steps
 SHORT = 2  # samples of a step that is to end before a quota does; there are layers that want more than one
 CODED = 6  # encodings, at least
 APPLYING_S, AT_ONCE = (0.4, 0.001), 100  # pushes, one after the other; and about so long of them at once
-LINKS_S, SUMS_S, CODINGS_S = 16.0, 8.0, 2.0  # in all; of each codec
+LINKS_S, CODINGS_S = 16.0, 2.0  # in all; of each codec
 LOADED_S, WINDOWS = 0.5, 7  # of each size
 ROUNDS = 3, 30  # of messages of every size, at least and at most
-IN_A_ROW = 8  # sums
-SHORT_S = 0.05  # of a step, at most, for it to come between sums: beside a longer one a pause costs nothing
-TEAMS = 7  # sizes of groups that sum, at most
 
 
 async def timed(
@@ -79,6 +80,8 @@ async def timed(
         found = await time_loaded(node, stage, state, value, steps=bool(steps))
     elif word in (SUMS, GATHER):
         found = await time_sums(node, stage, state, value, group, gather=word == GATHER, steps=bool(steps))
+    elif word == NEAR:
+        found = await time_neighbours(node, stage, state, value, group)
     else:
         what = EMPTY if not value else UP if word == PUSH else DOWN
         found = [await time_exchange(node, stage, what, value or None)]
@@ -159,31 +162,10 @@ async def time_loaded(node: Node, stage: Stage, state: WorkerState, nbytes: int,
             await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
             stepping += node.used - before
         await time_exchange(node, stage, BOTH if nbytes else EMPTY, nbytes or None)
+        if steps:
+            close_round(node, stage, state)
         k += 1
     return [k, node.used - used, stepping, node.now - begun]
-
-
-async def time_sums(
-    node: Node, stage: Stage, state: WorkerState, nbytes: int, group: int, *, gather: bool, steps: bool
-) -> list[float]:
-    """(seconds of a core for a sum and a step before it; then of each round how long that step took, and the sum): in a
-    row, after a first one at which all meet."""
-    batch, found = stage.worker(node.rank).batch, list[float]()
-    await time_sum(node, stage, nbytes, group, gather=gather)
-    used = node.used
-    for k in range(IN_A_ROW):
-        start = node.now
-        if steps:
-            await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
-        found.append(node.now - start)
-        found.append(await time_sum(node, stage, nbytes, group, gather=gather))
-    return [(node.used - used) / IN_A_ROW, *found]
-
-
-def a_step(node: Node, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
-    """The k-th of so many samples; the model stays as it is."""
-    span = range(k * batch, (k + 1) * batch)
-    return numbers([stage.trainer.local_step(state.params, state.moments, node.rank, k, 0.0, span)[0]])
 
 
 async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
@@ -206,10 +188,12 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
         for rank, (used, own) in enumerate(single)
     )
     steps_s = [own.mean_s * min(1.0, used) for used, own in single]
-    handling = await all_handling(node, stage, fmean(steps_s))
+    server = await applying(node, stage, state, port)
+    handling = await all_handling(node, stage, state, fmean(steps_s), server.apply_s)
     crossed = crossing(port, links, handling.exchange_s or 0.0, stage.trainer.dense_bytes)
-    server = replace(await applying(node, stage, state, port), crossed_s_per_byte=crossed)
+    server = replace(server, crossed_s_per_byte=crossed)
     rounds_s = [own_s + handling.resumed_s for own_s in steps_s]
+    neighbours = await measured_neighbours(node, stage, fmean(rounds_s))
     sums = await all_sums(node, stage, rounds_s)
     return Full(
         made="",
@@ -220,6 +204,7 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
         codings=tuple([await coding(node, stage, k) for k in range(len(stage.timed))]),
         gathering=await summed(node, stage, GATHER, stage.num_workers, SUMS_S / 4, rounds_s) if sums else None,
         handling=handling,
+        neighbours=neighbours,
     )
 
 
@@ -280,12 +265,6 @@ async def all_links(node: Node, stage: Stage) -> tuple[dict[int, list[Cost]], di
     return links, port, back_s
 
 
-def sizes_of(stage: Stage) -> list[int]:
-    """Bytes of what is sent: nothing, and around what the run will send."""
-    dense = stage.trainer.dense_bytes
-    return [0, *sorted({max(256, dense // share // 4 * 4) for share in (64, 8, 2, 1)}), 2 * dense]
-
-
 async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[int, Cost]) -> ServerCosts:
     """What a push costs the server that is there, and what share of a core it has for that."""
     found = figure([await time_apply(node, stage, state) for _ in range(ROUNDS[1])][1:])
@@ -308,49 +287,17 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
     )
 
 
-async def all_sums(node: Node, stage: Stage, steps_s: Sequence[float]) -> tuple[Sum, ...]:
-    """Of groups of workers, by size."""
-    n = stage.num_workers
-    groups = range(2, n + 1) if n <= TEAMS + 1 else sorted({*(2**k for k in range(1, TEAMS) if 2**k < n), n})
-    return tuple([await summed(node, stage, SUMS, group, SUMS_S / len(groups), steps_s) for group in groups])
-
-
-async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: float, steps_s: Sequence[float]) -> Sum:
-    """What it costs each of as many groups as there are at once, or to gather the bytes of all together: by how much a
-    round is longer than the longest step in it, as who has the sum first may have to wait for a core, or for others, in
-    the next one. And which share of that it keeps a core busy at each, beyond what a step before it costs."""
-    times, took_s, used_s, end_s = dict[int, list[float]](), 0.0, 0.0, node.now + budget_s
-    teams = [stage.workers[first : first + group] for first in range(0, stage.num_workers - group + 1, group)]
-    members, short = stage.workers[: group * len(teams)], max(steps_s) < SHORT_S
-    for k in range(ROUNDS[1]):
-        if k >= ROUNDS[0] and node.now >= end_s:
-            break
-        for nbytes in sizes_of(stage)[1:]:
-            await instruct(node, stage, members, what, nbytes, group, short)
-            found = await answers(node, stage, members)
-            taken_s = fmean(beyond_steps([found[rank] for rank in team]) for team in teams)
-            times.setdefault(nbytes * (group if what == GATHER else 1), []).append(taken_s)
-            took_s += taken_s
-            used_s += fmean(max(0.0, row[0] - short * steps_s[rank]) for rank, row in found.items())
-    return Sum(group=group, cost=cost_of(times), busy=min(1.0, used_s / took_s) if took_s else 0.0)
-
-
-def beyond_steps(rows: Sequence[Sequence[float]]) -> float:
-    """Seconds by which a round of a team is longer than the longest step in it, where its members found this."""
-    rounds_s = fmean(math.fsum(row[1:]) for row in rows)
-    longest_s = math.fsum(map(max, zip(*(row[1::2] for row in rows), strict=True)))
-    return max(0.0, rounds_s - longest_s) / IN_A_ROW
-
-
-async def all_handling(node: Node, stage: Stage, step_s: float) -> Handling:
-    """Of all workers at once. Medians over windows that take turns, as a machine's pace drifts."""
+async def all_handling(node: Node, stage: Stage, state: ServerState, step_s: float, apply_s: float) -> Handling:
+    """Of all workers at once. Medians over windows that take turns, as a machine's pace drifts. Where steps come
+    between, each push is applied, as in a run."""
     dense = stage.trainer.dense_bytes
     kinds = ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense))
     windows: list[list[tuple[float, ...]]] = [[] for _ in kinds]
     for (steps, nbytes), found in [*zip(kinds, windows, strict=True)] * WINDOWS:
         used = node.used
         await instruct(node, stage, stage.workers, LOADED, nbytes, steps=steps)
-        counts, used_s, stepping_s, took_s = zip(*(await answers(node, stage, stage.workers)).values(), strict=True)
+        answered = await answers(node, stage, stage.workers, state if steps else None)
+        counts, used_s, stepping_s, took_s = zip(*answered.values(), strict=True)
         per = 1 / math.fsum(counts)
         own_s = 1 / math.fsum(count / max(1e-9, time_s) for count, time_s in zip(counts, took_s, strict=True))
         found.append((per * math.fsum(used_s), per * (node.used - used), own_s, per * math.fsum(stepping_s)))
@@ -367,7 +314,7 @@ async def all_handling(node: Node, stage: Stage, step_s: float) -> Handling:
         server=server,
         resumed_s=max(0.0, stepping_s - step_s),
         sender_resumed_s=max(0.0, used_s - stepping_s - exchanging_s),
-        server_resumed_s=max(0.0, served_s - serving_s),
+        server_resumed_s=max(0.0, served_s - serving_s - apply_s),
         empty_s=(empty[0] / 2, empty[1] / 2),
         exchange_s=exchange_s,
         round_s=round_s,
