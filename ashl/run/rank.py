@@ -45,7 +45,7 @@ from ashl.runtime.agreement import Agreement
 from ashl.runtime.bodies import granted_by_nccl
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.keeping import Keeper, into_folder
-from ashl.runtime.meeting import come_in
+from ashl.runtime.meeting import come_in, meet
 from ashl.runtime.news import End
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, first_line
@@ -223,6 +223,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
             world_size=plan.num_ranks,
             timeout=NEVER,
         )
+        meet()
     peers, all_others = peers_of(stages, place.rank), hearing(stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"

@@ -149,7 +149,7 @@ class End:
 def never_taken_down(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Also not when the process ends: gloo would wait for a sum that was broken off, and for good where one of its
     members stands still, or its link is cut."""
-    for group in (*groups, world() if dist.is_initialized() else None):
+    for group in (*groups, *((world(), dist.group.WORLD) if dist.is_initialized() else ())):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
