@@ -216,14 +216,8 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     stage = stages[0]
     nccl = place.one_each and by_nccl(parts.runtime, stage.topology, parts.cluster)
     if not place.life:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=place.rank,
-            world_size=plan.num_ranks,
-            timeout=NEVER,
-        )
-        meet()
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+        meet(backend, dist.PrefixStore("group", store), place.rank, plan.num_ranks)
     peers, all_others = peers_of(stages, place.rank), hearing(stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
