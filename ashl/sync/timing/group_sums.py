@@ -30,12 +30,13 @@ TEAMS = 7  # sizes of groups that sum, at most
 async def time_sums(
     node: Node, stage: Stage, state: WorkerState, nbytes: int, group: int, *, gather: bool, steps: bool
 ) -> list[float]:
-    """(seconds of a core for a sum and a step before it; then when the first step began, and of each round when its sum
-    began here and when it ended): in a row, after a first one at which all meet."""
+    """(seconds of a core for a sum and a step before it; then of each round when its step began here, when its sum did,
+    and when that ended): in a row, after a first one at which all meet."""
     batch = stage.worker(node.rank).batch
     await time_sum(node, stage, nbytes, group, gather=gather)
-    used, found = node.used, [node.now]
+    used, found = node.used, list[float]()
     for k in range(IN_A_ROW):
+        found.append(node.now)
         if steps:
             await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
         found.append(node.now)
@@ -80,9 +81,9 @@ def beyond_steps(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Seconds by which a round of a team is longer than the longest step in it, and those of them in which members wait
     for the last one, where they found this."""
     rounds_s = fmean(row[-1] - row[0] for row in rows)
-    steps_s = [[come - before for before, come in zip(row[::2], row[1::2], strict=False)] for row in rows]
+    steps_s = [[come - before for before, come in zip(row[::3], row[1::3], strict=True)] for row in rows]
     longest_s = math.fsum(map(max, zip(*steps_s, strict=True)))
-    last_s = math.fsum(map(max, zip(*(row[1::2] for row in rows), strict=True)))
-    waited_s = last_s - fmean(math.fsum(row[1::2]) for row in rows)
+    last_s = math.fsum(map(max, zip(*(row[1::3] for row in rows), strict=True)))
+    waited_s = last_s - fmean(math.fsum(row[1::3]) for row in rows)
     beyond_s, apart_s = rounds_s - longest_s, waited_s - (longest_s - fmean(map(math.fsum, steps_s)))
     return max(0.0, beyond_s) / IN_A_ROW, min(max(0.0, apart_s), max(0.0, beyond_s)) / IN_A_ROW
