@@ -23,11 +23,10 @@ from itertools import pairwise
 from statistics import fmean
 
 from ashl.cluster.speed import LEVELS
-from ashl.plan.full import Cost, Full, Handling, ServerCosts, StepTimes, WorkerCosts
+from ashl.plan.full import SLOWED, Cost, Full, Handling, ServerCosts, StepTimes, WorkerCosts
 from ashl.plan.line import Line
 from ashl.plan.plan import Spec
 
-SLOWED = 1.1  # what takes so many times as long as alone shows that there are too few cores
 WHOLE_CORE = 0.9  # of a core, at least, or there is a quota
 TICK_S = 0.004  # of a system that interrupts 250 times a second, where nothing shows it
 SPREAD = 0.5  # of quanta: who has had enough for a tick or a fraction of it loses its core at the next one
@@ -103,17 +102,17 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
 
 
 def as_fast(
-    spec: Spec, handling: Handling, cores: float, own_s: tuple[float, float], dense_bytes: int
+    spec: Spec, handling: Handling, cores: float, work_s: tuple[float, float], dense_bytes: int
 ) -> tuple[Spec, Handling]:
     """Both such that so many cores, if they are never idle, are as fast as all together were with exchanges, and with a
-    step before each and its push applied, which take `own_s`: a core on which a thread wakes up is not in use yet, and
+    step before each and its push applied, which take `work_s`: a core on which a thread wakes up is not in use yet, and
     that is nobody's time. What is done between messages, as to encode them, is held up alike."""
     used_s = 2 * math.fsum(end.seconds(dense_bytes) for end in (handling.worker, handling.server))
     if handling.exchange_s is None or handling.round_s is None or not used_s:
         return spec, handling
     slowed = cores * handling.exchange_s / used_s
     pauses_s = handling.resumed_s, handling.sender_resumed_s or 0.0, handling.server_resumed_s or 0.0
-    beyond_s = cores * (handling.round_s - handling.exchange_s) - own_s[0] - slowed * own_s[1]
+    beyond_s = cores * (handling.round_s - handling.exchange_s) - work_s[0] - slowed * work_s[1]
     paused = max(0.0, beyond_s) / (math.fsum(pauses_s) or 1.0)
     return {
         **spec,

@@ -243,19 +243,18 @@ class SharedSim(Sim):
             if not left:
                 self._there(item)
 
-        def hold(rank: int, way: str, work_ns: int, then: Callable[[], None]) -> None:
-            self._ask(Lane(self._ways[network.port(rank, way, inner)]), [(work_ns, then)])
+        def hold(rank: int, other: int, then: Callable[[], None], *, out: bool) -> None:
+            own, crossing = ("out", "in") if out else ("in", "out")
+            work_ns = network.service_ns(rank, nbytes, now, inner, out)
+            self._ask(Lane(self._ways[network.port(rank, own, inner)]), [(work_ns, then)])
+            if crossed_ns := network.crossed_ns(rank, other, nbytes, now, out=out):
+                self._ask(Lane(self._ways[network.port(rank, crossing, inner)]), [(crossed_ns, lambda: None)])
 
-        def enter(work_ns: int) -> None:
-            hold(dst, "in", work_ns, partial(passed, "in"))
-            if crossed_ns := network.crossed_ns(dst, src, nbytes, now, out=False):
-                hold(dst, "out", crossed_ns, lambda: None)
+        def enter(_: None) -> None:
+            hold(dst, src, partial(passed, "in"), out=False)
 
-        gone = network.service_ns(src, nbytes, now, inner, out=True)
-        hold(src, "out", gone, lambda: self._at(self.now_ns + latency, passed, "out"))
-        if crossed_ns := network.crossed_ns(src, dst, nbytes, now, out=True):
-            hold(src, "in", crossed_ns, lambda: None)
-        self._at(now + latency, enter, network.service_ns(dst, nbytes, now, inner, out=False))
+        hold(src, dst, lambda: self._at(self.now_ns + latency, passed, "out"), out=True)
+        self._at(now + latency, enter, None)
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         dst, message, nbytes, tail = item
@@ -266,12 +265,13 @@ class SharedSim(Sim):
     def _there(self, item: tuple[int, Message, int]) -> None:
         """The last byte is there."""
         dst, message, nbytes = item
-        come_ns = self.now_ns if dst < self._workers else 0  # else it is there when the server takes it in
+        come_ns = self.now_ns
 
         def handled() -> None:
             if nbytes:
-                self._push_end[message.src] = max(self._push_end[message.src], come_ns or self.now_ns)
-                self.nodes[message.src].ledger.pushed(message.start_ns, come_ns or self.now_ns)
+                end_ns = come_ns if dst < self._workers else self.now_ns  # a server has it when it takes it in
+                self._push_end[message.src] = max(self._push_end[message.src], end_ns)
+                self.nodes[message.src].ledger.pushed(message.start_ns, end_ns)
             self._deliver((dst, message))
 
         self._handle(dst, message.src, nbytes, handled, comes=True)

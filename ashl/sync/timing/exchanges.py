@@ -107,6 +107,11 @@ def sizes_of(stage: Stage) -> list[int]:
     return [0, *sorted({max(256, dense // share // 4 * 4) for share in (64, 8, 2, 1)}), 2 * dense]
 
 
+def small_of(stage: Stage) -> int:
+    """Bytes of a body that is small beside the model."""
+    return max(256, stage.trainer.dense_bytes // 16 // 4 * 4)
+
+
 async def time_apply(node: Node, stage: Stage, state: ServerState, count: int = 1) -> float:
     """Seconds of applying one push, or the same one so many times; the model stays as it is."""
     push = Push(0, blank(stage, stage.trainer.dense_bytes), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)

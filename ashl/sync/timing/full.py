@@ -46,6 +46,7 @@ from ashl.sync.timing.exchanges import (
     close_round,
     instruct,
     sizes_of,
+    small_of,
     time_apply,
     time_exchange,
 )
@@ -291,7 +292,7 @@ async def all_handling(node: Node, stage: Stage, state: ServerState, step_s: flo
     """Of all workers at once. Medians over windows that take turns, as a machine's pace drifts. Where steps come
     between, each push is applied, as in a run."""
     dense = stage.trainer.dense_bytes
-    kinds = ((False, 0), (False, max(256, dense // 16 // 4 * 4)), (False, dense), (True, dense))
+    kinds = ((False, 0), (False, small_of(stage)), (False, dense), (True, dense))
     windows: list[list[tuple[float, ...]]] = [[] for _ in kinds]
     for (steps, nbytes), found in [*zip(kinds, windows, strict=True)] * WINDOWS:
         used = node.used

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from ashl.plan.full import Neighbours
 from ashl.runtime.node import Node
 from ashl.stage.stage import Stage
-from ashl.sync.timing.exchanges import a_step, answers, blank, close_round, instruct
+from ashl.sync.timing.exchanges import a_step, answers, blank, close_round, instruct, small_of
 from ashl.sync.timing.fits import through
 from ashl.topology.local_work import WorkerState
 
@@ -46,10 +46,10 @@ async def time_neighbours(node: Node, stage: Stage, state: WorkerState, nbytes: 
 async def measured_neighbours(node: Node, stage: Stage, step_s: float) -> Neighbours | None:
     """The server's side of it, where steps take so many seconds of a core in the mean; None where nobody has a
     neighbour. Raises OverError."""
-    near, dense = len(neighbours(stage, 0)), stage.trainer.dense_bytes
+    near = len(neighbours(stage, 0))
     if not near:
         return None
-    sizes = (max(256, dense // 16 // 4 * 4), dense)
+    sizes = (small_of(stage), stage.trainer.dense_bytes)
     found: dict[int, list[tuple[float, float]]] = {nbytes: [] for nbytes in sizes}
     counts = dict.fromkeys(sizes, FIRST)
     for _ in range(WINDOWS + 1):
