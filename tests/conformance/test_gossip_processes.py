@@ -29,7 +29,10 @@ def test_rounds_give_the_simulators_models(mode, tmp_path):
     assert summary["params_sha256"] == sim.sha256
     assert summary["final"]["consensus_distance"] == sim.snapshots[-1][0]["consensus_distance"] > 0
     assert (summary["steps"], summary["commits"], summary["max_lead"]) == (96, 24, None)
-    assert summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    late, rest = divmod(summary["bytes_up"] - summary["bytes_down"], 4 * sim.plan.num_params)
+    last = 4 if "sync=d_admm" in mode else 0  # of the higher colour to both neighbours: nobody waits for them to report
+    assert rest == 0 <= late <= last, "what begins to come after the end is not in the books"
     assert adds_up(summary)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(metric["consensus/distance"] > 0 for metric in metrics)
