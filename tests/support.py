@@ -22,8 +22,8 @@ from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.runtime.churn import Churn
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sampling import Rounds
-from ashl.runtime.shared_cores import simulator
 from ashl.runtime.sim import Sim
+from ashl.runtime.simulators import simulator
 from ashl.size_only import Vector
 from ashl.stage.program import hearing, program
 from ashl.stage.stage import Stage

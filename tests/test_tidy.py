@@ -69,7 +69,12 @@ HOMES = {
         "cli/ui.py",
     ),
     "ashl.runtime.sim": ("ashl/runtime/", "ashl/run/virtual.py"),
-    "ashl.runtime.shared_cores": ("ashl/run/virtual.py", "ashl/planning/predict.py"),
+    "ashl.runtime.shared_cores": ("ashl/runtime/simulators.py",),
+    "ashl.runtime.simulators": (
+        "ashl/run/virtual.py",
+        "ashl/planning/predict.py",
+        "ashl/planning/legal_checkpoints.py",
+    ),
     "ashl.runtime.process": ("ashl/runtime/", "ashl/run/"),
 }
 SEEN_BY_ALGORITHMS = tuple(f"ashl.runtime.{name}" for name in ("node", "effects", "records", "sums", "packed"))

@@ -8,6 +8,9 @@ task keeps its core until its quantum is over. With as many slots as tasks, or a
 processor sharing, and with an endless one first come, first served. A task's end is known only as long as no other
 begins or ends. Work is in nanoseconds of a core that a task has for itself.
 
+Cores may be slower than they are alone, as those of machines are that are one computer's: all work goes on at `pace`
+then, while what is used of a quota stays the same.
+
 With a quota they may be used for so much in each period and stand still for the rest of it. Periods follow each other
 from the first task on. What is left of one is lost where none is under way then, but for a little that a core keeps,
 and otherwise it is there for the next one, too, up to a whole quota.
@@ -63,6 +66,7 @@ class Cores(Generic[T]):
     ) -> None:
         self.count, self.slots, self.quantum_ns, self.spread = count, slots, quantum_ns, spread
         self.quota_ns, self.period_ns, self.kept_ns = quota_ns, period_ns, kept_ns
+        self.pace = 1.0  # of work
         self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period
         self._stand = False  # until the next one
         self._turns, self._quanta = 0, 0
@@ -89,6 +93,16 @@ class Cores(Generic[T]):
         else:
             self._wait(task, work_ns, now_ns)
         self.give()
+
+    def change_pace(self, pace: float, now_ns: int) -> None:
+        self._pass(now_ns)
+        self.pace = pace
+        self.changes += 1
+
+    @property
+    def in_use(self) -> float:
+        """How many are."""
+        return 0.0 if self._stand or not self._served else len(self._served) * self._share
 
     def next_ns(self) -> int | None:
         """When the first one ends, or has been served for long enough, or all stand still or go on, unless another
@@ -137,7 +151,9 @@ class Cores(Generic[T]):
 
     def _first_ns(self) -> float:
         """When the first one ends, or its turn does."""
-        return math.inf if self._stand else self._since_ns + round((self._served[0].until - self._had) / self._share)
+        if self._stand:
+            return math.inf
+        return self._since_ns + round((self._served[0].until - self._had) / (self._share * self.pace))
 
     def _halt_ns(self) -> float:
         """When all stand still, or go on."""
@@ -160,7 +176,7 @@ class Cores(Generic[T]):
         if not self._served:
             self._had = 0.0  # what is alone ends to the nanosecond, however long the run
         elif not self._stand:
-            self._had += (now_ns - self._since_ns) * self._share
+            self._had += (now_ns - self._since_ns) * self._share * self.pace
             since, rate = self._since_ns, len(self._served) * self._share
             while now_ns > self._period_end_ns:  # periods have ended whose quota was not used up
                 self._left_ns = self._carried_ns(max(0.0, self._left_ns - (self._period_end_ns - since) * rate))

@@ -297,7 +297,8 @@ class SharedCores:
     `machine` is that of each worker and of the server, and `ends` what a message costs them, whether it leaves or
     comes; both hold for whoever comes after them, too. The share `before` of it is in the time that a message takes
     alone. `busy` is the share of a collective's time in which each member of a group of so many keeps a core busy, and
-    `waited` that in which it waits for the others, who come to it one after the other.
+    `waited` that in which it waits for the others, who come to it one after the other. Where machines slow each other
+    down, as those of one computer do, work on each takes longer by `crowded` of it for each core in use on the others.
     """
 
     machine: tuple[Natural, ...]
@@ -312,6 +313,7 @@ class SharedCores:
     spread: Annotated[NonNegative, Field(lt=1)] = 0.0  # of quanta, each way, as a share
     between: Sums | None = None  # what messages from worker to worker cost either end; null = as others cost workers
     waited: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...] = ()
+    crowded: tuple[NonNegative, ...] = ()  # of each machine; none = none does
 
     def end_s(self, rank: int, nbytes: int, between: bool = False) -> float:
         """What a message costs there, perhaps one that goes from worker to worker."""

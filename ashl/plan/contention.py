@@ -60,6 +60,11 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     resumed = [Line((own_s or 0.0) / 2, 0.0) for own_s in (handling.sender_resumed_s, handling.server_resumed_s)]
     ends = [*[handling.worker] * len(alone), handling.server]
     ends = [combined((1, end), (1, resumed[k == len(alone)])) for k, end in enumerate(ends)]
+    slowed = crowded(full, at)
+    ends = [
+        combined((1 / (1 + slowed[k] * others_use(full, at, k, dense_bytes)), end))
+        for k, end in zip(at, ends, strict=True)
+    ]
     used = [own.used if quotas[k] and own.used else 1.0 for own, k in zip(full.workers, at, strict=False)]
     both = [combined((1, end), (1, ends[-1])) for end in ends[:-1]]
     # not of whole transfers: the bytes on a slow link are no work of its ends
@@ -96,6 +101,7 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
             "waited": [[own.group, own.waited] for own in full.sums if own.waited is not None],
             "between": between and asdict(between),
             "quotas": quotas,
+            "crowded": slowed if any(slowed) else [],
             "empty_s": [*[empty_s[0]] * len(alone), empty_s[1]] if empty_s else [],
         },
     }
@@ -141,6 +147,29 @@ def combined(*terms: tuple[float, Cost | Line]) -> Line:
         for parts in ([(f, line.latency_s) for f, line in terms], [(f, line.s_per_byte) for f, line in terms])
     )
     return Line(latency_s, s_per_byte)
+
+
+def crowded(full: Full, at: Sequence[int]) -> list[float]:
+    """By how much work on each machine takes longer for each core that is in use on the others, by steps of its only
+    worker, alone and while all compute: machines may be one computer's, whatever quotas they have."""
+    used = [own.used or 0.0 for own in full.workers]
+    found = dict[int, float]()
+    for k, own, share in zip(at, full.workers, used, strict=False):
+        longer, others = own.steps[0].mean_s / (own.alone_s or math.inf), math.fsum(used) - share
+        if at[:-1].count(k) == 1 and longer > SLOWED and others > 0:
+            found[k] = (longer - 1) / others
+    mean = math.fsum(found.values()) / len(set(at[:-1]))
+    return [found.get(k, mean if k == at[-1] else 0.0) for k in range(len(set(at)))]
+
+
+def others_use(full: Full, at: Sequence[int], machine: int, dense_bytes: int) -> float:
+    """How many cores of other machines were in use while all exchanged without a pause."""
+    handling = full.handling
+    if handling is None or not handling.exchange_s:
+        return 0.0
+    workers = 2 * handling.worker.seconds(dense_bytes) / handling.exchange_s / len(full.workers)
+    server = 2 * handling.server.seconds(dense_bytes) / handling.exchange_s
+    return math.fsum(server if rank == len(at) - 1 else workers for rank, k in enumerate(at) if k != machine)
 
 
 def quantum_of(workers: Sequence[WorkerCosts], cores: float) -> float:

@@ -7,6 +7,7 @@ from ashl.errors import UsageError
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by
+from ashl.runtime.simulators import both_ways_of
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import sums_beside
 from ashl.topology.all_reduce import AllReduce
@@ -29,6 +30,11 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
         raise UsageError(
             "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "
             "both are; drop it, or take overlap=none"
+        )
+    if both_ways_of(parts.cluster) and not real:
+        raise UsageError(
+            "run.checkpoint_s: by the profile what comes to the server and what leaves it slow each other down, and no "
+            "checkpoint holds how far both are; drop it"
         )
     if real and len(stages) > 1 and any(map(in_one_round, parts.stages)):
         raise UsageError(

@@ -13,7 +13,7 @@ from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.chains import Uncontended, chain_among
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sampling import Rounds
-from ashl.runtime.shared_cores import simulator
+from ashl.runtime.simulators import simulator
 from ashl.size_only import Vector
 from ashl.stage.link import Link
 from ashl.stage.program import program

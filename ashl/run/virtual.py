@@ -20,8 +20,8 @@ from ashl.runtime.churn import Churn
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.node import Node
 from ashl.runtime.packed import unpacked
-from ashl.runtime.shared_cores import simulator
 from ashl.runtime.sim import Begin, Sim
+from ashl.runtime.simulators import simulator
 from ashl.stage.program import hearing, program
 
 

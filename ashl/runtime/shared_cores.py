@@ -20,8 +20,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ashl.cluster.cores import Cores, Pair
-from ashl.cluster.network import Exchange, FittedPorts, Port, Ports
-from ashl.cluster.spec import Beside, Fitted, Quota, SharedCores, Sums, beside_of
+from ashl.cluster.network import FittedPorts, Port, Ports
+from ashl.cluster.spec import Quota, SharedCores
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel, Posted
@@ -32,6 +32,7 @@ from ashl.runtime.node import Node, Observer
 from ashl.runtime.sim import LAST, Sim
 from ashl.runtime.sums import chunk
 
+Together = tuple[tuple[Cores["Lane"], float], ...]
 Span = tuple[float, Callable[[], None]]  # work in ns of a core, and what is called at its end
 
 
@@ -71,7 +72,17 @@ class Lane:
 class SharedSim(Sim):
     """Drives the coroutines of all ranks under a virtual clock, on machines that ranks share."""
 
-    def __init__(self, num_ranks: int, speed: Speed, network: Ports, observer: Observer, shared: SharedCores) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        speed: Speed,
+        network: Ports,
+        observer: Observer,
+        shared: SharedCores,
+        both_ways: tuple[float, float] | None = None,
+    ) -> None:
+        """`both_ways`: by which share of its time what goes into a server and out of it is slower while something goes
+        the other way, too."""
         super().__init__(num_ranks, speed, network, observer)
         self.nodes = [SharedNode(self, rank) for rank in range(num_ranks)]
         self._shared = shared
@@ -83,12 +94,26 @@ class SharedSim(Sim):
             Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, shared.spread, *limits(quota))
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
+        self._crowded = shared.crowded or (0.0,) * len(machines)
         self._computed_ns = [0] * num_ranks  # when each has last computed
         self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
         self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
         self._workers = workers = len(speed.cluster.compute)
         self._movers[workers:] = self._units[workers:]
         self._ways = defaultdict[Port, Cores[Lane]](lambda: Cores(1))  # ports of workers, for what goes between them
+        self._together = dict[Cores[Lane] | Pair[Lane], Together]()  # of cores that slow each other down
+        if shared.crowded:
+            self._slow_each_other(*zip(machines, shared.crowded, strict=True))
+        self._both_ways = both_ways is not None
+        for rank in range(workers, num_ranks if both_ways else workers):
+            ways = [self._ways[network.port(rank, way, False)] for way in ("in", "out")]
+            for way in ways:
+                way.slots = 1  # one after the other
+            self._slow_each_other(*zip(ways, both_ways or (), strict=True))
+
+    def _slow_each_other(self, *together: tuple[Cores[Lane], float]) -> None:
+        """Each by so much of its work for each core in use of the others."""
+        self._together |= dict.fromkeys((cores for cores, _ in together), together)
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
         if isinstance(effect, Busy):
@@ -186,6 +211,14 @@ class SharedSim(Sim):
     def _await_next(self, cores: Cores[Lane] | Pair[Lane]) -> None:
         if (due := cores.next_ns()) is not None:
             self._at(due, self._over, (cores, cores.changes))
+        if self._together and (together := self._together.get(cores)):
+            in_use = math.fsum(own.in_use for own, _ in together)
+            for own, slowed in together:
+                pace = 1 / (1 + slowed * round(in_use - own.in_use, 9))
+                if pace != own.pace:
+                    own.change_pace(pace, self.now_ns)
+                    if (due := own.next_ns()) is not None:
+                        self._at(due, self._over, (own, own.changes))
 
     def _over(self, item: tuple[Cores[Lane] | Pair[Lane], int]) -> None:
         """What ends next on some cores has ended, unless something has begun there meanwhile."""
@@ -223,16 +256,16 @@ class SharedSim(Sim):
 
     def _leave(self, src: int, send: Send, nbytes: int) -> None:
         assert isinstance(self.network, Ports)
-        if max(src, send.dst) < self._workers and not self.network.factors.outages:
+        if not self.network.factors.outages and (max(src, send.dst) < self._workers or self._both_ways):
             return self._travel(src, send, nbytes)
         _, head, tail = self.network.depart(src, send.dst, nbytes, self.now_ns)
         message = Message(src, send.tag, send.body, send.meta, self.now_ns)  # its header goes, whatever is in the way
         self._at(head, self._arrive, (send.dst, message, nbytes, tail))
 
     def _travel(self, src: int, send: Send, nbytes: int) -> None:
-        """From worker to worker: each message has a connection of its own, and those that are under way at once share
-        the ports at both ends, where a server's serve one after the other. It is there when both have let it through.
-        Sums do not wait for it."""
+        """From worker to worker, or by a server's port where what goes each way slows the other: each message has a
+        connection of its own, and those that are under way at once share the ports at both ends, where a server's serve
+        one after the other. It is there when both have let it through. Sums do not wait for it."""
         assert isinstance(self.network, FittedPorts)
         network, dst, now = self.network, send.dst, self.now_ns
         inner, latency = network.inner(src, dst), network.latency_ns(src, dst, nbytes, now)
@@ -243,18 +276,23 @@ class SharedSim(Sim):
             if not left:
                 self._there(item)
 
-        def hold(rank: int, other: int, then: Callable[[], None], *, out: bool) -> None:
+        def hold(rank: int, other: int, before: list[Span], then: Callable[[], None], *, out: bool) -> None:
             own, crossing = ("out", "in") if out else ("in", "out")
             work_ns = network.service_ns(rank, nbytes, now, inner, out)
-            self._ask(Lane(self._ways[network.port(rank, own, inner)]), [(work_ns, then)])
-            if crossed_ns := network.crossed_ns(rank, other, nbytes, now, out=out):
+            self._ask(Lane(self._ways[network.port(rank, own, inner)]), [*before, (work_ns, then)])
+            if rank < self._workers and (crossed_ns := network.crossed_ns(rank, other, nbytes, now, out=out)):
                 self._ask(Lane(self._ways[network.port(rank, crossing, inner)]), [(crossed_ns, lambda: None)])
 
         def enter(_: None) -> None:
-            hold(dst, src, partial(passed, "in"), out=False)
+            hold(dst, src, [], partial(passed, "in"), out=False)
 
-        hold(src, dst, lambda: self._at(self.now_ns + latency, passed, "out"), out=True)
-        self._at(now + latency, enter, None)
+        def begin() -> None:
+            self._at(self.now_ns + latency, enter, None)
+
+        waits = src >= self._workers
+        hold(src, dst, [(0.0, begin)] * waits, lambda: self._at(self.now_ns + latency, passed, "out"), out=True)
+        if not waits:
+            begin()
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         dst, message, nbytes, tail = item
@@ -287,7 +325,8 @@ class SharedSim(Sim):
         result, cost, moved, own = collected(posted.effect, tensors, self.network, self.now_ns)
         cost += self._start_ns(posted)
         start = self.network.hold(group, cost, self.now_ns)
-        work_ns = cost * self._shared.busy_in(len(group))
+        busy = self._shared.busy_in(len(group))
+        work_ns = cost * busy
         rest_ns = max(0, cost - round(work_ns * self._slowed(group)))
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
         left, channel.free_ns, apart = set(group), LAST, self._shared.waited_in(len(group))
@@ -299,7 +338,8 @@ class SharedSim(Sim):
 
         def begin(_: None) -> None:
             for rank in group:
-                self._ask(self._movers[rank], [(work_ns, partial(done, rank))])
+                alone_ns = work_ns / (1 + self._crowded[self._home[rank]] * busy * (len(group) - 1))
+                self._ask(self._movers[rank], [(alone_ns, partial(done, rank))])
 
         def ended(_: None) -> None:
             channel.free_ns = self.now_ns
@@ -322,55 +362,6 @@ class SharedSim(Sim):
         return max(1.0, *(many / self._given[home] for home, many in count.items()))
 
 
-class BesideSim(SharedSim):
-    """... on a machine each, where sums and computing slow each other down while both go on, and nothing else does."""
-
-    def __init__(self, num_ranks: int, speed: Speed, network: Ports, observer: Observer, beside: Beside) -> None:
-        super().__init__(num_ranks, speed, network, observer, machine_each(num_ranks))
-        for unit, mover in zip(self._units, self._movers, strict=True):
-            unit.cores = mover.cores = Pair({unit: 1 - beside.lost, mover: 1 / beside.slowed})
-        self._parts = beside.parts
-
-    def _whole_ns(self, rank: int, effect: Compute) -> int:
-        cost, count = super()._whole_ns(rank, effect), len(effect.parts)
-        if self._parts is None or count < 2:
-            return cost
-        return cost + round((self._parts.step_s + count * self._parts.part_s) * NS)
-
-    def _start_ns(self, posted: Posted) -> int:
-        """Of another task than the main one: threads hand it over."""
-        if self._parts is None or all(member.main for member, _ in posted.arrived.values()):
-            return 0
-        return round(self._parts.sum_s * NS)
-
-
-def machine_each(num_ranks: int) -> SharedCores:
-    """Each rank on a machine of its own, where messages cost nothing, and a sum all of its time."""
-    return SharedCores(
-        machine=tuple(range(num_ranks)),
-        cores=(1.0,) * num_ranks,
-        resumed_s=(),
-        quantum_s=1.0,
-        ends=(Sums(latency_s=0.0, s_per_byte=0.0),),
-        before=1.0,
-        busy=(),
-    )
-
-
 def limits(quota: Quota | None) -> tuple[float, ...]:
     """(what may be used of a machine's cores in a period, that period, what is kept) in ns."""
     return () if quota is None else (quota.cores * quota.period_s * NS, quota.period_s * NS, quota.kept_s * NS)
-
-
-def simulator(
-    num_ranks: int, speed: Speed, costs: Exchange | Ports, observer: Observer, *, overlaps: bool = False
-) -> Sim:
-    """The one for a cluster, and a run in which sums may go on beside computing."""
-    cluster = speed.cluster
-    if isinstance(cluster, Fitted) and cluster.shared is not None:
-        assert isinstance(costs, Ports)
-        return SharedSim(num_ranks, speed, costs, observer, cluster.shared)
-    beside = beside_of(cluster) if overlaps else None
-    if beside is not None and isinstance(costs, Ports):
-        return BesideSim(num_ranks, speed, costs, observer, beside)
-    return Sim(num_ranks, speed, costs, observer)

@@ -12,7 +12,9 @@ from ashl.cluster.network import network
 from ashl.cluster.spec import Fitted, GroupSum, Quota, SharedCores, Sums
 from ashl.cluster.speed import LEVELS, speed_of
 from ashl.runtime.node import Node
-from ashl.runtime.shared_cores import SharedSim, simulator
+from ashl.runtime.shared_cores import SharedSim
+from ashl.runtime.sim import Sim
+from ashl.runtime.simulators import simulator
 from ashl.size_only import SizeOnly
 from tests.laws.machines import MS, cluster
 from tests.laws.test_network import Deaf
@@ -198,6 +200,22 @@ def test_steps_on_one_machine_slow_each_other_down(cores: float, expected_ms: fl
     assert played(on_one_machine(cores), main) == pytest.approx([expected_ms * MS, expected_ms * MS, 0], abs=2000)
 
 
+def test_cores_of_one_computer_slow_each_other_down() -> None:
+    """Two steps of 10 ms, with half and a quarter more to do for each core in use on the other machine: 12.5 ms, by
+    which the first one has done 8 1/3. Where that machine stands still for 4 of every 8 ms, it slows nobody then."""
+
+    async def main(node: Node) -> float:
+        if node.rank < 2:
+            await node.compute(lambda: None, work=1)
+        return node.now_ns / MS
+
+    for quotas, expected in (((), [14 + 1 / 6, 12.5]), ((None, Quota(cores=0.5, period_s=0.008)), [12 + 2 / 3, 19.6])):
+        machine = on_one_machine(1, quotas=quotas, crowded=(0.5, 0.25))
+        assert machine.shared is not None
+        machine = replace(machine, shared=replace(machine.shared, machine=(0, 1, 0), cores=(1.0, 1.0)))
+        assert played(machine, main)[:2] == pytest.approx(expected, abs=0.002)
+
+
 def test_a_step_stands_still_where_the_quota_is_used_up() -> None:
     machine = on_one_machine(2, quotas=(Quota(cores=1, period_s=0.008),))
 
@@ -327,3 +345,45 @@ def test_messages_between_workers_share_a_link() -> None:
             return node.now_ns / MS
 
         assert played(machine, main) == expected
+
+
+def test_what_comes_to_a_server_and_what_leaves_it_slow_each_other_down() -> None:
+    """8 bytes of a millisecond each are sent at 0, and 8 come at 4 ms: by then half is gone, and while both are under
+    way each is 1.5 times as slow, until 10 ms; what comes has done 4 of its bytes by then."""
+    way = Sums(latency_s=0.0, s_per_byte=0.001)
+    machine = replace(on_one_machine(4), server_in=way, server_out=way, server_crossed_s_per_byte=0.0005)
+
+    async def main(node: Node) -> float:
+        if node.rank == 0:
+            await node.recv(TAG)
+        elif node.rank == 1:
+            await node.sleep(0.004)
+            await node.send(2, TAG, SizeOnly(8))
+        else:
+            await node.send(0, TAG, SizeOnly(8))
+            await node.recv(TAG)
+        return node.now_ns / MS
+
+    assert played(machine, main) == pytest.approx([10, 4, 14], abs=0.002)
+    assert played(replace(machine, shared=None), main) == pytest.approx([10, 4, 14], abs=0.002)
+
+
+def test_a_machine_each_is_as_no_machine() -> None:
+    """A server's port serves one after the other, and who is served both ways at once by next to nothing slower."""
+    way = Sums(latency_s=0.001, s_per_byte=0.001)
+    machine = replace(on_one_machine(4), shared=None, server_in=way, server_out=way, latencies=(0.001, 0.002))
+
+    async def main(node: Node) -> float:
+        for k in range(3):
+            if node.rank < 2:
+                await node.compute(lambda: None, work=1 + k)
+                await node.send(2, TAG, SizeOnly(8))
+                await node.recv(TAG)
+            else:
+                for _ in range(2):
+                    await node.send((await node.recv(TAG)).src, TAG, SizeOnly(4))
+        return node.now_ns / MS
+
+    nearly = replace(machine, server_crossed_s_per_byte=1e-15)
+    plain = Sim(3, speed_of(machine, 1, 0), network(machine, DENSE), Deaf()).run(main, tick=lambda: None)
+    assert played(nearly, main) == pytest.approx(plain, abs=1e-4)

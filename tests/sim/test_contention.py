@@ -93,6 +93,25 @@ def test_the_server_may_have_a_quota_of_its_own() -> None:
     assert shared.quotas == (None, Quota(cores=0.25, period_s=0.1, kept_s=0.001))
 
 
+def test_machines_that_slow_each_other_down_are_one_computers() -> None:
+    """Steps take 1.2 times as long while all have their 0.5 of a core: 0.4 of itself for a core in use elsewhere. While
+    all exchanged, ends of half a second in 4 s, there was one of a worker and two of the server's, half as long."""
+    known = crowded(cores=8, hosts=("a", "b", "c"), together_s=1.2, used=0.5, halt_s=0.1)
+    assert known.full is not None
+    assert known.full.handling is not None
+    handling = replace(known.full.handling, server=cost(0.25, 0.0), exchange_s=4.0)
+    shared = cluster(replace(known, full=replace(known.full, handling=handling))).shared
+    assert shared is not None
+    assert shared.crowded == pytest.approx((0.4, 0.4, 0.4))
+    others = (0.125 + 0.125, 0.125 + 0.125, 0.125 + 0.125)
+    expected = [end_s / (1 + 0.4 * used) for end_s, used in zip((0.5, 0.5, 0.25), others, strict=True)]
+    assert [shared.end_s(rank, 1) for rank in range(3)] == pytest.approx(expected)
+    for more in ({"together_s": 1.05}, {"hosts": ("a", "a", "b")}):
+        alike = cluster(crowded(**{"cores": 8, "hosts": ("a", "b", "c"), "used": 0.5, "halt_s": 0.1} | more)).shared
+        assert alike is not None
+        assert not alike.crowded
+
+
 def test_what_messages_cost_after_a_pause_and_without_a_body() -> None:
     known = crowded()
     assert known.full is not None
@@ -266,6 +285,12 @@ def test_checkpoints_are_refused(workplace) -> None:
     known = replace(crowded(), model="mlp", num_params=9610, dense_bytes=38_440)
     (workplace / "p.json").write_text(known.to_json())
     with pytest.raises(UsageError, match="too few cores for all ranks, and no checkpoint holds what shares them"):
+        planned("cluster=profile", "profile=p.json", "run.checkpoint_s=1")
+    assert known.full is not None
+    assert known.full.server is not None
+    server = replace(known.full.server, into=cost(0.0, 1e-3), out=cost(0.0, 1e-3), crossed_s_per_byte=5e-4)
+    (workplace / "p.json").write_text(replace(known, full=replace(known.full, server=server, handling=None)).to_json())
+    with pytest.raises(UsageError, match="leaves it slow each other down, and no checkpoint holds how far both are"):
         planned("cluster=profile", "profile=p.json", "run.checkpoint_s=1")
 
 
