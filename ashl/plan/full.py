@@ -110,6 +110,7 @@ class Coding:
     codec: str  # its class
     encode: Annotated[tuple[Cost, ...], Field(min_length=1)]
     decode: Cost
+    decode_all: Cost | None = None  # each of all workers' bodies in a row; null = as one
 
 
 @option
@@ -233,9 +234,9 @@ def crossed(full: Full, dense_bytes: int) -> float:
 
 
 def coded(coding: Coding, dense_bytes: int) -> dict[str, Any]:
-    """What this codec costs workers."""
+    """What this codec costs workers, who take apart what all have sent."""
     encode_s = [cost.seconds(dense_bytes) for cost in coding.encode]
-    return {"encode_s": encode_s, "decode_s": coding.decode.seconds(dense_bytes)}
+    return {"encode_s": encode_s, "decode_s": (coding.decode_all or coding.decode).seconds(dense_bytes)}
 
 
 def rate(cost: Cost) -> float | None:

@@ -179,6 +179,9 @@ def test_an_encoding_is_that_of_the_codec(workplace) -> None:
     assert cluster.compress_of(0) == pytest.approx(1.0 + 40_000 * 1e-4)
     assert cluster.server_step_s == pytest.approx(0.125 + 0.5)
     assert cluster.decode_of(0) == 0.5
+    coding = replace(coding, decode_all=cost(0.25, 0.0))
+    all_at_once = construct(of_one(steps([1.0]), codings=(coding,)).cluster(coding.codec), "cluster")
+    assert (all_at_once.decode_of(0), all_at_once.server_step_s) == (0.25, cluster.server_step_s)
     other = construct(known.cluster("another"), "cluster")
     assert (other.compress_of(0), other.decode_of(0)) == (known.workers[0].compress_s, 0.0)
 

@@ -121,9 +121,10 @@ async def time_steps(
 
 
 async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> list[float]:
-    """(elements, encoding, half its interval, decoding, half of that) of each link of a codec, in rounds as a run has
-    them: a step and an exchange before each leave nothing of it in the caches. On the host it counts what is used of a
-    core, as others have their turns in between. Who decodes a body adds it up, too."""
+    """(elements, encoding, half its interval, decoding, half of that, each of as many bodies as there are workers, half
+    of that) of each link of a codec, in rounds as a run has them: a step and an exchange before each leave nothing of
+    it in the caches. On the host it counts what is used of a core, as others have their turns in between. Who decodes a
+    body adds it up, too."""
     found, params, batch = list[float](), state.params, stage.worker(node.rank).batch
     on_host = isinstance(params, SizeOnly) or str(params.device) == HOST
     for link in stage.timed[k][1]:
@@ -132,7 +133,7 @@ async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> l
         ends, turn = (Ends(), Ends()), Turn(link.codec.ratio or 1.0, stage.seed, node.rank, round=1)
         encode = partial(link.encode, ends[0], vector, turn)
         work, end_s = link.d / stage.trainer.num_params, node.now + CODINGS_S / 2
-        rows: list[tuple[float, float]] = []
+        rows: list[tuple[float, ...]] = []
         while len(rows) < CODED or (len(rows) < MOST and node.now < end_s):
             await time_exchange(node, stage, BOTH)
             step = partial(a_step, node, stage, state, len(rows), batch)
@@ -140,11 +141,13 @@ async def time_coding(node: Node, stage: Stage, state: WorkerState, k: int) -> l
             start, used = node.now, node.used
             body = await node.compute(encode, work=work, kind="compress")
             encode_s = node.now - start, node.used - used
-            await time_exchange(node, stage, BOTH)
-            start, used = node.now, node.used
-            link.merge(ends[1], [body], [0.5], (node.rank,))  # off the simulator's clock, as where a server takes it in
-            decode_s = node.now - start, node.used - used
-            rows.append((min(encode_s), min(decode_s)) if on_host else (encode_s[0], decode_s[0]))
+            taken_s = [encode_s]
+            for count in (1, stage.num_workers):
+                await time_exchange(node, stage, BOTH)
+                start, used = node.now, node.used
+                link.merge(ends[1], [body] * count, [0.5] * count, (node.rank,) * count)  # off the simulator's clock
+                taken_s.append(((node.now - start) / count, (node.used - used) / count))
+            rows.append(tuple(min(own) if on_host else own[0] for own in taken_s))
             if node.stopping or node.now_ns >= stage.judge.deadline_ns:
                 break
         for times in zip(*(rows[1:] or rows), strict=True):  # the first allocates
@@ -325,10 +328,11 @@ async def all_handling(node: Node, stage: Stage, state: ServerState, step_s: flo
 async def coding(node: Node, stage: Stage, k: int) -> Coding:
     """Of the k-th codec in question: at each worker, and decoding in the median over them."""
     found = await ask(node, stage, stage.workers, CODING, k)
-    encode, decode = [], []
+    costs: list[list[Cost]] = [[], [], []]  # of encoding, of decoding one and each of all
     for rank in stage.workers:
-        rows = [found[rank][i : i + 5] for i in range(0, len(found[rank]), 5)]
-        encode.append(through([(4 * int(d), time_s, noise_s) for d, time_s, noise_s, _, _ in rows]))
-        decode.append(through([(4 * int(d), time_s, noise_s) for d, _, _, time_s, noise_s in rows]))
-    middle = sorted(decode, key=lambda cost: cost.seconds(stage.trainer.dense_bytes))[len(decode) // 2]
-    return Coding(codec=stage.timed[k][0], encode=tuple(encode), decode=middle)
+        rows = [found[rank][i : i + 7] for i in range(0, len(found[rank]), 7)]
+        for what, own in enumerate(costs):
+            own.append(through([(4 * int(row[0]), row[1 + 2 * what], row[2 + 2 * what]) for row in rows]))
+    encode, *decoding = costs
+    one, of_all = (sorted(own, key=lambda c: c.seconds(stage.trainer.dense_bytes))[len(own) // 2] for own in decoding)
+    return Coding(codec=stage.timed[k][0], encode=tuple(encode), decode=one, decode_all=of_all)
