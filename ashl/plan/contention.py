@@ -155,9 +155,9 @@ def crowded(full: Full, at: Sequence[int]) -> list[float]:
     used = [own.used or 0.0 for own in full.workers]
     found = dict[int, float]()
     for k, own, share in zip(at, full.workers, used, strict=False):
-        longer, others = own.steps[0].mean_s / (own.alone_s or math.inf), math.fsum(used) - share
-        if at[:-1].count(k) == 1 and longer > SLOWED and others > 0:
-            found[k] = (longer - 1) / others
+        others = math.fsum(used) - share
+        if own.alone and at[:-1].count(k) == 1 and others > 0:
+            found[k] = max(0.0, own.steps[0].mean_s / own.alone.mean_s - 1) / others
     mean = math.fsum(found.values()) / len(set(at[:-1]))
     return [found.get(k, mean if k == at[-1] else 0.0) for k in range(len(set(at)))]
 
