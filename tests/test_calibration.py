@@ -185,6 +185,7 @@ def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch
         ("stop.steps=5", "how long runs are follows from --seconds; drop it"),
         ("sync=qsr", "nothing of what is calibrated goes with sync=qsr"),
         ("profile=none.json", "cannot be read: No such file"),
+        ("profile=.", "profile=. is a folder; name the file: profile=profile.json"),
         ("profile=cnn.json", "profile=cnn.json is of the model cnn, and what is calibrated is mlp and lenet"),
         ("profile=broken.json", "profile=broken.json is no usable profile: line 1 is not JSON"),
         ("profile=older.json", "profile=older.json is no usable profile: its calibration is older than the profile"),

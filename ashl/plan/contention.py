@@ -92,7 +92,7 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
         "shared": {
             "machine": at,
             "cores": cores,
-            "resumed_s": [handling.resumed_s] * len(alone),
+            "resumed_s": handling.each_resumed_s or [handling.resumed_s] * len(alone),
             "quantum_s": quantum_of(full.workers, min(cores)),
             "spread": SPREAD,
             "ends": [asdict(end) for end in ends],
@@ -130,6 +130,7 @@ def as_fast(
         worker=times(slowed, handling.worker),
         server=times(slowed, handling.server),
         resumed_s=paused * pauses_s[0],
+        each_resumed_s=None,
         sender_resumed_s=paused * pauses_s[1],
         server_resumed_s=paused * pauses_s[2],
         empty_s=handling.empty_s and (slowed * handling.empty_s[0], slowed * handling.empty_s[1]),

@@ -26,6 +26,8 @@ def read(path: str, key: str, parse: Callable[[str], T]) -> T:
     """The file's content. Raises UsageError, naming the key and the file."""
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
+    except IsADirectoryError as error:
+        raise UsageError(f"{key}={path} is a folder; name the file: {key}={Path(path, key)}.json") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"{key}={path} cannot be read: {reason}") from error

@@ -116,9 +116,10 @@ class Coding:
 @option
 class Handling:
     """What a message costs the machine at each of its two ends, in seconds of a core, while all workers exchange
-    without a pause, by the bytes of its body or without one. And how much more a worker's step, its messages, and those
-    at the server take of a core in each round where a step comes between: what was cached is gone, threads have gone to
-    sleep. Then how long all together took for an exchange of the dense model, and for one after a step."""
+    without a pause, by the bytes of its body or without one. And how much more a worker's step (and each one's), its
+    messages, and those at the server take of a core in each round where a step comes between: what was cached is gone,
+    threads have gone to sleep. Then how long all together took for an exchange of the dense model, and for one after a
+    step."""
 
     worker: Cost
     server: Cost
@@ -128,6 +129,7 @@ class Handling:
     empty_s: tuple[Duration, Duration] | None = None  # at a worker and at the server
     exchange_s: Duration | None = None
     round_s: Duration | None = None
+    each_resumed_s: tuple[Duration, ...] | None = None
 
 
 @option
@@ -161,7 +163,8 @@ class Full:
     @property
     def by_worker(self) -> list[Sequence[object]]:
         """What has an entry for each worker."""
-        return [self.workers, *(coding.encode for coding in self.codings)]
+        resumed = self.handling and self.handling.each_resumed_s
+        return [self.workers, *(coding.encode for coding in self.codings), *([resumed] if resumed else [])]
 
     @property
     def contended(self) -> bool:

@@ -193,7 +193,7 @@ async def measured_full(node: Node, stage: Stage, state: ServerState) -> Full:
     )
     steps_s = [own.mean_s * min(1.0, used) for used, own in single]
     server = await applying(node, stage, state, port)
-    handling = await all_handling(node, stage, state, fmean(steps_s), server.apply_s)
+    handling = await all_handling(node, stage, state, steps_s, server.apply_s)
     crossed = crossing(port, links, handling.exchange_s or 0.0, stage.trainer.dense_bytes)
     server = replace(server, crossed_s_per_byte=crossed)
     rounds_s = [own_s + handling.resumed_s for own_s in steps_s]
@@ -291,12 +291,15 @@ async def applying(node: Node, stage: Stage, state: ServerState, port: Mapping[i
     )
 
 
-async def all_handling(node: Node, stage: Stage, state: ServerState, step_s: float, apply_s: float) -> Handling:
-    """Of all workers at once. Medians over windows that take turns, as a machine's pace drifts. Where steps come
-    between, each push is applied, as in a run."""
+async def all_handling(
+    node: Node, stage: Stage, state: ServerState, steps_s: Sequence[float], apply_s: float
+) -> Handling:
+    """Of all workers at once, whose steps take so much of a core alone. Medians over windows that take turns, as a
+    machine's pace drifts. Where steps come between, each push is applied, as in a run."""
     dense = stage.trainer.dense_bytes
     kinds = ((False, 0), (False, small_of(stage)), (False, dense), (True, dense))
     windows: list[list[tuple[float, ...]]] = [[] for _ in kinds]
+    resumed: list[tuple[float, ...]] = []  # what steps take, by worker
     for (steps, nbytes), found in [*zip(kinds, windows, strict=True)] * WINDOWS:
         used = node.used
         await instruct(node, stage, stage.workers, LOADED, nbytes, steps=steps)
@@ -305,10 +308,13 @@ async def all_handling(node: Node, stage: Stage, state: ServerState, step_s: flo
         per = 1 / math.fsum(counts)
         own_s = 1 / math.fsum(count / max(1e-9, time_s) for count, time_s in zip(counts, took_s, strict=True))
         found.append((per * math.fsum(used_s), per * (node.used - used), own_s, per * math.fsum(stepping_s)))
+        if steps:
+            resumed.append(tuple(time_s / count for time_s, count in zip(stepping_s, counts, strict=True)))
     empty, *exchanges, (used_s, served_s, round_s, stepping_s) = [
         tuple(map(statistics.median, zip(*own, strict=True))) for own in windows
     ]
     exchanging_s, serving_s, exchange_s, _ = exchanges[-1]
+    each_s = [statistics.median(own) - time_s for own, time_s in zip(zip(*resumed, strict=True), steps_s, strict=True)]
     sizes = [nbytes for _, nbytes in kinds[1:-1]]
     worker, server = (
         through([(nbytes, own[at] / 2, 0.0) for nbytes, own in zip(sizes, exchanges, strict=True)]) for at in (0, 1)
@@ -316,12 +322,13 @@ async def all_handling(node: Node, stage: Stage, state: ServerState, step_s: flo
     return Handling(
         worker=worker,
         server=server,
-        resumed_s=max(0.0, stepping_s - step_s),
+        resumed_s=max(0.0, stepping_s - fmean(steps_s)),
         sender_resumed_s=max(0.0, used_s - stepping_s - exchanging_s),
         server_resumed_s=max(0.0, served_s - serving_s - apply_s),
         empty_s=(empty[0] / 2, empty[1] / 2),
         exchange_s=exchange_s,
         round_s=round_s,
+        each_resumed_s=tuple(max(0.0, time_s) for time_s in each_s),
     )
 
 
