@@ -13,7 +13,8 @@ then, while what is used of a quota stays the same.
 
 With a quota they may be used for so much in each period and stand still for the rest of it. Periods follow each other
 from the first task on. What is left of one is lost where none is under way then, but for a little that a core keeps,
-and otherwise it is there for the next one, too, up to a whole quota.
+and otherwise it is there for the next one, too, up to a whole quota. That it is used up may be seen late: then what was
+used beyond it is taken from the next ones.
 
 Sources: Kleinrock, "Time-shared systems: a theoretical treatment", Journal of the ACM 1967; Turner, Rao and Rao, "CPU
 bandwidth control for CFS", Linux Symposium 2010; Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First",
@@ -63,11 +64,12 @@ class Cores(Generic[T]):
         quota_ns: float = math.inf,
         period_ns: float = math.inf,
         kept_ns: float = 0.0,
+        late_ns: float = 0.0,
     ) -> None:
         self.count, self.slots, self.quantum_ns, self.spread = count, slots, quantum_ns, spread
-        self.quota_ns, self.period_ns, self.kept_ns = quota_ns, period_ns, kept_ns
+        self.quota_ns, self.period_ns, self.kept_ns, self.late_ns = quota_ns, period_ns, kept_ns, late_ns
         self.pace = 1.0  # of work
-        self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period
+        self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period; less than nothing = used beyond it
         self._stand = False  # until the next one
         self._turns, self._quanta = 0, 0
         self.changes = 0  # how often a task has begun or ended: what was said of ends before is void
@@ -85,7 +87,9 @@ class Cores(Generic[T]):
         self._pass(now_ns)
         if not self._served and now_ns >= self._period_end_ns:
             first = not self.changes  # with which periods begin
-            gone_ns = 0.0 if first else (now_ns - self._period_end_ns) % self.period_ns
+            periods, gone_ns = (0.0, 0.0) if first else divmod(now_ns - self._period_end_ns, self.period_ns)
+            if self._left_ns < 0:
+                self._left_ns = min(0.0, self._left_ns + periods * self.quota_ns)
             self._left_ns = min(self._left_ns, self.kept_ns) + self.quota_ns
             self._period_end_ns = now_ns - gone_ns + self.period_ns
         if task is self.ended and self._ended_more:
@@ -114,9 +118,9 @@ class Cores(Generic[T]):
         is free for what it does next, until `begin` or `give`."""
         if self._halt_ns() < self._first_ns():
             self._pass(now_ns)
-            self._stand = not self._stand
-            if not self._stand:
-                self._left_ns, self._period_end_ns = self.quota_ns, self._period_end_ns + self.period_ns
+            if self._stand:
+                self._left_ns, self._period_end_ns = self._left_ns + self.quota_ns, self._period_end_ns + self.period_ns
+            self._stand = self._left_ns <= 0
             self.changes += 1
             return None
         self._pass(now_ns)
@@ -159,13 +163,13 @@ class Cores(Generic[T]):
         """When all stand still, or go on."""
         if self._stand:
             return math.ceil(self._period_end_ns)
-        rate = len(self._served) * self._share
+        rate, late = len(self._served) * self._share, self.late_ns
         since, left, end = self._since_ns, self._left_ns, self._period_end_ns
-        while since + left / rate > end:  # it lasts until the next one
+        while since + (left + late) / rate > end:  # it lasts until the next one
             if rate * self.period_ns <= self.quota_ns or end > self._first_ns():
                 return math.inf
             since, left, end = end, self._carried_ns(left - (end - since) * rate), end + self.period_ns
-        return since + left / rate if left == math.inf else math.ceil(since + left / rate)
+        return math.inf if left == math.inf else math.ceil(since + (left + late) / rate)
 
     def _carried_ns(self, left_ns: float) -> float:
         """What there is in a period that begins with some under way and so much left."""
@@ -179,9 +183,10 @@ class Cores(Generic[T]):
             self._had += (now_ns - self._since_ns) * self._share * self.pace
             since, rate = self._since_ns, len(self._served) * self._share
             while now_ns > self._period_end_ns:  # periods have ended whose quota was not used up
-                self._left_ns = self._carried_ns(max(0.0, self._left_ns - (self._period_end_ns - since) * rate))
+                used = (self._period_end_ns - since) * rate
+                self._left_ns = self._carried_ns(max(-self.late_ns, self._left_ns - used))
                 since, self._period_end_ns = self._period_end_ns, self._period_end_ns + self.period_ns
-            self._left_ns = max(0.0, self._left_ns - (now_ns - since) * rate)
+            self._left_ns = max(-self.late_ns, self._left_ns - (now_ns - since) * rate)
         self._since_ns = now_ns
 
     @property

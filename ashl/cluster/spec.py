@@ -283,11 +283,12 @@ class GroupSum(Sums):
 @option
 class Quota:
     """So many cores are given to a machine in the mean, in every period anew, and so much of a core is kept that one
-    which did nothing has left."""
+    which did nothing has left. That they are used up is seen when so much more is, which the next one lacks."""
 
     cores: Positive
     period_s: Positive
     kept_s: NonNegative = 0.0
+    late_s: NonNegative = 0.0
 
 
 @option

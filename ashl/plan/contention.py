@@ -199,7 +199,7 @@ def quota_of(ranks: Sequence[WorkerCosts | ServerCosts]) -> dict[str, float] | N
     most = max(held, key=lambda own: own.used or 0.0, default=None)
     if most is None or not most.used or most.used >= WHOLE_CORE or any(own.halt_s == 0 for own in held):
         return None
-    return {"cores": most.used, "period_s": most.halt_s or PERIOD_S, "kept_s": KEPT_S}
+    return {"cores": most.used, "period_s": most.halt_s or PERIOD_S, "kept_s": KEPT_S, "late_s": TICK_S / 2}
 
 
 def uninterrupted(steps: StepTimes, share: float) -> list[float]:

@@ -163,7 +163,7 @@ class Full:
     @property
     def by_worker(self) -> list[Sequence[object]]:
         """What has an entry for each worker."""
-        resumed = self.handling and self.handling.each_resumed_s
+        resumed = None if self.handling is None else self.handling.each_resumed_s
         return [self.workers, *(coding.encode for coding in self.codings), *([resumed] if resumed else [])]
 
     @property

@@ -363,5 +363,7 @@ class SharedSim(Sim):
 
 
 def limits(quota: Quota | None) -> tuple[float, ...]:
-    """(what may be used of a machine's cores in a period, that period, what is kept) in ns."""
-    return () if quota is None else (quota.cores * quota.period_s * NS, quota.period_s * NS, quota.kept_s * NS)
+    """(what may be used of a machine's cores in a period, that period, what is kept, what is seen late) in ns."""
+    if quota is None:
+        return ()
+    return tuple(NS * time_s for time_s in (quota.cores * quota.period_s, quota.period_s, quota.kept_s, quota.late_s))

@@ -71,6 +71,16 @@ def test_a_quota_is_used_up_and_comes_anew() -> None:
     assert ends(1, [(0, 95), (100, 3)], quota_ns=9, period_ns=10) == [108, 106]
 
 
+def test_what_is_used_beyond_a_quota_is_taken_from_the_next() -> None:
+    """3 of every 10, and that they are used up is seen 2 later: who does little at a time never stands still."""
+    quota = {"quota_ns": 3, "period_ns": 10, "late_ns": 2}
+    assert ends(1, [(0, 5), (10, 3), (20, 3)], **quota) == [5, 13, 23]
+    assert ends(1, [(0, 10)], **quota) == [22]  # 5 by 5, 3 by 13, and 2 more from 20 on
+    assert ends(1, [(0, 5), (10, 4), (40, 5)], **quota) == [5, 21, 45]  # where nothing is done debts are paid
+    assert ends(1, [(0, 300)], **quota) == [991]  # as much in the long run
+    assert ends(1, [(0, 9)], quota_ns=2, period_ns=10, late_ns=6) == [41]  # 8 by 8, as much as four periods give
+
+
 @given(st.integers(1, 5_000), st.integers(1, 50), st.integers(0, 50))
 def test_a_quota_is_as_slow_as_its_share(work_ns: int, quota_ns: int, more_ns: int) -> None:
     whole, rest = divmod(work_ns, quota_ns)

@@ -69,7 +69,10 @@ def test_a_quota_comes_anew_in_every_period() -> None:
     known = crowded(cores=8, alone=steps([1.0] * 9 + [16.0]), together_s=1.0, used=0.6, halt_s=12.5)
     found = cluster(known)
     assert found.shared is not None
-    assert (found.shared.cores, found.shared.quotas) == ((8.0,), (Quota(cores=0.6, period_s=12.5, kept_s=0.001),))
+    assert (found.shared.cores, found.shared.quotas) == (
+        (8.0,),
+        (Quota(cores=0.6, period_s=12.5, kept_s=0.001, late_s=0.002),),
+    )
     assert found.shared.end_s(0, 1) == 0.5
     assert found.steps is not None
     widths = np.diff([0.0, *LEVELS])
@@ -90,7 +93,7 @@ def test_the_server_may_have_a_quota_of_its_own() -> None:
     server = replace(known.full.server, used=0.25, halt_s=0.1)
     shared = cluster(replace(known, full=replace(known.full, server=server))).shared
     assert shared is not None
-    assert shared.quotas == (None, Quota(cores=0.25, period_s=0.1, kept_s=0.001))
+    assert shared.quotas == (None, Quota(cores=0.25, period_s=0.1, kept_s=0.001, late_s=0.002))
 
 
 def test_machines_that_slow_each_other_down_are_one_computers() -> None:
