@@ -143,7 +143,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     ran = Ran(plan, parts=models_of(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
+    sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside, serves=stage.topology.has_server)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)
     ran.events = sim.events

@@ -69,10 +69,10 @@ class Cores(Generic[T]):
         self.count, self.slots, self.quantum_ns, self.spread = count, slots, quantum_ns, spread
         self.quota_ns, self.period_ns, self.kept_ns, self.late_ns = quota_ns, period_ns, kept_ns, late_ns
         self.pace = 1.0  # of work
-        self._left_ns, self._period_end_ns = quota_ns, 0.0  # of this period; less than nothing = used beyond it
+        self._left_ns, self._period_end_ns = quota_ns, -math.inf  # of this period; less than nothing = used beyond it
         self._stand = False  # until the next one
         self._turns, self._quanta = 0, 0
-        self.changes = 0  # how often a task has begun or ended: what was said of ends before is void
+        self.changes = 0  # of what is under way, or at what pace: what was said of ends before is void
         self.ended: T | None = None  # who has ended, until cores are given away
         self._ended_more = 0.0  # of its quantum
         self.served_ns = 0  # when who ended last was first served
@@ -86,7 +86,7 @@ class Cores(Generic[T]):
         """One more."""
         self._pass(now_ns)
         if not self._served and now_ns >= self._period_end_ns:
-            first = not self.changes  # with which periods begin
+            first = self._period_end_ns == -math.inf  # with which periods begin
             periods, gone_ns = (0.0, 0.0) if first else divmod(now_ns - self._period_end_ns, self.period_ns)
             if self._left_ns < 0:
                 self._left_ns = min(0.0, self._left_ns + periods * self.quota_ns)
@@ -105,7 +105,7 @@ class Cores(Generic[T]):
 
     @property
     def in_use(self) -> float:
-        """How many are."""
+        """How many cores are in use."""
         return 0.0 if self._stand or not self._served else len(self._served) * self._share
 
     def next_ns(self) -> int | None:
@@ -120,6 +120,8 @@ class Cores(Generic[T]):
             self._pass(now_ns)
             if self._stand:
                 self._left_ns, self._period_end_ns = self._left_ns + self.quota_ns, self._period_end_ns + self.period_ns
+            else:
+                self._left_ns = -self.late_ns
             self._stand = self._left_ns <= 0
             self.changes += 1
             return None
@@ -157,7 +159,8 @@ class Cores(Generic[T]):
         """When the first one ends, or its turn does."""
         if self._stand:
             return math.inf
-        return self._since_ns + round((self._served[0].until - self._had) / (self._share * self.pace))
+        left = self._served[0].until - self._had
+        return self._since_ns + max(0, round(left / (self._share * self.pace)))
 
     def _halt_ns(self) -> float:
         """When all stand still, or go on."""

@@ -339,8 +339,8 @@ class Fitted(Measured):
     `steps` are quantiles of each worker's step at `ashl.cluster.speed.LEVELS`, or with `in_order` the steps themselves,
     in multiples of `compute`; `batches` are what a step of other batch sizes takes, likewise: (samples, multiple).
     `server_in` and `server_out` are how long a message holds the port of the server, alike for all, and
-    `server_crossed_s_per_byte` is how long each of its bytes holds the port on the other way. What goes from worker to
-    worker holds their ports on the other way for the share `crossed` of its time.
+    `server_crossed_s_per_byte` is by how much each of its bytes holds it longer while it is in use the other way, too.
+    What goes from worker to worker holds their ports on the other way for the share `crossed` of its time.
     """
 
     steps: tuple[tuple[Positive, ...], ...]

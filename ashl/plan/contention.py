@@ -6,8 +6,9 @@ as often as steps were interrupted. On a machine with a quota, or with fewer cor
 is done there is put on shared cores: steps as they are alone while nothing interrupts them, and what a message costs
 either end, which is taken off the time that it takes and that it holds the server's port. So messages take from
 computing what they need of a quota, and who waits saves some of it. What ends cost beyond the latency of a message that
-goes alone, they do once it has gone on. Where all are on one machine without a quota, ends and pauses are scaled to how
-long exchanges and rounds of all together took there.
+goes alone, they do once it has gone on. Where steps take longer while the workers of other machines compute, work takes
+longer while cores are in use there, and what was measured meanwhile is less of it. Where all are on one machine without
+a quota, ends and pauses are scaled to how long exchanges and rounds of all together took there.
 
 How tasks share cores then is `ashl.cluster.cores`, with its sources; that these figures are enough is ours, and how far
 off it is stands in docs/calibration.md.
@@ -57,14 +58,10 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
         if near is not None:  # likewise, with a step in each round
             part, step_s = 1 / (2 * near.count), step_s + handling.resumed_s
             between = combined((part * cores[0] / len(alone), near.round), (-part, Line(step_s, 0.0)))
-    resumed = [Line((own_s or 0.0) / 2, 0.0) for own_s in (handling.sender_resumed_s, handling.server_resumed_s)]
-    ends = [*[handling.worker] * len(alone), handling.server]
-    ends = [combined((1, end), (1, resumed[k == len(alone)])) for k, end in enumerate(ends)]
-    slowed = crowded(full, at)
-    ends = [
-        combined((1 / (1 + slowed[k] * others_use(full, at, k, dense_bytes)), end))
-        for k, end in zip(at, ends, strict=True)
-    ]
+    given = [min(count, quota["cores"]) if quota else count for count, quota in zip(cores, quotas, strict=True)]
+    slowed = crowded(full, at, given)
+    freed = [1 / (1 + slowed[k] * others_use(handling, at, k, dense_bytes)) for k in at]  # of what others use
+    ends, empty_s, resumed_s = handled(handling, freed)
     used = [own.used if quotas[k] and own.used else 1.0 for own, k in zip(full.workers, at, strict=False)]
     both = [combined((1, end), (1, ends[-1])) for end in ends[:-1]]
     # not of whole transfers: the bytes on a slow link are no work of its ends
@@ -72,9 +69,9 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     before = min(1.0, latency_s / max(1e-9, fmean(line.latency_s for line in both)))
     push = [combined((1, own.push), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
     pull = [combined((1, own.pull), (-before, off)) for own, off in zip(full.workers, both, strict=True)]
-    empty_s = handling.empty_s
-    if empty_s is not None:
-        spec = {**spec, "empty_s": [max(0.0, own_s - before * math.fsum(empty_s)) for own_s in spec["empty_s"]]}
+    if empty_s:
+        ways = zip(spec["empty_s"], empty_s[:-1], strict=True)
+        spec = {**spec, "empty_s": [max(0.0, own_s - before * (used_s + empty_s[-1])) for own_s, used_s in ways]}
     steps = [[t / own.median_s for t in uninterrupted(own, share)] for own, share in zip(alone, used, strict=True)]
     beside = on[at[-1]]
     held = combined((1, ends[-1]), *((len(beside) / len(alone), end) for end in ends[:1] if beside))
@@ -92,19 +89,34 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
         "shared": {
             "machine": at,
             "cores": cores,
-            "resumed_s": handling.each_resumed_s or [handling.resumed_s] * len(alone),
+            "resumed_s": resumed_s,
             "quantum_s": quantum_of(full.workers, min(cores)),
             "spread": SPREAD,
             "ends": [asdict(end) for end in ends],
             "before": before,
             "busy": [[own.group, own.busy] for own in full.sums if own.busy is not None],
             "waited": [[own.group, own.waited] for own in full.sums if own.waited is not None],
-            "between": between and asdict(between),
+            "between": between and asdict(combined((fmean(freed[:-1]), between))),
             "quotas": quotas,
             "crowded": slowed if any(slowed) else [],
-            "empty_s": [*[empty_s[0]] * len(alone), empty_s[1]] if empty_s else [],
+            "empty_s": empty_s,
         },
     }
+
+
+def handled(handling: Handling, freed: Sequence[float]) -> tuple[list[Line], list[float], list[float]]:
+    """(what ends of messages cost each rank, those of messages without a body, what computing costs each worker more
+    after a pause), as such a share of what was measured while others used cores."""
+    last = len(freed) - 1
+    pauses_s = (handling.sender_resumed_s, handling.server_resumed_s)
+    resumed = [Line((own_s or 0.0) / 2, 0.0) for own_s in pauses_s]
+    ends = [
+        combined((factor, (handling.worker, handling.server)[k == last]), (factor, resumed[k == last]))
+        for k, factor in enumerate(freed)
+    ]
+    empty_s = [handling.empty_s[k == last] * factor for k, factor in enumerate(freed)] if handling.empty_s else []
+    each_s = handling.each_resumed_s or [handling.resumed_s] * last
+    return ends, empty_s, [own_s * factor for own_s, factor in zip(each_s, freed[:-1], strict=True)]
 
 
 def as_fast(
@@ -150,25 +162,30 @@ def combined(*terms: tuple[float, Cost | Line]) -> Line:
     return Line(latency_s, s_per_byte)
 
 
-def crowded(full: Full, at: Sequence[int]) -> list[float]:
+def crowded(full: Full, at: Sequence[int], given: Sequence[float]) -> list[float]:
     """By how much work on each machine takes longer for each core that is in use on the others, by steps of its only
-    worker, alone and while all compute: machines may be one computer's, whatever quotas they have."""
-    used = [own.used or 0.0 for own in full.workers]
-    found = dict[int, float]()
-    for k, own, share in zip(at, full.workers, used, strict=False):
-        others = math.fsum(used) - share
-        if own.alone and at[:-1].count(k) == 1 and others > 0:
+    worker, alone and while all compute: machines may be one computer's, whatever quotas they have. A server that has
+    one for itself is slowed as they are in the mean."""
+    homes = at[:-1]
+    in_use = [
+        min(own, math.fsum(worker.used or 0.0 for worker, k in zip(full.workers, homes, strict=True) if k == machine))
+        for machine, own in enumerate(given)
+    ]
+    found = [0.0] * len(given)
+    for k, own in zip(homes, full.workers, strict=True):
+        others = math.fsum(in_use) - in_use[k]
+        if own.alone and homes.count(k) == 1 and others > 0:
             found[k] = max(0.0, own.steps[0].mean_s / own.alone.mean_s - 1) / others
-    mean = math.fsum(found.values()) / len(set(at[:-1]))
-    return [found.get(k, mean if k == at[-1] else 0.0) for k in range(len(set(at)))]
+    if at[-1] not in homes:
+        found[at[-1]] = math.fsum(found) / len(set(homes))
+    return found
 
 
-def others_use(full: Full, at: Sequence[int], machine: int, dense_bytes: int) -> float:
+def others_use(handling: Handling, at: Sequence[int], machine: int, dense_bytes: int) -> float:
     """How many cores of other machines were in use while all exchanged without a pause."""
-    handling = full.handling
-    if handling is None or not handling.exchange_s:
+    if not handling.exchange_s:
         return 0.0
-    workers = 2 * handling.worker.seconds(dense_bytes) / handling.exchange_s / len(full.workers)
+    workers = 2 * handling.worker.seconds(dense_bytes) / handling.exchange_s / (len(at) - 1)
     server = 2 * handling.server.seconds(dense_bytes) / handling.exchange_s
     return math.fsum(server if rank == len(at) - 1 else workers for rank, k in enumerate(at) if k != machine)
 

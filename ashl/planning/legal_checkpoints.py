@@ -31,7 +31,7 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
             "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "
             "both are; drop it, or take overlap=none"
         )
-    if both_ways_of(parts.cluster) and not real:
+    if both_ways_of(parts.cluster) and not real and any(own.topology.has_server for own in parts.stages):
         raise UsageError(
             "run.checkpoint_s: by the profile what comes to the server and what leaves it slow each other down, and no "
             "checkpoint holds how far both are; drop it"

@@ -101,7 +101,8 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits, elastic=False)
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = simulator(num_ranks, speed_of(cluster, batch, seed=0), costs, seen, overlaps=stage.sums_beside)
+    what = {"overlaps": stage.sums_beside, "serves": stage.topology.has_server}
+    sim = simulator(num_ranks, speed_of(cluster, batch, seed=0), costs, seen, **what)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
 

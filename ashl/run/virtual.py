@@ -36,8 +36,11 @@ class Saving(NamedTuple):
 def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved | None = None) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
-    beside = any(stage.sums_beside for stage in job.stages)
-    sim = simulation(partial(simulator, overlaps=beside), plan, job, monitor)
+    what = {
+        "overlaps": any(stage.sums_beside for stage in job.stages),
+        "serves": any(stage.topology.has_server for stage in job.stages),
+    }
+    sim = simulation(partial(simulator, **what), plan, job, monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
     number = 0 if saved is None else saved.number + 1
 

@@ -94,22 +94,23 @@ class SharedSim(Sim):
             Cores[Lane](count, math.ceil(count), shared.quantum_s * NS, shared.spread, *limits(quota))
             for count, quota in zip_longest(shared.cores, shared.quotas)
         ]
-        self._crowded = shared.crowded or (0.0,) * len(machines)
+        self._crowded = [*shared.crowded, *[0.0] * len(machines)][: len(machines)]
         self._computed_ns = [0] * num_ranks  # when each has last computed
         self._home = [shared.machine[min(rank, len(shared.machine) - 1)] for rank in range(num_ranks)]
         self._units, self._movers = ([Lane(machines[home]) for home in self._home] for _ in range(2))
         self._workers = workers = len(speed.cluster.compute)
         self._movers[workers:] = self._units[workers:]
-        self._ways = defaultdict[Port, Cores[Lane]](lambda: Cores(1))  # ports of workers, for what goes between them
+        self._ways = defaultdict[Port, Cores[Lane]](lambda: Cores(1))  # ports that messages under way share
         self._together = dict[Cores[Lane] | Pair[Lane], Together]()  # of cores that slow each other down
-        if shared.crowded:
-            self._slow_each_other(*zip(machines, shared.crowded, strict=True))
+        if any(self._crowded):
+            self._slow_each_other(*zip(machines, self._crowded, strict=True))
         self._both_ways = both_ways is not None
-        for rank in range(workers, num_ranks if both_ways else workers):
-            ways = [self._ways[network.port(rank, way, False)] for way in ("in", "out")]
-            for way in ways:
-                way.slots = 1  # one after the other
-            self._slow_each_other(*zip(ways, both_ways or (), strict=True))
+        if both_ways is not None:
+            for rank in range(workers, num_ranks):
+                ways = [self._ways[network.port(rank, way, False)] for way in ("in", "out")]
+                for way in ways:
+                    way.slots = 1  # one after the other
+                self._slow_each_other(*zip(ways, both_ways, strict=True))
 
     def _slow_each_other(self, *together: tuple[Cores[Lane], float]) -> None:
         """Each by so much of its work for each core in use of the others."""
@@ -325,9 +326,9 @@ class SharedSim(Sim):
         result, cost, moved, own = collected(posted.effect, tensors, self.network, self.now_ns)
         cost += self._start_ns(posted)
         start = self.network.hold(group, cost, self.now_ns)
-        busy = self._shared.busy_in(len(group))
-        work_ns = cost * busy
-        rest_ns = max(0, cost - round(work_ns * self._slowed(group)))
+        work_ns = cost * self._shared.busy_in(len(group))
+        there = Counter(self._home[rank] for rank in group)
+        rest_ns = max(0, cost - round(work_ns * self._slowed(there)))
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
         left, channel.free_ns, apart = set(group), LAST, self._shared.waited_in(len(group))
 
@@ -338,7 +339,8 @@ class SharedSim(Sim):
 
         def begin(_: None) -> None:
             for rank in group:
-                alone_ns = work_ns / (1 + self._crowded[self._home[rank]] * busy * (len(group) - 1))
+                home = self._home[rank]
+                alone_ns = work_ns / (1 + self._crowded[home] * (len(group) - there[home]))
                 self._ask(self._movers[rank], [(alone_ns, partial(done, rank))])
 
         def ended(_: None) -> None:
@@ -356,10 +358,10 @@ class SharedSim(Sim):
         """What a collective costs more by who has asked for it."""
         return 0
 
-    def _slowed(self, group: tuple[int, ...]) -> float:
-        """How many times as long a task of all members at once takes as one that is alone and has a whole core."""
-        count = Counter(self._home[rank] for rank in group)
-        return max(1.0, *(many / self._given[home] for home, many in count.items()))
+    def _slowed(self, there: Counter[int]) -> float:
+        """How many times as long a task of so many members on each machine takes at once as one that is alone and has a
+        whole core."""
+        return max(1.0, *(many / self._given[home] for home, many in there.items()))
 
 
 def limits(quota: Quota | None) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from ashl.runtime.sim import Sim
 
 
 class BesideSim(SharedSim):
-    """... on a machine each, where sums and computing slow each other down while both go on, and nothing else does."""
+    """Ranks on a machine each, where sums and computing slow each other down while both go on."""
 
     def __init__(
         self,
@@ -62,17 +62,23 @@ def both_ways_of(cluster: Cluster) -> tuple[float, float] | None:
     if not isinstance(cluster, Fitted) or not cluster.server_crossed_s_per_byte or cluster.churn:
         return None
     crossed, ways = cluster.server_crossed_s_per_byte, (cluster.server_in, cluster.server_out)
-    into, out = (crossed / way.s_per_byte if way.s_per_byte else 0.0 for way in ways)
-    return into, out
+    into, out = (min(1.0, crossed / way.s_per_byte) if way.s_per_byte else 0.0 for way in ways)  # taking turns at most
+    return (into, out) if into or out else None
 
 
 def simulator(
-    num_ranks: int, speed: Speed, costs: Exchange | Ports, observer: Observer, *, overlaps: bool = False
+    num_ranks: int,
+    speed: Speed,
+    costs: Exchange | Ports,
+    observer: Observer,
+    *,
+    overlaps: bool = False,
+    serves: bool = True,
 ) -> Sim:
-    """The one for a cluster, and a run in which sums may go on beside computing."""
+    """The one for a cluster, and a run in which sums may go on beside computing and there may be a server."""
     cluster = speed.cluster
     shared = cluster.shared if isinstance(cluster, Fitted) else None
-    beside, both_ways = beside_of(cluster) if overlaps else None, both_ways_of(cluster)
+    beside, both_ways = beside_of(cluster) if overlaps else None, both_ways_of(cluster) if serves else None
     if not isinstance(costs, Ports) or not (shared or beside or both_ways):
         return Sim(num_ranks, speed, costs, observer)
     if shared is None and beside is not None:

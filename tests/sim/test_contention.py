@@ -295,6 +295,9 @@ def test_checkpoints_are_refused(workplace) -> None:
     (workplace / "p.json").write_text(replace(known, full=replace(known.full, server=server, handling=None)).to_json())
     with pytest.raises(UsageError, match="leaves it slow each other down, and no checkpoint holds how far both are"):
         planned("cluster=profile", "profile=p.json", "run.checkpoint_s=1")
+    planned(
+        "cluster=profile", "profile=p.json", "run.checkpoint_s=1", "topology=all_reduce", "sync=bsp", "schedule=single"
+    )
 
 
 def test_failures_go_with_cores_for_all() -> None:

@@ -309,7 +309,7 @@ async def all_handling(
         own_s = 1 / math.fsum(count / max(1e-9, time_s) for count, time_s in zip(counts, took_s, strict=True))
         found.append((per * math.fsum(used_s), per * (node.used - used), own_s, per * math.fsum(stepping_s)))
         if steps:
-            resumed.append(tuple(time_s / count for time_s, count in zip(stepping_s, counts, strict=True)))
+            resumed.append(tuple(answered[rank][2] / answered[rank][0] for rank in stage.workers))
     empty, *exchanges, (used_s, served_s, round_s, stepping_s) = [
         tuple(map(statistics.median, zip(*own, strict=True))) for own in windows
     ]
