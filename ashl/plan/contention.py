@@ -73,8 +73,8 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
         ways = zip(spec["empty_s"], empty_s[:-1], strict=True)
         spec = {**spec, "empty_s": [max(0.0, own_s - before * (used_s + empty_s[-1])) for own_s, used_s in ways]}
     steps = [[t / own.median_s for t in uninterrupted(own, share)] for own, share in zip(alone, used, strict=True)]
-    beside = on[at[-1]]
-    held = combined((1, ends[-1]), *((len(beside) / len(alone), end) for end in ends[:1] if beside))
+    beside = [(1 / len(alone), end) for end, k in zip(ends, at[:-1], strict=False) if k == at[-1]]
+    held = combined((1, ends[-1]), *beside)
     into, out = (asdict(combined((1, way), (-1 / max(1.0, cores[at[-1]]), held))) for way in (port.into, port.out))
     return {
         **spec,

@@ -210,16 +210,18 @@ class SharedSim(Sim):
             self._await_next(lane.cores)
 
     def _await_next(self, cores: Cores[Lane] | Pair[Lane]) -> None:
-        if (due := cores.next_ns()) is not None:
-            self._at(due, self._over, (cores, cores.changes))
+        self._schedule(cores)
         if self._together and (together := self._together.get(cores)):
             in_use = math.fsum(own.in_use for own, _ in together)
             for own, slowed in together:
                 pace = 1 / (1 + slowed * round(in_use - own.in_use, 9))
                 if pace != own.pace:
                     own.change_pace(pace, self.now_ns)
-                    if (due := own.next_ns()) is not None:
-                        self._at(due, self._over, (own, own.changes))
+                    self._schedule(own)
+
+    def _schedule(self, cores: Cores[Lane] | Pair[Lane]) -> None:
+        if (due := cores.next_ns()) is not None:
+            self._at(due, self._over, (cores, cores.changes))
 
     def _over(self, item: tuple[Cores[Lane] | Pair[Lane], int]) -> None:
         """What ends next on some cores has ended, unless something has begun there meanwhile."""
