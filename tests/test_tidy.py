@@ -73,6 +73,7 @@ HOMES = {
     "ashl.runtime.simulators": (
         "ashl/run/virtual.py",
         "ashl/planning/predict.py",
+        "ashl/planning/as_fast.py",
         "ashl/planning/legal_checkpoints.py",
     ),
     "ashl.runtime.process": ("ashl/runtime/", "ashl/run/"),

@@ -224,7 +224,7 @@ class Ports:
         if self.summing:
             return self.summing.cost_ns(group, nbytes, now_ns)
         if self._sums is not None and len(group) == len(self.cluster.compute):
-            return round((self._sums.latency_s + self._sums.s_per_byte * nbytes) * NS)
+            return round(self._sums.seconds(nbytes) * NS)
         return self.ring_ns(group, nbytes, now_ns)
 
     def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
@@ -316,7 +316,7 @@ class FittedPorts(Ports):
         if rank < self._server:
             return super().service_ns(rank, nbytes, now_ns, inner, out)
         held = self._fitted.server_out if out else self._fitted.server_in
-        return round((held.latency_s + held.s_per_byte * nbytes) * NS)
+        return round(held.seconds(nbytes) * NS)
 
     def latency_ns(self, src: int, dst: int, nbytes: float, now_ns: int) -> int:
         ends = [(src, self._fitted.latencies), (dst, self._fitted.pull_latencies)]
@@ -359,12 +359,12 @@ class FittedPorts(Ports):
         known = self._group_sums.get(len(group))
         if known is None or self.summing:
             return super().all_reduce_ns(group, nbytes, now_ns)
-        return round((known.latency_s + known.s_per_byte * nbytes) * NS)
+        return round(known.seconds(nbytes) * NS)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
         known = self._fitted.gathering
         if known is not None and len(group) == self._server and not self.summing:
-            return round((known.latency_s + known.s_per_byte * total) * NS)
+            return round(known.seconds(total) * NS)
         if len(group) not in self._group_sums:
             return super().all_gather_ns(group, total, now_ns)
         return self.all_reduce_ns(group, total, now_ns) // 2

@@ -212,10 +212,14 @@ def implied(cluster: object, dense_bytes: int) -> list[str]:
 
 @option
 class Sums:
-    """What a sum over all workers costs."""
+    """What a sum over all workers costs by its bytes, and at least."""
 
     latency_s: Duration
     s_per_byte: Duration
+    least_s: Duration = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        return max(self.least_s, self.latency_s + self.s_per_byte * nbytes)
 
 
 @option
@@ -268,11 +272,6 @@ class Measured(Cluster):
         return [name for name in super().missing() if name in own]
 
 
-def beside_of(cluster: Cluster) -> Beside | None:
-    """What sums cost whoever computes meanwhile; None = nothing."""
-    return cluster.beside if isinstance(cluster, Measured) else None
-
-
 @option
 class GroupSum(Sums):
     """The same over so many of them."""
@@ -321,8 +320,7 @@ class SharedCores:
         at = min(rank, len(self.ends) - 1)
         if not nbytes and self.empty_s:
             return self.empty_s[at]
-        end = self.between if between and self.between else self.ends[at]
-        return end.latency_s + end.s_per_byte * nbytes
+        return (self.between if between and self.between else self.ends[at]).seconds(nbytes)
 
     def busy_in(self, group: int) -> float:
         """Of the largest group that is no larger."""

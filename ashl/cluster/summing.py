@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ashl.cluster.spec import Beside, Cluster, Measured
 from ashl.cluster.speed import NS, Factors
 from ashl.cluster.sum_rounds import BY_NAME, Round, homes_of, rounds_of
 
@@ -19,6 +20,11 @@ KEPT = 4096  # sums that are remembered
 
 Group = tuple[int, ...]
 CostOf = Callable[[Round, np.ndarray], int]  # of a round with so many bytes in each message
+
+
+def beside_of(cluster: Cluster) -> Beside | None:
+    """What sums cost whoever computes meanwhile; None = nothing."""
+    return cluster.beside if isinstance(cluster, Measured) else None
 
 
 def over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray) -> CostOf:

@@ -7,8 +7,9 @@ is done there is put on shared cores: steps as they are alone while nothing inte
 either end, which is taken off the time that it takes and that it holds the server's port. So messages take from
 computing what they need of a quota, and who waits saves some of it. What ends cost beyond the latency of a message that
 goes alone, they do once it has gone on. Where steps take longer while the workers of other machines compute, work takes
-longer while cores are in use there, and what was measured meanwhile is less of it. Where all are on one machine without
-a quota, ends and pauses are scaled to how long exchanges and rounds of all together took there.
+longer while cores are in use there, and what was measured meanwhile is less of it. Ends and pauses are scaled to how
+long exchanges and rounds of all together took there (`ashl.planning.as_fast`); what is done between messages, as to
+encode them, is held up alike, if it is.
 
 How tasks share cores then is `ashl.cluster.cores`, with its sources; that these figures are enough is ours, and how far
 off it is stands in docs/calibration.md.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean
 
@@ -50,14 +51,7 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     quotas = [quota_of([*own, *([port] if k == at[-1] else ())]) for k, own in enumerate(on)]
     if not any(quotas) and all(at.count(k) <= count for k, count in enumerate(cores)):
         return spec
-    near = full.neighbours
-    between = None if near is None else Line(near.end.latency_s, near.end.s_per_byte)
-    if not any(quotas) and len(machines) == 1:
-        step_s = fmean(own.mean_s * (worker.used or 0.0) for own, worker in zip(alone, full.workers, strict=True))
-        spec, handling = as_fast(spec, handling, cores[0], (step_s, port.apply_s), dense_bytes)
-        if near is not None:  # likewise, with a step in each round
-            part, step_s = 1 / (2 * near.count), step_s + handling.resumed_s
-            between = combined((part * cores[0] / len(alone), near.round), (-part, Line(step_s, 0.0)))
+    near, held_up = full.neighbours, max(1.0, ones(handling.slowed))
     given = [min(count, quota["cores"]) if quota else count for count, quota in zip(cores, quotas, strict=True)]
     slowed = crowded(full, at, given)
     freed = [1 / (1 + slowed[k] * others_use(handling, at, k, dense_bytes)) for k in at]  # of what others use
@@ -78,6 +72,9 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
     into, out = (asdict(combined((1, way), (-1 / max(1.0, cores[at[-1]]), held))) for way in (port.into, port.out))
     return {
         **spec,
+        "encode_s": [held_up * own_s for own_s in spec["encode_s"]],
+        "decode_s": held_up * spec.get("decode_s", 0.0),
+        "server_step_s": held_up * spec["server_step_s"],
         "compute": [own.median_s for own in alone],
         "steps": steps,
         "latencies": [line.latency_s for line in push],
@@ -96,7 +93,7 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
             "before": before,
             "busy": [[own.group, own.busy] for own in full.sums if own.busy is not None],
             "waited": [[own.group, own.waited] for own in full.sums if own.waited is not None],
-            "between": between and asdict(combined((fmean(freed[:-1]), between))),
+            "between": near and asdict(combined((fmean(freed[:-1]) * ones(near.slowed), near.end))),
             "quotas": quotas,
             "crowded": slowed if any(slowed) else [],
             "empty_s": empty_s,
@@ -107,50 +104,21 @@ def contended(spec: Spec, full: Full, hosts: Sequence[str | None], dense_bytes: 
 def handled(handling: Handling, freed: Sequence[float]) -> tuple[list[Line], list[float], list[float]]:
     """(what ends of messages cost each rank, those of messages without a body, what computing costs each worker more
     after a pause), as such a share of what was measured while others used cores."""
-    last = len(freed) - 1
+    last, slowed, paused = len(freed) - 1, ones(handling.slowed), ones(handling.paused)
     pauses_s = (handling.sender_resumed_s, handling.server_resumed_s)
-    resumed = [Line((own_s or 0.0) / 2, 0.0) for own_s in pauses_s]
+    resumed = [Line(paused * (own_s or 0.0) / 2, 0.0) for own_s in pauses_s]
     ends = [
-        combined((factor, (handling.worker, handling.server)[k == last]), (factor, resumed[k == last]))
+        combined((factor * slowed, (handling.worker, handling.server)[k == last]), (factor, resumed[k == last]))
         for k, factor in enumerate(freed)
     ]
-    empty_s = [handling.empty_s[k == last] * factor for k, factor in enumerate(freed)] if handling.empty_s else []
+    empty_s = [handling.empty_s[k == last] * f * slowed for k, f in enumerate(freed)] if handling.empty_s else []
     each_s = handling.each_resumed_s or [handling.resumed_s] * last
-    return ends, empty_s, [own_s * factor for own_s, factor in zip(each_s, freed[:-1], strict=True)]
+    return ends, empty_s, [own_s * factor * paused for own_s, factor in zip(each_s, freed[:-1], strict=True)]
 
 
-def as_fast(
-    spec: Spec, handling: Handling, cores: float, work_s: tuple[float, float], dense_bytes: int
-) -> tuple[Spec, Handling]:
-    """Both such that so many cores, if they are never idle, are as fast as all together were with exchanges, and with a
-    step before each and its push applied, which take `work_s`: a core on which a thread wakes up is not in use yet, and
-    that is nobody's time. What is done between messages, as to encode them, is held up alike."""
-    used_s = 2 * math.fsum(end.seconds(dense_bytes) for end in (handling.worker, handling.server))
-    if handling.exchange_s is None or handling.round_s is None or not used_s:
-        return spec, handling
-    slowed = cores * handling.exchange_s / used_s
-    pauses_s = handling.resumed_s, handling.sender_resumed_s or 0.0, handling.server_resumed_s or 0.0
-    beyond_s = cores * (handling.round_s - handling.exchange_s) - work_s[0] - slowed * work_s[1]
-    paused = max(0.0, beyond_s) / (math.fsum(pauses_s) or 1.0)
-    return {
-        **spec,
-        "encode_s": [slowed * own_s for own_s in spec["encode_s"]],
-        "decode_s": slowed * spec.get("decode_s", 0.0),
-        "server_step_s": slowed * spec["server_step_s"],
-    }, replace(
-        handling,
-        worker=times(slowed, handling.worker),
-        server=times(slowed, handling.server),
-        resumed_s=paused * pauses_s[0],
-        each_resumed_s=None,
-        sender_resumed_s=paused * pauses_s[1],
-        server_resumed_s=paused * pauses_s[2],
-        empty_s=handling.empty_s and (slowed * handling.empty_s[0], slowed * handling.empty_s[1]),
-    )
-
-
-def times(factor: float, cost: Cost) -> Cost:
-    return replace(cost, latency_s=factor * cost.latency_s, s_per_byte=factor * cost.s_per_byte)
+def ones(factor: float | None) -> float:
+    """Where nobody has looked for it, it is 1."""
+    return 1.0 if factor is None else factor
 
 
 def combined(*terms: tuple[float, Cost | Line]) -> Line:

@@ -21,15 +21,16 @@ from ashl.plan.plan import Spec
 
 @option
 class Cost:
-    """What a thing costs by its bytes."""
+    """What a thing costs by its bytes, and at least."""
 
     latency_s: Duration
     s_per_byte: Duration
     latency_noise_s: Duration
     s_per_byte_noise: Duration
+    least_s: Duration | None = None  # null = by its bytes alone
 
     def seconds(self, nbytes: float) -> float:
-        return self.latency_s + self.s_per_byte * nbytes
+        return max(self.least_s or 0.0, self.latency_s + self.s_per_byte * nbytes)
 
 
 SLOWED = 1.1  # what takes so many times as long as it would has something in its way
@@ -119,7 +120,8 @@ class Handling:
     without a pause, by the bytes of its body or without one. And how much more a worker's step (and each one's), its
     messages, and those at the server take of a core in each round where a step comes between: what was cached is gone,
     threads have gone to sleep. Then how long all together took for an exchange of the dense model, and for one after a
-    step."""
+    step; and how many times as much messages and pauses cost where virtual time is to be as long
+    (`ashl.planning.as_fast`)."""
 
     worker: Cost
     server: Cost
@@ -130,16 +132,20 @@ class Handling:
     exchange_s: Duration | None = None
     round_s: Duration | None = None
     each_resumed_s: tuple[Duration, ...] | None = None
+    slowed: NonNegative | None = None
+    paused: NonNegative | None = None
 
 
 @option
 class Neighbours:
     """What messages between workers cost, where all are on a ring and have so many neighbours, whom they send to before
-    each step: seconds of a core at each end of a message, and how long such a round takes, by the bytes of a body."""
+    each step: seconds of a core at each end of a message, and how long such a round takes, by the bytes of a body; and
+    how many times as much an end costs where virtual time is to be as long."""
 
     count: Count
     end: Cost
     round: Cost
+    slowed: NonNegative | None = None
 
 
 @option
@@ -248,4 +254,5 @@ def rate(cost: Cost) -> float | None:
 
 
 def held(cost: Cost) -> dict[str, float]:
-    return {key: value for key, value in asdict(cost).items() if not key.endswith(("noise", "noise_s"))}
+    found = {key: value for key, value in asdict(cost).items() if not key.endswith(("noise", "noise_s"))}
+    return {key: value for key, value in found.items() if value is not None}

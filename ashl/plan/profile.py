@@ -39,7 +39,7 @@ LINES = ("push_line", "pull_line")
 # what profiles did not have once:
 LATER = ("alone", "used", "halt_s", "empty_s", "cores", "busy", "gathering", "handling", "server_resumed_s")
 LATER += ("beside", "parts", "exchange_s", "round_s", "sender_resumed_s", "crossed_s_per_byte", "waited", "neighbours")
-LATER += ("decode_all", "each_resumed_s")
+LATER += ("decode_all", "each_resumed_s", "slowed", "paused", "least_s")
 
 
 @dataclass(frozen=True, kw_only=True)

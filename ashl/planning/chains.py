@@ -8,8 +8,9 @@ from functools import cache, partial
 from typing import Any
 
 from ashl.cluster.network import Exchange, Ports, network
-from ashl.cluster.spec import Cluster, beside_of
+from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed, speed_of
+from ashl.cluster.summing import beside_of
 from ashl.compression.contract import Turn
 from ashl.overlap.chain import Chain, Compressed, Part, bare
 from ashl.plan.plan import StagePlan

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from ashl.cluster.spec import Fitted, beside_of
+from ashl.cluster.spec import Fitted
+from ashl.cluster.summing import beside_of
 from ashl.errors import UsageError
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts

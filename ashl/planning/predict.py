@@ -7,8 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from ashl.cluster.network import network
-from ashl.cluster.spec import Cluster, Fitted, beside_of
+from ashl.cluster.spec import Cluster, Fitted
 from ashl.cluster.speed import NS, Speed, speed_of
+from ashl.cluster.summing import beside_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.chains import Uncontended, chain_among
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown

@@ -9,6 +9,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Spec
+from ashl.planning.as_fast import as_fast
 from ashl.planning.build import declared_profile
 from ashl.planning.by_part import with_parts
 from ashl.planning.make import prepared
@@ -54,6 +55,9 @@ def profile(
         if not run_dir.joinpath("profile.json").exists():
             raise AshlError("the run ended before all was measured, so there is no profile; give stop.seconds more")
         found = read_profile(str(run_dir / "profile.json"))
+        if full:
+            found = as_fast(found)
+            run_dir.joinpath("profile.json").write_text(found.to_json())
     plan, parts, data = prepared(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json())
     if not quiet:

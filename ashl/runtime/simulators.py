@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from ashl.cluster.cores import Pair
 from ashl.cluster.network import Exchange, Ports
-from ashl.cluster.spec import Beside, Cluster, Fitted, SharedCores, Sums, beside_of
+from ashl.cluster.spec import Beside, Cluster, Fitted, SharedCores, Sums
 from ashl.cluster.speed import NS, Speed
+from ashl.cluster.summing import beside_of
 from ashl.runtime.channel import Posted
 from ashl.runtime.effects import Compute
 from ashl.runtime.node import Observer

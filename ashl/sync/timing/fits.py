@@ -1,7 +1,8 @@
 """Lines through what was timed: latency and seconds per byte, with half of their 95 % intervals.
 
 Rule: t = a + s·b for b bytes, with the squares of relative errors least, so that short messages count as much as long
-ones; where a would be below zero, s alone. A line for each round of sizes, and of their figures the medians.
+ones; where a would be below zero, s alone. A line for each round of sizes, and of their figures the medians. Of sums,
+whose members wait for cores while bytes are on their way: t = max(l, a + s·b), where that is closer to what was timed.
 
 Source: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 1994 (a and s).
 `ashl.plan.line` fits what `ashl profile` times without `--full`.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import TypeVar
 
@@ -36,6 +38,22 @@ def cost_of(times: Mapping[int, Sequence[float]]) -> Cost:
         latency_noise_s=latency.noise,
         s_per_byte_noise=max(slope.noise, 1.96 * spread),
     )
+
+
+def cost_with_least(times: Mapping[int, Sequence[float]]) -> Cost:
+    """The same, where some of the smallest bodies may all cost the least: as many as bring it closest to the medians,
+    and none unless that makes its error half as large."""
+    sizes, medians = sorted(times), {nbytes: statistics.median(found) for nbytes, found in times.items()}
+    tried = [cost_of(times)]
+    for k in range(1, len(sizes) - 1):
+        least_s = fmean(medians[nbytes] for nbytes in sizes[:k])
+        tried.append(replace(cost_of({nbytes: times[nbytes] for nbytes in sizes[k:]}), least_s=least_s))
+
+    def error(cost: Cost) -> float:
+        return math.hypot(*(cost.seconds(nbytes) / max(time_s, 1e-9) - 1 for nbytes, time_s in medians.items()))
+
+    best = min(tried, key=error)
+    return best if error(best) < error(tried[0]) / 2 else tried[0]
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """What sums over groups of workers cost, and gathering bytes, by the rounds that they make.
 
-Rule: some rounds in a row of a step and a sum, by as many groups at once as there are. A sum costs by how much a round
-is longer than the longest step in it. Members come to it one after the other: what who has come waits for the last one,
-beyond what their steps differ by, is a part of that, and so is the time in which it keeps a core busy.
+Rule: some rounds in a row of a step and a sum that is merged, as an all-reduce does, by as many groups at once as there
+are. A sum costs by how much a round is longer than the longest step in it. Members come to it one after the other: what
+who has come waits for the last one, beyond what their steps differ by, is a part of that, and so is the time in which
+it keeps a core busy.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
+from typing import Any
+
+import torch
 
 from ashl.plan.full import Sum
 from ashl.runtime.node import Node
+from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
-from ashl.sync.timing.exchanges import a_step, answers, close_round, instruct, sizes_of, time_sum
-from ashl.sync.timing.fits import cost_of
+from ashl.stage.tally import Tally
+from ashl.stage.team import Team
+from ashl.sync.timing.exchanges import a_step, answers, blank, close_round, instruct, sizes_of, time_sum
+from ashl.sync.timing.fits import cost_with_least
 from ashl.topology.local_work import WorkerState
 
 SUMS, GATHER = -9, -10  # orders, with bytes, by how many, and perhaps between steps
@@ -32,7 +39,8 @@ async def time_sums(
 ) -> list[float]:
     """(seconds of a core for a sum and a step before it; then of each round when its step began here, when its sum did,
     and when that ended): in a row, after a first one at which all meet."""
-    batch = stage.worker(node.rank).batch
+    batch, first = stage.worker(node.rank).batch, node.rank // group * group
+    team, tally = Team(node, stage, stage.workers[first : first + group], [1 / group] * group), Tally(stage.num_workers)
     await time_sum(node, stage, nbytes, group, gather=gather)
     used, found = node.used, list[float]()
     for k in range(IN_A_ROW):
@@ -40,11 +48,25 @@ async def time_sums(
         if steps:
             await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
         found.append(node.now)
-        await time_sum(node, stage, nbytes, group, gather=gather)
+        tally = await merged(team, blank(stage, nbytes), tally, gather=gather)
         found.append(node.now)
         if steps:
             close_round(node, stage, state)
     return [(node.used - used) / IN_A_ROW, *found]
+
+
+async def merged(team: Team, body: Any, tally: Tally, *, gather: bool) -> Tally:
+    """A sum of everybody's body, or what was gathered, becomes part of a model and is counted; the model stays as it
+    is."""
+    stage, model = team.stage, body
+    team.begin(0.0, 0)
+    if gather:
+        await team.all_gather(body if isinstance(body, SizeOnly) else body.view(torch.uint8))
+        model = update = blank(stage, stage.trainer.dense_bytes)
+    else:
+        update = await team.all_reduce(body, team.weight)
+    stage.outer.step(None, model, update, 0.0)
+    return stage.counted(tally, team.loss)
 
 
 async def all_sums(node: Node, stage: Stage, steps_s: Sequence[float]) -> tuple[Sum, ...]:
@@ -74,7 +96,7 @@ async def summed(node: Node, stage: Stage, what: int, group: int, budget_s: floa
             took_s, waited_s = took_s + taken_s, waited_s + apart_s
             used_s += fmean(max(0.0, row[0] - short * steps_s[rank]) for rank, row in found.items())
     busy, waited = (min(1.0, part_s / took_s) if took_s else 0.0 for part_s in (used_s, waited_s))
-    return Sum(group=group, cost=cost_of(times), busy=busy, waited=waited)
+    return Sum(group=group, cost=cost_with_least(times), busy=busy, waited=waited)
 
 
 def beyond_steps(rows: Sequence[Sequence[float]]) -> tuple[float, float]:

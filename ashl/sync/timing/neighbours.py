@@ -1,8 +1,8 @@
 """What messages between workers cost: all are on a ring, and send to both of their neighbours at once.
 
-Rule: a round is a message to each neighbour, a step, and then the message of each, as D-PSGD has it. Timed are many in
-a row, of a small body and of the dense model. Of the processor time that rounds take beyond their steps each end of a
-message has an equal part.
+Rule: a round is a message to each neighbour, a step, and then the message of each, which are mixed, as D-PSGD has it.
+Timed are many in a row, of a small body and of the dense model. Of the processor time that rounds take beyond their
+steps each end of a message has an equal part.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import a_step, answers, blank, close_round, instruct, small_of
 from ashl.sync.timing.fits import through
 from ashl.topology.local_work import WorkerState
+from ashl.topology.mixing import mixed
 
 NEAR = -14  # an order, with bytes and how many rounds
 FIRST, MOST = 4, 2000  # rounds
@@ -31,14 +32,15 @@ def neighbours(stage: Stage, rank: int) -> tuple[int, ...]:
 async def time_neighbours(node: Node, stage: Stage, state: WorkerState, nbytes: int, rounds: int) -> list[float]:
     """(seconds of a core of a round here, and seconds), after a first one at which all meet."""
     batch, near, used, begun = stage.worker(node.rank).batch, neighbours(stage, node.rank), 0.0, 0.0
+    body, row = blank(stage, nbytes), dict.fromkeys(sorted((*near, node.rank)), 1 / (len(near) + 1))
     for k in range(rounds + 1):
         if k == 1:
             used, begun = node.used, node.now
         for peer in near:
-            await node.send(peer, stage.tag("near", k), blank(stage, nbytes), (nbytes,))
+            await node.send(peer, stage.tag("near", k), body, (nbytes,))
         await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
-        for peer in near:
-            await node.recv(stage.tag("near", k), src=peer)
+        heard = {peer: await node.recv(stage.tag("near", k), src=peer) for peer in near}
+        mixed(row, node.rank, body, heard)
         close_round(node, stage, state)
     return [(node.used - used) / rounds, (node.now - begun) / rounds]
 
