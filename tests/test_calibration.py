@@ -49,17 +49,50 @@ def row(name: str = "BSP", measured: float = 100.0, model: str = "mlp", wait_s: 
     return Compared(name, model, 1000, predicted, own, 100.0 / measured, component(predicted, own, profile(), True))
 
 
+def alone(*ratios: float) -> list[tuple[float, ...]]:
+    return [(ratio,) for ratio in ratios]
+
+
 def test_the_interval_keeps_its_promise() -> None:
-    """9 of 10 of what comes next, of whatever distribution, from 9 combinations on."""
+    """9 of 10 of what comes next, of whatever distribution and whatever all have in common, from 9 combinations on."""
     rng = np.random.Generator(np.random.Philox(1))
     for count in (9, 14, 28):
-        ratios = np.exp(rng.standard_t(3, size=(4000, count + 1)) * 0.1)
-        inside = [abs(math.log(own[-1])) <= bound(own[:-1].tolist()) for own in ratios]
-        assert 0.9 <= np.mean(inside) < 0.97
-    assert bound([1.1, 0.5, 1.0]) == pytest.approx(math.log(2))
-    assert errors([1.0, 1.2, 0.8]).quantiles[3] == 1.0
-    assert held_back([1.0, 1.1, 0.9, 1.05]) == (3, 4)  # 0.9 lies outside of what 1.1 and 1.05 say
-    assert held_back([1.0]) == (0, 0)
+        ratios = np.exp(0.3 + rng.standard_t(3, size=(2000, count + 1)) * 0.1)
+        inside = []
+        for *seen, following in ratios:
+            known = errors(alone(*seen))
+            inside.append(abs(math.log(following / known.common)) <= known.bound)
+        assert 0.89 <= np.mean(inside) < 0.97
+
+
+def test_what_is_in_common_is_taken_off() -> None:
+    found = errors(alone(1.1, 1.21, 1.331))
+    assert (found.common, found.quantiles[3]) == (1.21, 1.21)
+    assert found.bound == pytest.approx(math.log(1.331)), "as two have nothing in common"
+    known = errors(alone(1.1, 1.21, 1.331, 1.21))
+    assert known.bound == pytest.approx(math.log(1.1))
+    assert errors(alone(1.1, 0.5)).common == 1.0
+    both = errors(alone(2.0, 2.0, 2.0, 2.1), alone(0.5, 0.5, 0.5, 0.5))
+    assert (both.common, both.count) == (1.0, 8)
+    assert both.bound == pytest.approx(math.log(1.05))
+    assert bound([[(1.0, 1.2), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]]) == pytest.approx(math.log(1.2)), "of the plan's"
+
+
+def test_half_of_the_combinations_foretells_the_other() -> None:
+    held = held_back([alone(1.1, 2.2, 1.1, 2.0, 1.21, 2.42)])
+    assert held.off == pytest.approx((0.5, 0.5, 0.45, 1.0, 2.0 / 1.1 - 1, 1.2))
+    assert held_back([alone(1.0, 1.1, 1.0, 1.05, 1.02, 1.3)]).inside == 3, "the first half"
+    assert held_back([alone(1.0)]) == (0, ())
+
+
+def test_all_takes_so_many_times_as_long() -> None:
+    """To the rounding of a clock, whatever is shared."""
+    from tests.sim.test_contention import crowded, seconds
+
+    own = {"alone": steps([1.0] * 9 + [16.0]), "together_s": 1.0, "used": 0.6, "halt_s": 12.5}
+    for known in (crowded(), crowded(8, **own), profiled("cluster=homogeneous", "cluster.num_workers=2")):
+        longer = calibrated(known, common=1.5)
+        assert seconds(longer) == pytest.approx(1.5 * seconds(known), rel=1e-6)
 
 
 def test_a_difference_is_named() -> None:
@@ -85,11 +118,12 @@ def test_what_all_combinations_of_a_model_have_in_common_is_said_apart() -> None
     """A machine that has become slower since is none whose parts are modelled badly."""
     rows = [row("BSP", 70.0), row("SSP", 72.0), row("ASP", 69.3), row("BSP", 85.0, "lenet"), row("SSP", 115.0, "lenet")]
     result = verdict(rows)
-    assert result.common("mlp") == pytest.approx((0.7, 0.7 / 0.693 - 1))
-    (said,) = [text for text in sentences(result, 5) if text.startswith("All of")]
-    assert said.startswith(
-        "All of mlp went at 0.70 of what was predicted, and apart from that times are off by 1.0 % in"
-    )
+    assert result.models["mlp"].common == pytest.approx(1 / 0.7)
+    assert result.apart("mlp") == pytest.approx(0.7 / 0.693 - 1)
+    said = [text for text in sentences(result, 5) if " mlp " in text]
+    assert said[0].startswith("All of mlp took 1.43 times as long as predicted, in the median, which predictions from")
+    assert said[0].endswith("apart from that they are off by 1.0 % in the median.")
+    assert said[1].startswith("The machine has another speed with mlp than when it was profiled, or the profile is off")
 
 
 def test_rows_become_a_verdict_and_a_page() -> None:
@@ -100,7 +134,7 @@ def test_rows_become_a_verdict_and_a_page() -> None:
     assert result.median_error == pytest.approx((1 / 0.98 - 1 + 1 - 1 / 1.01) / 2)
     assert result.spread("steps_per_s")["0"] == pytest.approx(0.8)
     assert result.models["mlp"].count == 3
-    assert result.held_back == 4
+    assert len(result.held_back.off) == 4
     record = {"made": "2026-11-22", "versions": {"ashl": "0"}}
     html = page(result, [], record, "ashl calibrate")
     assert "ASP (port)" in html
@@ -119,8 +153,8 @@ def test_the_preset_is_wide_enough_and_what_is_typed_holds() -> None:
         chosen(["sync=bsp", "compression=qsgd"])
 
 
-def calibrated(known: Profile, q: float = 0.06) -> Profile:
-    own = errors([math.exp(q)] * 9)
+def calibrated(known: Profile, q: float = 0.06, common: float = 1.0) -> Profile:
+    own = replace(errors(alone(*[common] * 9)), bound=q)
     return replace(
         known, calibration=Calibration(made="", of=known.digest, model=own, overall=own, inside=9, held_back=9)
     )

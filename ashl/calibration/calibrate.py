@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -96,7 +97,8 @@ def calibrate(
         before = load()
         profiles = {name: by_model.get(name) or profiled(name, *first[name], place) for name in first}
         record = taken_up(place, profiles, before)
-        pairs, left_out = planned(place, profiles, {name: task for name, (task, _) in first.items()})
+        bare = {name: uncalibrated(name, path, place.folder) for name, path in profiles.items()}
+        pairs, left_out = planned(place, bare, {name: task for name, (task, _) in first.items()})
         if not quiet:
             announce(console, pairs, left_out, place.folder, budget_s, before)
         run_pairs(pairs, place)
@@ -171,6 +173,13 @@ def profiled(name: str, task: Sequence[str], config: dict[str, Any], place: Plac
     else:
         measured_there([*usual(place.typed), *task, *next(iter(found.values()))], config, folder, place.where, place)
     return folder / "profile.json"
+
+
+def uncalibrated(name: str, path: Path, folder: Path) -> Path:
+    """The profile as it was measured, whatever another calibration has made of it."""
+    bare = folder / f"uncalibrated-{name}.json"
+    jsonl.write_json(bare, asdict(replace(read_profile(str(path)), calibration=None)))
+    return bare
 
 
 def measured_there(texts: Sequence[str], config: dict[str, Any], folder: Path, where: Launch, place: Place) -> None:
@@ -276,8 +285,8 @@ def store(result: Verdict, profiles: dict[str, Path]) -> dict[str, Profile]:
             of=known.digest,
             model=own,
             overall=result.overall,
-            inside=result.inside,
-            held_back=result.held_back,
+            inside=result.held_back.inside,
+            held_back=len(result.held_back.off),
         )
         stored[name] = replace(known, calibration=calibration)
         jsonl.write_json(path, asdict(stored[name]))
@@ -295,5 +304,10 @@ def as_record(result: Verdict, left_out: Sequence[LeftOut]) -> dict[str, Any]:
         "worst": {"name": f"{result.worst.model}: {result.worst.name}", "ratio": result.worst.ratio},
         "component": result.weakest,
         "errors": {"overall": asdict(result.overall), **{model: asdict(own) for model, own in result.models.items()}},
-        "held_back": {"inside": result.inside, "of": result.held_back},
+        "held_back": {
+            "inside": result.held_back.inside,
+            "of": len(result.held_back.off),
+            "median_error": median(result.held_back.off) if result.held_back.off else None,
+            "worst": max(result.held_back.off, default=None),
+        },
     }

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from ashl.calibration.combinations import Pair
-from ashl.plan.calibration import Errors, errors, held_back
+from ashl.plan.calibration import Errors, HeldBack, errors, held_back
 from ashl.plan.full import quantile
 from ashl.plan.profile import Profile
 from ashl.study.slots import read_summary
@@ -51,9 +51,9 @@ class Compared:
         return self.predicted.steps_per_s / self.measured.steps_per_s
 
     @property
-    def furthest(self) -> float:
-        """The same, or that of the plan, whichever is further off: whoever asks the profile gets one or the other."""
-        return max(self.ratio, self.forecast, key=lambda ratio: abs(math.log(ratio)))
+    def ratios(self) -> tuple[float, float]:
+        """The same, and that of the plan: whoever asks the profile gets one or the other."""
+        return self.ratio, self.forecast
 
     @property
     def record(self) -> dict[str, Any]:
@@ -109,8 +109,7 @@ class Verdict:
     rows: tuple[Compared, ...]
     overall: Errors
     models: dict[str, Errors]
-    inside: int  # of those held back, how many lie inside the interval that the others give
-    held_back: int
+    held_back: HeldBack
 
     @property
     def median_error(self) -> float:
@@ -121,12 +120,9 @@ class Verdict:
     def worst(self) -> Compared:
         return max(self.rows, key=lambda row: abs(math.log(row.ratio)))
 
-    def common(self, model: str) -> tuple[float, float]:
-        """(measured / predicted steps per second that all of a model have in common, how far off times are apart from
-        that, in the median, as a share)."""
-        ratios = [row.ratio for row in self.rows if row.model == model]
-        middle = median(ratios)
-        return 1 / middle, median(abs(ratio / middle - 1) for ratio in ratios)
+    def apart(self, model: str) -> float:
+        """How far off times of a model are in the median, apart from what all have in common, as a share."""
+        return median(abs(row.ratio / self.models[model].common - 1) for row in self.rows if row.model == model)
 
     @property
     def wait_error(self) -> float:
@@ -153,9 +149,8 @@ class Verdict:
 
 def verdict(rows: Sequence[Compared]) -> Verdict:
     """Of two combinations at least. Every other one is held back, and then the rest."""
-    models: dict[str, list[float]] = {}
+    models: dict[str, list[tuple[float, ...]]] = {}
     for row in rows:
-        models.setdefault(row.model, []).append(row.furthest)
-    ratios = [row.furthest for row in rows]
+        models.setdefault(row.model, []).append(row.ratios)
     own = {model: errors(found) for model, found in models.items()}
-    return Verdict(tuple(rows), errors(ratios), own, *held_back(ratios))
+    return Verdict(tuple(rows), errors(*models.values()), own, held_back([*models.values()]))

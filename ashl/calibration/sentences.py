@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -110,18 +111,22 @@ def sentences(result: Verdict, count: int) -> list[str]:
         f"worst ({worst.model}: {worst.name}: {worst.component}); wait shares by at most {result.wait_error:.3f}.",
         f"Most of what is off is: {result.weakest}.",
     ]
-    for model in result.models:
-        factor, rest = result.common(model)
-        if abs(math.log(factor)) > max(ALIKE, 2 * rest):
-            found.append(
-                f"All of {model} went at {factor:.2f} of what was predicted, and apart from that times are off by "
-                f"{percent(rest)} in the median: the machine has another speed than when it was profiled, or the "
-                "profile is off in what all have in common; profile again."
-            )
-    if result.held_back:
+    for model, own in result.models.items():
+        rest = result.apart(model)
         found.append(
-            f"Of {result.held_back} combinations that were held back in turn, {result.inside} lie inside the interval "
-            f"that the other half gives (± {percent(math.expm1(result.overall.bound), 0)} of all)."
+            f"All of {model} took {own.common:.2f} times as long as predicted, in the median, which predictions from "
+            f"its profile are multiplied by from now on; apart from that they are off by {percent(rest)} in the median."
+        )
+        if abs(math.log(own.common)) > max(ALIKE, 2 * rest):
+            found.append(
+                f"The machine has another speed with {model} than when it was profiled, or the profile is off in what "
+                "all have in common: profile again where it matters."
+            )
+    if held := result.held_back.off:
+        found.append(
+            f"Of {len(held)} combinations that were held back in turn, {result.held_back.inside} lie inside the "
+            f"interval that the other half gives; with what that has in common they are off by {percent(median(held))} "
+            f"in the median, {percent(max(held))} at worst."
         )
     if len(result.rows) < count:
         found.append(f"{count - len(result.rows)} of {count} are missing: the same command runs them.")

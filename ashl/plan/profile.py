@@ -20,11 +20,12 @@ from pydantic import ValidationError
 from ashl.cluster.spec import Beside, Cluster, Measured
 from ashl.config.construct import explain
 from ashl.errors import UsageError, parsed
-from ashl.plan.calibration import Calibration
+from ashl.plan.calibration import Calibration, slower
 from ashl.plan.checks import check_line, check_names, is_count, is_number, is_seconds, require_keys
 from ashl.plan.contention import contended
 from ashl.plan.full import Full, fitted
 from ashl.plan.line import Line
+from ashl.plan.plan import Spec
 
 T = TypeVar("T")
 SCHEMA = 4
@@ -229,9 +230,14 @@ class Profile:
         fix = f"say cluster.num_workers={self.num_workers}, or in virtual time cluster=profile; else "
         return self.clash(f"{self.num_workers} workers and the cluster has {num_workers}", fix)
 
-    def cluster(self, codec: str | None = None, shared: bool = True) -> dict[str, Any]:
+    def cluster(self, codec: str | None = None, shared: bool = True) -> Spec:
         """The spec of a cluster that costs what this profile says, for virtual time; a full one has what encoding by
-        this codec (its class) costs, and has ranks share cores where it saw too few of them, unless not asked to."""
+        this codec (its class) costs, and has ranks share cores where it saw too few of them, unless not asked to. A
+        calibrated one is as fast as its combinations were in common."""
+        spec = self._as_measured(codec, shared)
+        return spec if self.calibration is None else slower(spec, self.calibration.model.common)
+
+    def _as_measured(self, codec: str | None, shared: bool) -> Spec:
         measured = self.in_medians()
         if self.full is None:
             return measured
