@@ -1,5 +1,5 @@
-"""`ashl calibrate`: short real runs and the same in virtual time from the cluster's profile, compared; the error is
-stored with the profile, and every later prediction from it carries it."""
+"""`ashl calibrate`: short real runs and the same in virtual time from the cluster's profile, compared; what they have
+in common and the error beyond it are stored with the profile, and every later prediction from it has both."""
 
 import hashlib
 import os

@@ -1,5 +1,6 @@
 """`calibration.html`: predicted against measured, as one file that opens anywhere."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from ashl.calibration.combinations import LeftOut
 from ashl.calibration.compared import Verdict
 from ashl.calibration.sentences import TITLES, cells, sentences
+from ashl.plan.calibration import ENOUGH
 from ashl.report.page import STYLE
 from ashl.report.svg import COLORS, MARKERS, SOFT, Scale, drawing, haloed, line, marker, text, x_axis, y_axis
 
@@ -15,7 +17,8 @@ NAMED = 1.1  # those that are further off than this have their name written besi
 
 
 def scatter(result: Verdict) -> str:
-    """Steps per second: on the diagonal prediction and measurement agree; the dashes are the interval."""
+    """Steps per second: on the diagonal prediction and measurement agree; the dashes are each model's interval, about
+    what its combinations have in common."""
     rates = [rate for row in result.rows for rate in (row.predicted.steps_per_s, row.measured.steps_per_s)]
     low, high = min(rates) / 1.3, max(rates) * 1.3
     across = Scale(low, high, LEFT, WIDTH - LEGEND, log=True)
@@ -25,13 +28,13 @@ def scatter(result: Verdict) -> str:
         y_axis(up, LEFT, "steps/s measured, logarithmic", right=WIDTH - LEGEND),
         line(across(low), up(low), across(high), up(high), stroke=SOFT),
     ]
-    bound = max(result.overall.bound, 1e-3)
-    factor = 2.718281828459045**bound
-    if factor < 1.3:
-        for a, b in ((factor, 1.0), (1.0, factor)):
-            ends = across(low * a), up(low * b), across(high / b), up(high / a)
-            parts.append(line(*ends, stroke=SOFT, stroke_dasharray="3 3"))
     models = list(result.models)
+    for index, own in enumerate(result.models.values()):
+        within = (own if own.count >= ENOUGH else result.overall).bound
+        for factor in (math.exp(within) / own.common, math.exp(-within) / own.common):  # measured / predicted rate
+            a, b = (factor, 1.0) if factor > 1 else (1.0, 1 / factor)
+            ends = across(low * b), up(low * a), across(high / a), up(high / b)
+            parts.append(line(*ends, stroke=COLORS[index % len(COLORS)], stroke_dasharray="3 3"))
     for row in result.rows:
         style = models.index(row.model) % len(COLORS)
         x, y = across(row.predicted.steps_per_s), up(row.measured.steps_per_s)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ashl.calibration.combinations import LeftOut, Pair
 from ashl.calibration.compared import Compared, Verdict
+from ashl.plan.calibration import FEW
 from ashl.plan.profile import Profile
 from ashl.tracking.console import give_or_take, milliseconds, number, percent, seconds
 
@@ -113,6 +114,8 @@ def sentences(result: Verdict, count: int) -> list[str]:
     ]
     for model, own in result.models.items():
         rest = result.apart(model)
+        if own.count <= FEW:
+            continue
         found.append(
             f"All of {model} took {own.common:.2f} times as long as predicted, in the median, which predictions from "
             f"its profile are multiplied by from now on; apart from that they are off by {percent(rest)} in the median."

@@ -98,7 +98,8 @@ def flat(seconds: float) -> Cost:
 def scaled(cost: Cost, nbytes: float, seconds: float) -> Cost:
     """The line of a profile, through what the run saw."""
     factor = seconds / cost.seconds(nbytes) if cost.seconds(nbytes) else 1.0
-    return replace(cost, latency_s=factor * cost.latency_s, s_per_byte=factor * cost.s_per_byte)
+    least_s = None if cost.least_s is None else factor * cost.least_s
+    return replace(cost, latency_s=factor * cost.latency_s, s_per_byte=factor * cost.s_per_byte, least_s=least_s)
 
 
 def profile_of(record: Record, known: Profile | None) -> Profile:

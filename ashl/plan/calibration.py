@@ -21,7 +21,7 @@ from ashl.plan.plan import Spec
 
 COVERED = 0.9
 ENOUGH = 9  # combinations for that
-FEW = 3  # ... at least to have something in common
+FEW = 3  # combinations, which have nothing in common yet
 # Of a cluster's spec: what is in seconds (steps are `compute` of `step_s`, transfers `link` of `exchange_s`), and in
 # bytes per second
 SECONDS = {"step_s", "exchange_s", "compress_s", "server_step_s", "encode_s", "decode_s", "latencies", "pull_latencies"}
@@ -79,8 +79,8 @@ Ratios = Sequence[tuple[float, ...]]  # measured / predicted time of each combin
 
 
 def common(ratios: Ratios) -> float:
-    """The median of the first of each; of fewer than three it says nothing."""
-    return median(own[0] for own in ratios) if len(ratios) >= FEW else 1.0
+    """The median of the first of each; of few it says nothing."""
+    return median(own[0] for own in ratios) if len(ratios) > FEW else 1.0
 
 
 def off(own: tuple[float, ...], factor: float) -> float:
@@ -90,9 +90,16 @@ def off(own: tuple[float, ...], factor: float) -> float:
 
 def bound(models: Iterable[Ratios]) -> float:
     """q, as above, of what each model's combinations are off beyond what its others have in common."""
-    rests = [(own, [*ratios[:k], *ratios[k + 1 :]]) for ratios in models for k, own in enumerate(ratios)]
-    scores = sorted(off(own, common(rest)) for own, rest in rests)
+    scores = sorted(score for ratios in models for score in beyond_others(ratios))
     return scores[min(len(scores), math.ceil((len(scores) + 1) * COVERED)) - 1]
+
+
+def beyond_others(ratios: Ratios) -> list[float]:
+    """By how much each is off beyond what the others have in common, where all of them have."""
+    if len(ratios) <= FEW:
+        return [off(own, 1.0) for own in ratios]
+    firsts = [own[0] for own in ratios]
+    return [off(own, median([*firsts[:k], *firsts[k + 1 :]])) for k, own in enumerate(ratios)]
 
 
 def errors(*models: Ratios) -> Errors:

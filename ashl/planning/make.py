@@ -160,15 +160,13 @@ def _prepared(
     resolved = usable(plan, options, settings.plan)
     check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
     check_churn(resolved, plan.stages, settings.run.checkpoint_s)
-    clock = parts["cluster"]
-    if known is not None and not isinstance(clock, Cluster):
-        clock = options.of("cluster", known.cluster(codec_of(config)))
+    clock, by = foretelling(parts["cluster"], known, replaced, codec_of(config), options)
     plan = overlapped(plan, resolved, learner, known, clock)
     resolved = parts_of(plan, options)
     plan = replace(plan, stages=tuple(sized(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True)))
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
-    return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch, known), resolved, data)
+    return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch, by), resolved, data)
 
 
 def loaded(dataset: Any) -> Data:
@@ -304,8 +302,7 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
     if cluster.num_workers not in (None, known.num_workers):
         raise UsageError(known.crowd(cluster.num_workers))
     if isinstance(cluster, Cluster):
-        own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
-        if own is not None and replace(own, device=known.device, source=known.source) == known.without_parts():
+        if known.calibration is None and declares(cluster, known):
             return None
         if cluster.events:
             raise UsageError(
@@ -315,6 +312,25 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
         return known.cluster(codec)
     own = {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
     return known.cluster(codec, shared=False) | own  # nothing is lost in the midst of shared cores
+
+
+def foretelling(
+    cluster: Any, known: Profile | None, replaced: Spec | None, codec: str, options: Options
+) -> tuple[Any, Profile | None]:
+    """The cluster by which is predicted what a run takes, and the profile that it is of, if it is."""
+    if known is None or replaced is not None:
+        return cluster, known
+    if isinstance(cluster, Cluster) and not declares(cluster, known):
+        return cluster, None
+    return options.of("cluster", known.cluster(codec)), known
+
+
+def declares(cluster: Any, known: Profile) -> bool:
+    """Whether the profile is what this cluster declares."""
+    if not isinstance(cluster, Cluster):
+        return False
+    own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
+    return own is not None and replace(own, device=known.device, source=known.source) == known.without_parts()
 
 
 def codec_of(config: Mapping[str, Any]) -> str:

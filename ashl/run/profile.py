@@ -16,6 +16,7 @@ from ashl.planning.make import prepared
 from ashl.run.rank import step_here_s
 from ashl.run.train import folder, is_virtual, joined, run
 from ashl.tracking.forecast import forecast, show_profile
+from ashl.tracking.jsonl import write_text
 from ashl.tracking.recorder import Recorder
 
 
@@ -56,8 +57,9 @@ def profile(
             raise AshlError("the run ended before all was measured, so there is no profile; give stop.seconds more")
         found = read_profile(str(run_dir / "profile.json"))
         if full:
+            run_dir.joinpath("profile.json").unlink()  # until it is whole
             found = as_fast(found)
-            run_dir.joinpath("profile.json").write_text(found.to_json())
+            write_text(run_dir / "profile.json", found.to_json())
     plan, parts, data = prepared(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json())
     if not quiet:

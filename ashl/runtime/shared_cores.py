@@ -322,7 +322,8 @@ class SharedSim(Sim):
             self._begin(channel)
 
     def _begin(self, channel: Channel) -> None:
-        """It ends when it has cost all of its members what it does, and the rest of its time has passed."""
+        """It ends when it has cost all of its members what it does, and the rest of its time has passed; no sooner than
+        it did, however much is left of a quota."""
         posted, group = channel.take(self.now_ns), channel.team
         tensors = [posted.arrived[rank][1] for rank in group]
         result, cost, moved, own = collected(posted.effect, tensors, self.network, self.now_ns)
@@ -337,7 +338,7 @@ class SharedSim(Sim):
         def done(rank: int) -> None:
             left.discard(rank)
             if not left:
-                self._at(self.now_ns + rest_ns, ended, None)
+                self._at(max(start + cost, self.now_ns + rest_ns), ended, None)
 
         def begin(_: None) -> None:
             for rank in group:

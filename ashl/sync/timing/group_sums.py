@@ -48,16 +48,15 @@ async def time_sums(
         if steps:
             await node.compute(partial(a_step, node, stage, state, k, batch), work=batch)
         found.append(node.now)
-        tally = await merged(team, blank(stage, nbytes), tally, gather=gather)
+        _, tally = await merged(team, blank(stage, nbytes), tally, gather=gather)
         found.append(node.now)
         if steps:
             close_round(node, stage, state)
     return [(node.used - used) / IN_A_ROW, *found]
 
 
-async def merged(team: Team, body: Any, tally: Tally, *, gather: bool) -> Tally:
-    """A sum of everybody's body, or what was gathered, becomes part of a model and is counted; the model stays as it
-    is."""
+async def merged(team: Team, body: Any, tally: Tally, *, gather: bool) -> tuple[Any, Tally]:
+    """(a model with the sum of everybody's body, or after what was gathered, and the counts with it)."""
     stage, model = team.stage, body
     team.begin(0.0, 0)
     if gather:
@@ -65,8 +64,7 @@ async def merged(team: Team, body: Any, tally: Tally, *, gather: bool) -> Tally:
         model = update = blank(stage, stage.trainer.dense_bytes)
     else:
         update = await team.all_reduce(body, team.weight)
-    stage.outer.step(None, model, update, 0.0)
-    return stage.counted(tally, team.loss)
+    return model + update, stage.counted(tally, team.loss)
 
 
 async def all_sums(node: Node, stage: Stage, steps_s: Sequence[float]) -> tuple[Sum, ...]:
