@@ -81,9 +81,8 @@ def test_half_of_the_combinations_foretells_the_other() -> None:
     held = held_back([alone(*[1.1, 2.2] * 3, 1.21, 2.42)])
     assert held.off == pytest.approx((*(0.5,) * 3, 0.45, *(1.0,) * 3, 1.2))
     assert held.inside == 0
-    assert held_back([alone(*[1.1, 1.0] * 4), alone(*[2.1, 2.0] * 3, 2.1, 2.6)]).inside == 8, (
-        "by those of which one differs"
-    )
+    both = alone(*[1.1, 1.0] * 4), alone(*[2.1, 2.0] * 3, 2.1, 2.6)
+    assert held_back(both).inside == 8, "of those that the half with 2.6 foretells"
     assert held_back([alone(1.0)]) == (0, ())
 
 
