@@ -19,6 +19,7 @@ from ashl.calibration.page import page
 from ashl.calibration.sentences import sentences
 from ashl.cli.app import main
 from ashl.config.compose import compose
+from ashl.config.identity import config_hash
 from ashl.errors import UsageError
 from ashl.plan.calibration import Calibration, bound, errors, held_back
 from ashl.plan.files import read_profile
@@ -179,6 +180,27 @@ def test_later_predictions_carry_the_error(workplace, capsys) -> None:
     Path("p.json").write_text(json.dumps(changed))
     with pytest.raises(UsageError, match="its calibration is older than the profile"):
         read_profile("p.json")
+
+
+def test_what_declares_a_calibrated_profile_is_foretold_by_it(workplace) -> None:
+    """In virtual time and paced; what another cluster takes, it does not say."""
+    on = ["cluster=mixed", "sync=bsp", "schedule=single", "stop.steps=60", "tracking=none"]
+    known, plain = profiled("cluster=mixed"), planned(*on, "runtime=sim").predicted_s
+    assert plain is not None
+    virtual = compose(["runtime=sim", "cluster=profile", "profile=profile.json"], None)
+    names = [config_hash(virtual)]
+    Path("profile.json").write_text(calibrated(known, common=1.5).to_json())
+    for runtime in ("sim", "local"):
+        found = planned(*on, f"runtime={runtime}", "profile=profile.json")
+        assert found.predicted_s == pytest.approx(1.5 * plain)
+        assert found.predicted_error == pytest.approx(math.expm1(0.06))
+    other = planned(*on, "runtime=local", "cluster.compute=[1,1,2,9]", "profile=profile.json")
+    assert other.predicted_s is not None
+    assert other.predicted_error is None
+    names.append(config_hash(virtual))
+    Path("profile.json").unlink()
+    names.append(config_hash(virtual))
+    assert names[0] != names[1] != names[2] == names[0], "of runs that take as long, or longer"
 
 
 def in_this_process(

@@ -175,10 +175,11 @@ def test_a_sum_costs_its_members(busy: float, apply_ms: float, expected_ms: floa
     assert played(machine, main)[:2] == pytest.approx([expected_ms] * 2, abs=0.002)
 
 
-@pytest.mark.parametrize("quota", [0.5, 1.0, 4.0])
-def test_a_quota_was_in_what_a_sum_took(quota: float) -> None:
-    """Of 8 ms each member keeps a core busy for 1 ms, which half of a core does in 4 for both; nothing is added."""
-    machine = on_one_machine(2, busy=((2, 0.125),), quotas=(Quota(cores=quota, period_s=1e-6),))
+@pytest.mark.parametrize(("quota", "period_s"), [(0.5, 1e-6), (1.0, 1e-6), (4.0, 1e-6), (0.5, 0.1)])
+def test_a_quota_was_in_what_a_sum_took(quota: float, period_s: float) -> None:
+    """Of 8 ms each member keeps a core busy for 1 ms, which half of a core does in 4 for both; nothing is added, and it
+    ends no sooner where much of a quota is left."""
+    machine = on_one_machine(2, busy=((2, 0.125),), quotas=(Quota(cores=quota, period_s=period_s),))
 
     async def main(node: Node) -> float:
         if node.rank < 2:

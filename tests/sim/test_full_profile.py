@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from ashl.cli.app import main
+from ashl.calibration.spans import scaled
 from ashl.cluster.network import network
 from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
 from ashl.plan.full import Coding, Cost, Full, Neighbours, ServerCosts, StepTimes, Sum, WorkerCosts, crossed, quantiles
 from ashl.plan.profile import Profile
-from ashl.sync.timing.fits import cost_of, crossing, line_through
+from ashl.sync.timing.fits import cost_of, cost_with_least, crossing, line_through
 from ashl.sync.timing.group_sums import IN_A_ROW, beyond_steps
 from ashl.sync.timing.quotas import halts, held_back
 from tests.support import run, simulated
@@ -219,6 +220,18 @@ def test_lines_and_their_intervals() -> None:
     assert noisy.latency_s == pytest.approx(1.0)
     assert 0.02 < noisy.latency_noise_s <= 0.1
     assert cost_of({}) == cost(0.0, 0.0)
+
+
+def test_small_sums_may_all_cost_the_least() -> None:
+    found = cost_with_least({100: [5.0] * 3, 200: [5.0] * 3, 400: [8.0] * 3, 800: [16.0] * 3})
+    assert [found.seconds(nbytes) for nbytes in (0, 200, 400, 600)] == pytest.approx([5.0, 5.0, 8.0, 12.0])
+    straight: dict[int, list[float]] = {100: [2.0, 2.1, 1.9], 200: [3.0, 3.1, 3.2], 400: [5.0, 5.2, 5.1]}
+    assert cost_with_least(straight) == cost_of(straight)
+    assert cost_with_least({100: [2.0]}) == cost_of({100: [2.0]})
+    known = of_one(steps([1.0]), sums=(Sum(group=1, cost=found),)).cluster()
+    assert known["group_sums"] == [{"group": 1, "latency_s": 0.0, "s_per_byte": 0.02, "least_s": 5.0}]
+    longer = scaled(found, 100, 10.0)
+    assert (longer.seconds(100), longer.seconds(800)) == pytest.approx((10.0, 32.0)), "as a replay has it"
 
 
 def test_what_is_read(workplace) -> None:
