@@ -3,7 +3,8 @@
 Rule: what all did together then is done once more in virtual time with the costs that were found: exchanges without a
 pause, exchanges after a step, whose pushes are applied, and messages around a ring after a step. What messages cost
 their ends, what a pause costs, and what messages between workers cost their ends are scaled in that order, each by the
-factor with which virtual time is that of the profile. A thread that wakes up, and a quota of which a core that sleeps
+factor with which virtual time is that of the profile; before that, where both ways of a server's port slow each other
+down, by how much they do. A thread that wakes up, and a quota of which a core that sleeps
 keeps a part, are nobody's processor time, and show only in what all took together. Where something else is most of
 that time, as a slow link, nothing is scaled.
 
@@ -16,6 +17,7 @@ import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
@@ -33,6 +35,7 @@ MATTERS = 1.15  # times as long, at least, is what takes that time when a factor
 HALVINGS = 7  # of what is between them, to a hundredth
 ROUNDS, EACH = 400, 20  # of all workers together, and of each, at least
 FIRST = 0.2  # of the rounds, which do not count
+Loop = Callable[[Node, int, list[float]], Coroutine]
 PUSH, ANSWER, NEAR = ("push", 0, 0), ("answer", 0, 0), "near"
 
 
@@ -50,37 +53,58 @@ class Unseen:
         pass
 
 
+class Factors(NamedTuple):
+    """With which costs are multiplied: ends of messages, pauses, ends of messages between workers, and by how much what
+    goes each way of the server's port slows the other."""
+
+    slowed: float = 1.0
+    paused: float = 1.0
+    between: float = 1.0
+    crossed: float = 1.0
+
+
 def as_fast(profile: Profile) -> Profile:
-    """The profile with these factors, where ranks share cores in it; without its calibration, if it had one."""
+    """The profile with these factors, where ranks share cores in it or a server's port is slower both ways; without its
+    calibration, if it had one."""
     full = profile.full
-    handling = None if full is None else full.handling
-    if full is None or handling is None or handling.exchange_s is None or handling.round_s is None:
+    if full is None or full.server is None or (handling := full.handling) is None:
         return profile
-    if profile.cluster().get("shared") is None:
+    shared, crossed = profile.cluster().get("shared") is not None, full.server.crossed_s_per_byte is not None
+    if handling.exchange_s is None or handling.round_s is None or not (shared or crossed):
         return profile
-    batch, dense, near = profile.workers[0].batch, profile.dense_bytes, full.neighbours
+    batch, dense, found = profile.workers[0].batch, profile.dense_bytes, Factors()
+    exchanges, rounds = (partial(exchanging, own, dense) for own in (None, batch))
 
-    def scaled(slowed: float, paused: float, between: float = 1.0) -> Profile:
-        own = replace(handling, slowed=slowed, paused=paused)
-        own_full = replace(full, handling=own, neighbours=near and replace(near, slowed=between))
-        return replace(profile, full=own_full, calibration=None)  # which was of another one
+    def of(name: str, aim_s: float, loop: Loop, *, serves: bool = True, **others: float) -> Factors:
+        def time_s(value: float) -> float:
+            return run(scaled(profile, found._replace(**others, **{name: value})), loop, serves=serves)
 
-    def exchanges_s(slowed: float) -> float:
-        return run(scaled(slowed, 0.0), partial(exchanging, None, dense), serves=True)
+        return found._replace(**{name: factor(time_s, aim_s)})
 
-    slowed = factor(exchanges_s, handling.exchange_s)
+    if crossed:
+        found = of("crossed", handling.exchange_s, exchanges, paused=0.0)
+    if shared:
+        found = of("slowed", handling.exchange_s, exchanges, paused=0.0)
+        found = of("paused", handling.round_s, rounds)
+    if shared and full.neighbours is not None:
+        round_s = full.neighbours.round.seconds(dense)
+        found = of("between", round_s / profile.num_workers, partial(on_a_ring, batch, dense), serves=False)
+    return scaled(profile, found)
 
-    def rounds_s(paused: float) -> float:
-        return run(scaled(slowed, paused), partial(exchanging, batch, dense), serves=True)
 
-    paused = factor(rounds_s, handling.round_s)
-
-    def ring_s(between: float) -> float:
-        return run(scaled(slowed, paused, between), partial(on_a_ring, batch, dense), serves=False)
-
-    return scaled(
-        slowed, paused, 1.0 if near is None else factor(ring_s, near.round.seconds(dense) / len(full.workers))
+def scaled(profile: Profile, by: Factors) -> Profile:
+    full = profile.full
+    assert full is not None
+    assert full.handling is not None
+    assert full.server is not None
+    crossed = full.server.crossed_s_per_byte
+    own = replace(
+        full,
+        handling=replace(full.handling, slowed=by.slowed, paused=by.paused),
+        neighbours=full.neighbours and replace(full.neighbours, slowed=by.between),
+        server=replace(full.server, crossed_s_per_byte=crossed and crossed * by.crossed),
     )
+    return replace(profile, full=own, calibration=None)  # which was of another one
 
 
 def factor(time_s: Callable[[float], float], aim_s: float) -> float:
@@ -94,7 +118,7 @@ def factor(time_s: Callable[[float], float], aim_s: float) -> float:
     return math.sqrt(low * high)
 
 
-def run(profile: Profile, loop: Callable[[Node, int, list[float]], Coroutine], *, serves: bool) -> float:
+def run(profile: Profile, loop: Loop, *, serves: bool) -> float:
     """Seconds from one end of a round to the next one's, whoever's, by this loop: of a rank, the number of workers, and
     the moments at which rounds have ended."""
     cluster: Cluster = construct(profile.cluster(), "cluster")

@@ -32,6 +32,7 @@ from ashl.runtime.node import Node, Observer
 from ashl.runtime.sim import LAST, Sim
 from ashl.runtime.sums import chunk
 
+AT_ONCE = 2  # messages that share a server's port, each way: between one after the other and all alike, as TCP's are
 Together = tuple[tuple[Cores["Lane"], float], ...]
 Span = tuple[float, Callable[[], None]]  # work in ns of a core, and what is called at its end
 
@@ -109,7 +110,7 @@ class SharedSim(Sim):
             for rank in range(workers, num_ranks):
                 ways = [self._ways[network.port(rank, way, False)] for way in ("in", "out")]
                 for way in ways:
-                    way.slots = 1  # one after the other
+                    way.slots = AT_ONCE
                 self._slow_each_other(*zip(ways, both_ways, strict=True))
 
     def _slow_each_other(self, *together: tuple[Cores[Lane], float]) -> None:
@@ -267,8 +268,8 @@ class SharedSim(Sim):
 
     def _travel(self, src: int, send: Send, nbytes: int) -> None:
         """From worker to worker, or by a server's port where what goes each way slows the other: each message has a
-        connection of its own, and those that are under way at once share the ports at both ends, where a server's serve
-        one after the other. It is there when both have let it through. Sums do not wait for it."""
+        connection of its own, and those that are under way at once share the ports at both ends, a server's in twos. It
+        is there when both have let it through. Sums do not wait for it."""
         assert isinstance(self.network, FittedPorts)
         network, dst, now = self.network, send.dst, self.now_ns
         inner, latency = network.inner(src, dst), network.latency_ns(src, dst, nbytes, now)

@@ -252,11 +252,12 @@ def test_what_comes_to_a_server_and_what_leaves_it_slow_each_other_down() -> Non
 
 
 def test_a_machine_each_is_as_no_machine() -> None:
-    """A server's port serves one after the other, and who is served both ways at once by next to nothing slower."""
+    """Whose messages are alone at a server's port, which may be slower both ways by next to nothing."""
     way = Sums(latency_s=0.001, s_per_byte=0.001)
     machine = replace(on_one_machine(4), shared=None, server_in=way, server_out=way, latencies=(0.001, 0.002))
 
     async def main(node: Node) -> float:
+        await node.sleep(node.rank % 2)
         for k in range(3):
             if node.rank < 2:
                 await node.compute(lambda: None, work=1 + k)

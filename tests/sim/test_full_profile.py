@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ashl.cli.app import main
 from ashl.calibration.spans import scaled
+from ashl.cli.app import main
 from ashl.cluster.network import network
 from ashl.cluster.speed import LEVELS
 from ashl.config.construct import construct
