@@ -22,8 +22,8 @@ from typing import NamedTuple
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import speed_of
-from ashl.config.construct import construct
 from ashl.plan.profile import Profile
+from ashl.planning.build import Options
 from ashl.runtime.node import Node
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sampling import Rounds
@@ -121,7 +121,7 @@ def factor(time_s: Callable[[float], float], aim_s: float) -> float:
 def run(profile: Profile, loop: Loop, *, serves: bool) -> float:
     """Seconds from one end of a round to the next one's, whoever's, by this loop: of a rank, the number of workers, and
     the moments at which rounds have ended."""
-    cluster: Cluster = construct(profile.cluster(), "cluster")
+    cluster: Cluster = Options(()).of("cluster", profile.cluster())
     n, ends_s = profile.num_workers, list[float]()
     speed, costs = speed_of(cluster, profile.workers[0].batch, seed=0), network(cluster, profile.dense_bytes)
     sim = simulator(n + serves, speed, costs, Unseen(), serves=serves)
