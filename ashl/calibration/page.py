@@ -59,7 +59,8 @@ def page(result: Verdict, left_out: Sequence[LeftOut], record: Mapping[str, Any]
         "<h1>ashl: predicted and measured</h1>",
         f'<div class="answer">{words}</div>',
         f"<section><h2>Steps per second</h2>{scatter(result)}"
-        '<p class="note">Above the line the cluster was faster than predicted; what is off by 10 % is named.</p>'
+        '<p class="note">Above the line the cluster was faster than predicted; what is off by 10 % is named. '
+        "Between a model's dashes lies what is foretold of it, with what its combinations have in common.</p>"
         "</section>",
         f'<section><h2>Combinations</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div></section>",
