@@ -8,7 +8,7 @@ from typing import Any
 from ashl.calibration.combinations import LeftOut
 from ashl.calibration.compared import Verdict
 from ashl.calibration.sentences import TITLES, cells, sentences
-from ashl.plan.calibration import ENOUGH
+from ashl.plan.calibration import bound_of
 from ashl.report.page import STYLE
 from ashl.report.svg import COLORS, MARKERS, SOFT, Scale, drawing, haloed, line, marker, text, x_axis, y_axis
 
@@ -30,7 +30,7 @@ def scatter(result: Verdict) -> str:
     ]
     models = list(result.models)
     for index, own in enumerate(result.models.values()):
-        within = (own if own.count >= ENOUGH else result.overall).bound
+        within = bound_of(own, result.overall)
         for factor in (math.exp(within) / own.common, math.exp(-within) / own.common):  # measured / predicted rate
             a, b = (factor, 1.0) if factor > 1 else (1.0, 1 / factor)
             ends = across(low * b), up(low * a), across(high / a), up(high / b)

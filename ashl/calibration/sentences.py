@@ -113,9 +113,9 @@ def sentences(result: Verdict, count: int) -> list[str]:
         f"Most of what is off is: {result.weakest}.",
     ]
     for model, own in result.models.items():
-        rest = result.apart(model)
         if own.count <= FEW:
             continue
+        rest = result.apart(model)
         found.append(
             f"All of {model} took {own.common:.2f} times as long as predicted, in the median, which predictions from "
             f"its profile are multiplied by from now on; apart from that they are off by {percent(rest)} in the median."

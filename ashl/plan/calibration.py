@@ -25,17 +25,8 @@ FEW = 3  # combinations, which have nothing in common yet
 # Of a cluster's spec: what is in seconds (steps are `compute` of `step_s`, transfers `link` of `exchange_s`), and in
 # bytes per second
 SECONDS = {"step_s", "exchange_s", "compress_s", "server_step_s", "encode_s", "decode_s", "latencies", "pull_latencies"}
-SECONDS |= {
-    "empty_s",
-    "latency_s",
-    "s_per_byte",
-    "least_s",
-    "server_crossed_s_per_byte",
-    "part_s",
-    "sum_s",
-    "resumed_s",
-}
-SECONDS |= {"quantum_s", "period_s", "kept_s", "late_s"}
+SECONDS |= {"empty_s", "latency_s", "s_per_byte", "least_s", "server_crossed_s_per_byte", "part_s", "sum_s"}
+SECONDS |= {"resumed_s", "quantum_s", "period_s", "kept_s", "late_s"}
 RATES = {"up_bytes_s", "down_bytes_s", "server_bytes_s"}
 AT = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -65,7 +56,12 @@ class Calibration:
     @property
     def bound(self) -> float:
         """q, of the model where there are enough combinations of it for the promise."""
-        return (self.model if self.model.count >= ENOUGH else self.overall).bound
+        return bound_of(self.model, self.overall)
+
+
+def bound_of(model: Errors, overall: Errors) -> float:
+    """q of a model, or of all where there are too few combinations of it."""
+    return (model if model.count >= ENOUGH else overall).bound
 
 
 class HeldBack(NamedTuple):

@@ -164,6 +164,11 @@ class Profile:
         return None if self.calibration is None else math.expm1(self.calibration.bound)
 
     @property
+    def common(self) -> float:
+        """How many times as long all took, in common, as what was measured says."""
+        return 1.0 if self.calibration is None else self.calibration.model.common
+
+    @property
     def better_host(self) -> str | None:
         """The host whose link is at least as good as the server's, as far as the measurements tell; None = none is.
 
@@ -235,9 +240,10 @@ class Profile:
         this codec (its class) costs, and has ranks share cores where it saw too few of them, unless not asked to. A
         calibrated one is as fast as its combinations were in common."""
         spec = self._as_measured(codec, shared)
-        return spec if self.calibration is None else slower(spec, self.calibration.model.common)
+        return spec if self.calibration is None else slower(spec, self.common)
 
     def _as_measured(self, codec: str | None, shared: bool) -> Spec:
+        """The same, whatever a calibration says."""
         measured = self.in_medians()
         if self.full is None:
             return measured

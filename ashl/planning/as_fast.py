@@ -4,9 +4,9 @@ Rule: what all did together then is done once more in virtual time with the cost
 pause, exchanges after a step, whose pushes are applied, and messages around a ring after a step. What messages cost
 their ends, what a pause costs, and what messages between workers cost their ends are scaled in that order, each by the
 factor with which virtual time is that of the profile; before that, where both ways of a server's port slow each other
-down, by how much they do. A thread that wakes up, and a quota of which a core that sleeps
-keeps a part, are nobody's processor time, and show only in what all took together. Where something else is most of
-that time, as a slow link, nothing is scaled.
+down, by how much they do. A thread that wakes up, and a quota of which a core that sleeps keeps a part, are nobody's
+processor time, and show only in what all took together. Where something else is most of that time, as a slow link,
+nothing is scaled.
 
 That one factor for each is enough is ours; how far off it is stands in docs/calibration.md.
 """
@@ -24,11 +24,10 @@ from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import speed_of
 from ashl.plan.profile import Profile
 from ashl.planning.build import Options
-from ashl.runtime.node import Node
-from ashl.runtime.records import Record, Snapshot, UpdateShown
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.node import Deaf, Node
 from ashl.runtime.simulators import simulator
-from ashl.size_only import SizeOnly, Vector
+from ashl.size_only import SizeOnly
+from ashl.sync.timing.neighbours import on_ring
 
 BOUNDS = 0.5, 2.0  # of a factor
 MATTERS = 1.15  # times as long, at least, is what takes that time when a factor goes from one bound to the other
@@ -37,20 +36,6 @@ ROUNDS, EACH = 400, 20  # of all workers together, and of each, at least
 FIRST = 0.2  # of the rounds, which do not count
 Loop = Callable[[Node, int, list[float]], Coroutine]
 PUSH, ANSWER, NEAR = ("push", 0, 0), ("answer", 0, 0), "near"
-
-
-class Unseen:
-    """Nobody looks."""
-
-    rounds: Rounds = "none"
-    stopping: str | None = None
-    scores: dict[str, float | None] | None = None
-
-    def emit(self, record: Record) -> None:
-        pass
-
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        pass
 
 
 class Factors(NamedTuple):
@@ -93,6 +78,7 @@ def as_fast(profile: Profile) -> Profile:
 
 
 def scaled(profile: Profile, by: Factors) -> Profile:
+    """With these costs; without its calibration, which was of others."""
     full = profile.full
     assert full is not None
     assert full.handling is not None
@@ -104,7 +90,7 @@ def scaled(profile: Profile, by: Factors) -> Profile:
         neighbours=full.neighbours and replace(full.neighbours, slowed=by.between),
         server=replace(full.server, crossed_s_per_byte=crossed and crossed * by.crossed),
     )
-    return replace(profile, full=own, calibration=None)  # which was of another one
+    return replace(profile, full=own, calibration=None)
 
 
 def factor(time_s: Callable[[float], float], aim_s: float) -> float:
@@ -124,7 +110,7 @@ def run(profile: Profile, loop: Loop, *, serves: bool) -> float:
     cluster: Cluster = Options(()).of("cluster", profile.cluster())
     n, ends_s = profile.num_workers, list[float]()
     speed, costs = speed_of(cluster, profile.workers[0].batch, seed=0), network(cluster, profile.dense_bytes)
-    sim = simulator(n + serves, speed, costs, Unseen(), serves=serves)
+    sim = simulator(n + serves, speed, costs, Deaf(), serves=serves)
     sim.run(lambda node: loop(node, n, ends_s), tick=lambda: None)
     first = round(FIRST * len(ends_s))
     return (ends_s[-1] - ends_s[first]) / (len(ends_s) - 1 - first)
@@ -153,7 +139,7 @@ async def exchanging(batch: int | None, nbytes: int, node: Node, n: int, ends_s:
 
 async def on_a_ring(batch: int, nbytes: int, node: Node, n: int, ends_s: list[float]) -> None:
     """Workers send to both of their neighbours before each step."""
-    near = sorted({(node.rank - 1) % n, (node.rank + 1) % n} - {node.rank})
+    near = on_ring(node.rank, n)
     for k in range(max(ROUNDS // n, EACH)):
         for peer in near:
             await node.send(peer, (NEAR, 0, k), SizeOnly(nbytes))

@@ -320,15 +320,13 @@ def foretelling(
     """The cluster by which is predicted what a run takes, and the profile that it is of, if it is."""
     if known is None or replaced is not None:
         return cluster, known
-    if isinstance(cluster, Cluster) and not declares(cluster, known):
+    if isinstance(cluster, Cluster) and (known.calibration is None or not declares(cluster, known)):
         return cluster, None
     return options.of("cluster", known.cluster(codec)), known
 
 
-def declares(cluster: Any, known: Profile) -> bool:
+def declares(cluster: Cluster, known: Profile) -> bool:
     """Whether the profile is what this cluster declares."""
-    if not isinstance(cluster, Cluster):
-        return False
     own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
     return own is not None and replace(own, device=known.device, source=known.source) == known.without_parts()
 

@@ -23,11 +23,8 @@ from typing import TYPE_CHECKING, Any
 from ashl.learn.device import HOST
 from ashl.runtime.channel import Channel, Collective, Shared
 from ashl.runtime.kernel import Task
-from ashl.runtime.node import Node, Observer
+from ashl.runtime.node import Deaf, Node
 from ashl.runtime.packed import packed, unpacked
-from ashl.runtime.records import Record, Snapshot, UpdateShown
-from ashl.runtime.sampling import Rounds
-from ashl.size_only import Vector
 
 if TYPE_CHECKING:
     from ashl.runtime.keeping import Restored
@@ -251,7 +248,9 @@ class Replay:
 
     def until(self, cut: tuple[int, int]) -> None:
         sim, heap = self.sim, self.sim._heap
-        observer, sim.observer = sim.observer, Deaf(sim.observer)
+        # records and snapshots were taken the first time; what the ranks see of the monitor is what it says now: they
+        # ask right after they have sent it something, so it has not changed since
+        observer, sim.observer = sim.observer, Deaf(sim.observer.stopping, sim.observer.scores)
         sim._at, sim._send, sim._post = self.at, self.send, self.post  # type: ignore[method-assign]
         sim.mark = self.mark  # type: ignore[method-assign]
         try:
@@ -295,22 +294,6 @@ class Replay:
         rank, number, value = item
         if number != OF_A_CANCELLED_TASK and not (task := self.tasks[rank, number]).done:
             self.sim._resume(task, value)
-
-
-class Deaf:
-    """Records and snapshots were taken the first time. What the ranks see of the monitor is what it says now: they ask
-    right after they have sent it something, so it has not changed since."""
-
-    rounds: Rounds = "none"
-
-    def __init__(self, observer: Observer) -> None:
-        self.stopping, self.scores = observer.stopping, observer.scores
-
-    def emit(self, record: Record) -> None:
-        pass
-
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        pass
 
 
 def counted(node: Node) -> dict[str, Any]:

@@ -63,6 +63,21 @@ class Observer(Protocol):
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
 
 
+class Deaf:
+    """An observer that keeps nothing, and says what it was given."""
+
+    rounds: Rounds = "none"
+
+    def __init__(self, stopping: str | None = None, scores: Mapping[str, float | None] | None = None) -> None:
+        self.stopping, self.scores = stopping, scores
+
+    def emit(self, record: Record) -> None:
+        pass
+
+    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+        pass
+
+
 class Progress(Protocol):
     """A run's progress."""
 

@@ -154,7 +154,6 @@ def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
         row = [str(rank), str(worker.local_steps), str(worker.batch), *shares, size, seconds(worker.predicted_cycle_s)]
         if before:
             costs = before.workers[rank]
-            slower = 1.0 if before.calibration is None else before.calibration.model.common
-            row.append(seconds(slower * ((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s)))
+            row.append(seconds(before.common * ((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s)))
         table.add_row(*row)
     return table

@@ -9,29 +9,13 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Node
-from ashl.runtime.records import Record, Snapshot, UpdateShown
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.node import Deaf, Node
 from ashl.runtime.sim import Sim
-from ashl.size_only import SizeOnly, Vector
+from ashl.size_only import SizeOnly
 from tests.laws.machines import MS, cluster
 
 NBYTES = 125_000  # a second at 1 Mbit/s
 TAG = ("x", 0, 0)
-
-
-class Deaf:
-    """An observer that keeps nothing."""
-
-    rounds: Rounds = "none"
-
-    def __init__(self) -> None:
-        self.stopping: str | None = None
-        self.scores: dict[str, float | None] | None = None
-
-    def emit(self, record: Record) -> None: ...
-
-    def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
 
 
 def arrivals(machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: int = NBYTES) -> list[tuple[int, int]]:

@@ -8,13 +8,12 @@ import pytest
 from ashl.cluster.network import network
 from ashl.cluster.spec import Fitted, GroupSum, Quota, SharedCores, Sums
 from ashl.cluster.speed import LEVELS, speed_of
-from ashl.runtime.node import Node
+from ashl.runtime.node import Deaf, Node
 from ashl.runtime.shared_cores import SharedSim
 from ashl.runtime.sim import Sim
 from ashl.runtime.simulators import simulator
 from ashl.size_only import SizeOnly
 from tests.laws.machines import MS, cluster
-from tests.laws.test_network import Deaf
 
 
 def test_who_has_slept_does_not_see_what_has_come_before_it_has_a_core() -> None:

@@ -23,10 +23,14 @@ FIRST, MOST = 4, 2000  # rounds
 WINDOW_S, WINDOWS = 0.5, 5
 
 
+def on_ring(rank: int, n: int) -> tuple[int, ...]:
+    """The neighbours of one of so many."""
+    return tuple(sorted({(rank - 1) % n, (rank + 1) % n} - {rank}))
+
+
 def neighbours(stage: Stage, rank: int) -> tuple[int, ...]:
     """Of a worker on the ring."""
-    n = stage.num_workers
-    return tuple(sorted({(rank - 1) % n, (rank + 1) % n} - {rank}))
+    return on_ring(rank, stage.num_workers)
 
 
 async def time_neighbours(node: Node, stage: Stage, state: WorkerState, nbytes: int, rounds: int) -> list[float]:
