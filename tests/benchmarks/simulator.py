@@ -10,6 +10,7 @@ small size, which shows that it runs.
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -195,6 +196,7 @@ def on_device(device: str) -> None:
             found = {name: [steps / max(s, 1e-9) for s in each] for name, each in alternate(contestants, turns).items()}
             rates = (f"{statistics.median(found[name]):.1f}" for name in contestants)
             rows.append([case, graphs, *rates, ratio(found["loop"], found[""])])
+            print(*rows[-1], file=sys.stderr, flush=True)  # the next may take minutes
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, at a size that says nothing of a device"
     show(
         f"Steps/s of four workers in virtual time (bsp, batch {batch}) beside a plain loop, on {where}",
