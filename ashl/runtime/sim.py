@@ -19,8 +19,8 @@ from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel, Channels
 from ashl.runtime.checkpoint import Saving
 from ashl.runtime.collected import collected
-from ashl.runtime.effects import COLLECTIVES, Compute, Message, Recv, Send
-from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
+from ashl.runtime.effects import COLLECTIVES, Compute, Message, PeerLostError, Recv, Send, made
+from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import chunk
 
@@ -147,9 +147,13 @@ class Sim:
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
-        node, task.waiting = task.node, None
+        node, task.waiting, send = task.node, None, task.send
         while True:
-            effect = resumed(task, value)
+            try:  # as `resumed` does, without a call for every effect
+                effect = send(value) if value.__class__ is not PeerLostError else task.coro.throw(value)
+            except StopIteration as end:
+                task.done, task.result = True, end.value
+                return self._end(task)
             kind = effect.__class__
             if kind is Compute:
                 if effect.needs:
@@ -168,8 +172,6 @@ class Sim:
                 value = self._mail[node.rank].take(effect)
                 if value is None:
                     return self._block(task, effect)
-            elif effect is None:
-                return self._end(task)
             elif kind in COLLECTIVES:
                 task.waiting = effect
                 return self._post(task, effect)
@@ -264,7 +266,7 @@ class Sim:
             return self._at(now, self._deliver, (dst, Message(src, tag, body, meta, now)))
         if self._exchange is not None:
             end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes or self._exchange.outages else now
-            self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
+            self._at(end, self._deliver, (dst, made(Message, (src, tag, body, meta, now))))
         else:
             assert isinstance(self.network, Ports)
             start, head, end = self.network.depart(src, dst, nbytes, now)
