@@ -313,11 +313,7 @@ class Sim:
     def _end(self, task: Task) -> None:
         self._tasks.discard(task)
         if task.joiner is not None:
-            self._wake(task.joiner, task.result)
-
-    def _wake(self, task: Task, value: Any) -> None:
-        """Come back later at this same instant, after what was posted before."""
-        self._at(self.now_ns, self._awake, (task, value))
+            self._at(self.now_ns, self._awake, (task.joiner, task.result))  # after what is posted for now
 
     def _awake(self, item: tuple[Task, Any]) -> None:
         task, value = item
