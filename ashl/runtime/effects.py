@@ -14,7 +14,6 @@ ANY = -1  # a receive from whoever is first
 Tag = tuple[str, int, int]  # (name, stage, iteration)
 LOST: Tag = ("lost", 0, 0)  # from a peer that is gone: comes to each rank that has a link to it, from the kernel
 JOIN: Tag = ("join", 0, 0)  # from a worker that has come, or come back: it asks to take part
-made = tuple.__new__  # a named tuple of (its class, all its fields): its own constructor takes twice as long
 
 
 class Message(NamedTuple):

@@ -14,14 +14,12 @@ from ashl.runtime.effects import (
     Cancel,
     Compute,
     Drop,
-    Encoding,
     Join,
     Recv,
     Regroup,
     Send,
     Sleep,
     Tag,
-    made,
 )
 from ashl.runtime.ledger import Ledger
 from ashl.runtime.records import (
@@ -122,7 +120,7 @@ class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
 
     __slots__ = ("counter", "kernel", "knocks", "ledger", "life", "loss", "measures", "rank", "staleness", "steps")
-    regroup, sleep, join, cancel = Regroup, Sleep, Join, Cancel  # to be awaited, like what these return:
+    compute, send, regroup, sleep, join, cancel = Compute, Send, Regroup, Sleep, Join, Cancel  # to be awaited
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
@@ -135,20 +133,6 @@ class Node:
         self.measures: dict[str, Measured] = {}
         self.knocks = False  # whether a worker has come and asks to be let in
         self.life = 0  # how often this rank has been lost before
-
-    def compute(
-        self,
-        fn: Callable[..., Any],
-        work: float,
-        kind: str = "compute",
-        parts: tuple[tuple[float, Tag], ...] = (),
-        encoding: Encoding | None = None,
-        needs: tuple[tuple[float, Tag], ...] = (),
-    ) -> Compute:
-        return made(Compute, (fn, work, kind, parts, encoding, needs))
-
-    def send(self, dst: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) -> Send:
-        return made(Send, (dst, tag, body, meta))
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)

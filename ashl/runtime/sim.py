@@ -19,8 +19,8 @@ from ashl.runtime import effects as fx
 from ashl.runtime.channel import Channel, Channels
 from ashl.runtime.checkpoint import Saving
 from ashl.runtime.collected import collected
-from ashl.runtime.effects import COLLECTIVES, Compute, Message, PeerLostError, Recv, Send, made
-from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns
+from ashl.runtime.effects import COLLECTIVES, Compute, Message, Recv, Send
+from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.sums import chunk
 
@@ -147,13 +147,9 @@ class Sim:
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
-        node, task.waiting, send = task.node, None, task.send
+        node, task.waiting = task.node, None
         while True:
-            try:  # as `resumed` does, without a call for every effect
-                effect = send(value) if value.__class__ is not PeerLostError else task.coro.throw(value)
-            except StopIteration as end:
-                task.done, task.result = True, end.value
-                return self._end(task)
+            effect = resumed(task, value)
             kind = effect.__class__
             if kind is Compute:
                 if effect.needs:
@@ -172,6 +168,8 @@ class Sim:
                 value = self._mail[node.rank].take(effect)
                 if value is None:
                     return self._block(task, effect)
+            elif effect is None:
+                return self._end(task)
             elif kind in COLLECTIVES:
                 task.waiting = effect
                 return self._post(task, effect)
@@ -266,7 +264,7 @@ class Sim:
             return self._at(now, self._deliver, (dst, Message(src, tag, body, meta, now)))
         if self._exchange is not None:
             end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes or self._exchange.outages else now
-            self._at(end, self._deliver, (dst, made(Message, (src, tag, body, meta, now))))
+            self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
         else:
             assert isinstance(self.network, Ports)
             start, head, end = self.network.depart(src, dst, nbytes, now)
@@ -313,7 +311,11 @@ class Sim:
     def _end(self, task: Task) -> None:
         self._tasks.discard(task)
         if task.joiner is not None:
-            self._at(self.now_ns, self._awake, (task.joiner, task.result))  # after what is posted for now
+            self._wake(task.joiner, task.result)
+
+    def _wake(self, task: Task, value: Any) -> None:
+        """Come back later at this same instant, after what was posted before."""
+        self._at(self.now_ns, self._awake, (task, value))
 
     def _awake(self, item: tuple[Task, Any]) -> None:
         task, value = item

@@ -313,16 +313,14 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     state.enter(stage, node.now)
     slices = {stage.tag("slice"): taken} if stage.overlap.by_slice or stage.by_priority else {}
     incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.judge.deadline_s
-    endless, came = node.recv(*incoming) if math.isinf(deadline_s) else None, 0
+    endless = node.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
         await welcome(node, stage, state, state.newcomers[0])
     while True:
         node.mark(stage.index, state)
         message = state.ahead or await (endless or node.recv(*incoming, before_s=deadline_s))
         state.ahead = None
-        came += 1
-        if not came % 64:
-            node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
+        node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
