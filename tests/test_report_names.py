@@ -32,7 +32,7 @@ def test_what_all_runs_of_an_option_share_is_no_part_of_their_name(tmp_path) -> 
         values = {"compression.momentum": momentum, "compression.masking": codec == "topk"}
         write_run(tmp_path / f"{index}", choices={"compression": codec}, values=values)
     _, settings = settings_of(read(sorted(tmp_path.iterdir())))
-    assert [setting.label for setting in settings] == ["topk momentum=None", "topk momentum=0.9", "qsgd"]
+    assert [setting.label for setting in settings] == ["topk momentum=null", "topk momentum=0.9", "qsgd"]
 
 
 def test_what_has_no_say_is_in_no_name(tmp_path) -> None:

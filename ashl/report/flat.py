@@ -9,27 +9,35 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ashl.errors import AshlError, UsageError
-from ashl.report.records import BrokenRecordError, LeftOut, Run, Study, leaves
+from ashl.report.records import BrokenRecordError, LeftOut, Run, Study, leaves, written
 from ashl.report.replicates import settings_of
 from ashl.tracking import jsonl
 
+PLACES = ("run.dir", "name", "seed", "sweep")  # typed keys that other columns hold
 Record = dict[str, Any]
 Batches = Callable[[], Iterator[list[Record]]]  # a run at a time, so that one is in memory; may be gone through again
 
 
 def summaries(study: Study) -> Batches:
-    """One flat record for each run: hash, folder, the axes, the summary's values, and each worker's as `w0_wait_s`."""
-    return lambda: iter([[keys | _summary(run) for run, keys in _keyed(study)]])
+    """One flat record for each run: hash, the axes, what else was typed, the summary's values, and each worker's as
+    `w0_wait_s`."""
+
+    def rows() -> Iterator[list[Record]]:
+        typed = [key for key in dict.fromkeys(key for run in study.runs for key in run.typed) if key not in PLACES]
+        for run, keys in _keyed(study):
+            yield [_joined(run, keys | {key: _value(run, key) for key in typed if key not in keys}, _summary(run))]
+
+    return rows
 
 
 def metrics(study: Study) -> Batches:
     """A record for each evaluation."""
-    return lambda: ([keys | dict(row) for row in run.metrics] for run, keys in _keyed(study))
+    return lambda: ([_joined(run, keys, _plain(row)) for row in run.metrics] for run, keys in _keyed(study))
 
 
 def events(study: Study) -> Batches:
     """A record for each event; a round's spans stay together, as JSON text."""
-    return lambda: ([keys | _plain(row) for row in read_events(run)] for run, keys in _keyed(study))
+    return lambda: ([_joined(run, keys, _plain(row)) for row in read_events(run)] for run, keys in _keyed(study))
 
 
 TABLES = {"summary": summaries, "metrics": metrics, "events": events}
@@ -68,10 +76,28 @@ def _keyed(study: Study) -> Iterator[tuple[Run, Record]]:
     labels = {run: setting for setting in settings for run in setting.runs}
     for run in study.runs:
         setting = labels[run]
-        yield (
-            run,
-            {"hash": run.hash, "setting": setting.label, "seed": run.seed} | {k: setting.axes.get(k) for k in axes},
-        )
+        values = {key: setting.axes.get(key, _value(run, key)) for key in axes}
+        yield run, {"hash": run.hash, "setting": setting.label, "seed": run.seed} | values
+
+
+def _value(run: Run, key: str) -> str | None:
+    """The value of a key as typed; where the run's command left it out, the value it had by default. None where the
+    run has no such key."""
+    return run.typed.get(key, written(run.config[key]) if key in run.config else None)
+
+
+def _joined(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
+    """One row. A recorded value never replaces a configured one: where it has the name of a column, it gets another
+    name, and where it is null and has the name of a key, the column holds the key's value."""
+    row = dict(keys)
+    for key, value in recorded.items():
+        if value is None and key in run.config:
+            row.setdefault(key, _value(run, key))
+        elif key not in keys:
+            row[key] = value
+        elif str(value) != str(keys[key]):
+            row[f"recorded_{key}"] = value
+    return row
 
 
 def _summary(run: Run) -> Record:

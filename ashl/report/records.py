@@ -18,11 +18,12 @@ except ImportError:
     from yaml import SafeLoader
 
 from ashl.config.identity import config_hash
+from ashl.config.override import key_of
 from ashl.errors import UsageError, parsed
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 
-SWEEP, SUMMARY, CONFIG = "sweep.json", "summary.json", "config.yaml"
+SWEEP, SUMMARY, CONFIG, OVERRIDES = "sweep.json", "summary.json", "config.yaml", "overrides.yaml"
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
@@ -75,6 +76,15 @@ class Run:
         """The task's own metric and whether higher is better, where it is no accuracy."""
         name, higher = self.summary.get("metric"), self.summary.get("higher_is_better")
         return (name, higher) if isinstance(name, str) and name != "accuracy" and isinstance(higher, bool) else None
+
+    @cached_property
+    def typed(self) -> Mapping[str, str]:
+        """The value of each key on its command line, as written there; empty where `overrides.yaml` is missing."""
+        try:
+            lines = yaml.load((self.folder / OVERRIDES).read_text(encoding="utf-8"), SafeLoader)
+            return {key_of(text): text.partition("=")[2] for text in lines or ()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+            return {}
 
     @cached_property
     def metrics(self) -> tuple[Mapping[str, Any], ...]:
@@ -202,7 +212,7 @@ def read_run(folder: Path, digest: str = "", axes: Mapping[str, str] | None = No
     try:
         config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), SafeLoader)
         return Run(folder, digest or config_hash(config), flat(config), summary, axes or {}, label)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
         raise BrokenRecordError("config.yaml is missing or broken") from None
 
 
@@ -251,7 +261,13 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
             choices.setdefault(group, option_of(str(content["_target_"])))
     found: dict[str, Any] = {group: option for group, option in choices.items() if group not in PRESETS}
     rest = {key: value for key, value in config.items() if key not in ("choices", "sweep")}
-    return found | {key: value for key, value in leaves(rest) if not key.endswith("_target_")}
+    values = {key: value for key, value in leaves(rest) if not key.endswith("_target_") and key not in found}
+    return found | values
+
+
+def written(value: Any) -> str:
+    """A value of a flat configuration as the command line writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def option_of(target: str) -> str:

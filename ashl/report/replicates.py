@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ashl.config.override import key_of
 from ashl.errors import plain
-from ashl.report.records import Run, Study
+from ashl.report.records import Run, Study, written
 
 NOT_AXES = ("seed", "name", "run", "tracking", "eval", "allow_targets")  # what changes no outcome, and the seed
 
@@ -51,7 +51,7 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Replicates, ...]]:
     else:
         keys = differing([run.config for run in study.runs])
         chosen = {
-            run: {key: str(run.config[key]) for key in keys if varied(key, run, study.runs)} for run in study.runs
+            run: {key: written(run.config[key]) for key in keys if varied(key, run, study.runs)} for run in study.runs
         }
         axes = tuple(key for key in keys if len({values.get(key) for values in chosen.values()}) > 1)
     alike: dict[tuple[str | None, ...], list[Run]] = {}

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pandas
 import pytest
+import yaml
 
+from ashl import load
 from ashl.cli.app import main
+from ashl.config.catalog import defaults
 from ashl.report.records import read
 from tests.run_folders import write_run, write_sweep
 
@@ -89,6 +92,11 @@ def test_misuse_is_one_sentence(args: str, code: int, says: str, sweep, workplac
     assert not list(workplace.rglob("*.part"))
 
 
+EXACT = {  # null is a word that is typed
+    "csv": lambda file: pandas.read_csv(file, keep_default_na=False),
+    "json": pandas.read_json,
+    "parquet": pandas.read_parquet,
+}
 READERS = {"csv": pandas.read_csv, "json": pandas.read_json, "parquet": pandas.read_parquet}
 
 
@@ -107,6 +115,42 @@ def test_pandas_reads_an_export_in_one_line(kind: str, what: str, rows: int, swe
         assert frame.groupby("sync")["time_s"].max().to_dict() == {"bsp": 2.0, "ssp": 1.0}
     else:
         assert json.loads(frame["spans"][0])[0] == ["compute", 0.0, 0.05]
+
+
+GROUPS = [group for group in defaults() if group not in ("experiment", "debug")]
+
+
+@pytest.mark.parametrize("loose", [False, True], ids=["sweep", "folder"])
+@pytest.mark.parametrize("recorded", [None, {"lost": 0.5}, "of the run"], ids=["null", "report", "text"])
+@pytest.mark.parametrize("key", [*GROUPS, "plan", "profile"])
+def test_what_was_typed_is_what_is_exported(key: str, recorded, *, loose: bool, workplace) -> None:
+    """`compression=none` vanished: a summary has a `compression` of its own, which is null without a codec."""
+    off = "null" if key in ("plan", "profile") else "none"
+    runs = [({key: value, "seed": "0"}, 1.0) for value in (off, "another")]
+    summary = {key: recorded} if key not in ("runtime", "name") else {}
+    write_sweep(workplace / "study", runs, summary)
+    for folder, (values, _) in zip(sorted(workplace.glob("study/0*")), runs, strict=True):
+        (folder / "overrides.yaml").write_text(json.dumps([f"{key}={values[key]}", "stop.steps=8", "run.dir=x"]))
+        if key in ("plan", "profile"):
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            config[key] = yaml.safe_load(config["choices"].pop(key))
+            config["runtime"] = {"_target_": "ashl.runtime.option.LocalRuntime"}
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        for file in ("metrics.jsonl", "events.jsonl"):
+            rows = [{**json.loads(row), key: recorded} for row in (folder / file).read_text().splitlines()[:2]]
+            (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if loose:
+        (workplace / "study" / "sweep.json").unlink()
+    for what in ("summary", "metrics", "events") if key != "tracking" else ("summary",):  # it moves no figure
+        frame = getattr(load("study"), what)
+        assert set(frame.groupby(key).groups) == {off, "another"}, what
+        if what == "summary":
+            assert (set(frame["stop.steps"]), "run.dir" in frame) == ({"8"}, False)
+        for kind, read_file in EXACT.items():
+            assert main(["export", "study", "--format", kind, "--what", what, "--out", f"out.{kind}"]) == 0
+            assert set(read_file(f"out.{kind}")[key]) == {off, "another"}, (what, kind)
+        if recorded == "of the run" and key != "runtime":
+            assert set(frame[f"recorded_{key}"]) == {recorded}
 
 
 def test_an_export_goes_to_standard_output(sweep, capsys) -> None:
