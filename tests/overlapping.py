@@ -201,11 +201,11 @@ async def with_credit(node: Node, credit: int) -> list[str]:
 
 
 async def one_ahead(node: Node) -> list[str]:
-    return await with_credit(node, 4000)
+    return await with_credit(node, 1)
 
 
 async def two_ahead(node: Node) -> list[str]:
-    return await with_credit(node, 8000)
+    return await with_credit(node, 2)
 
 
 async def standing_still(node: Node) -> Any:

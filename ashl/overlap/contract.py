@@ -42,8 +42,8 @@ class Overlap(Contract, group="overlap", strict=True):
         return [(0, message.stop - message.start)]
 
     @property
-    def credit_bytes(self) -> int:
-        """How many bytes may be committed, none of which is overtaken."""
+    def most_committed(self) -> int:
+        """How many slices may be committed at once, none of which is overtaken."""
         return 0
 
     def step_ns(self, chain: Chain) -> int:

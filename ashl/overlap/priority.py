@@ -1,13 +1,14 @@
 """Priorities: gradients travel in slices, those that the next forward pass needs first before the others.
 
 Rule: each message (see `ashl.overlap.crossing`) is cut into slices of so many parameters, and of those that are ready
-on all workers the lowest layer's goes first; one that has begun is not interrupted. Slices are committed while fewer
-than `credit` parameters are, and what is committed is not overtaken: a large credit gives priority away, and on real
-processes spares the workers to agree so often. The optimizer steps group by group, and the forward pass waits for each
-group by itself, so that sums go on under it. With ever smaller slices and no latency a step takes max_k (q_k + R_k +
-S_k), with q_k the forward time from k on and S_k what the sums of the layers up to k take: no order can take less, and
-it is less than that of `wfbp` by at most the forward time. With slice=auto and credit=auto the simulated time of a step
-decides: the slices with which it is shortest, and the largest credit that costs no more than 0.1 % of it.
+on all workers the lowest layer's goes first; one that has begun is not interrupted. At most `credit` slices are
+committed at once, and a committed slice is not overtaken: one at a time is P3. A larger credit gives priority away, and
+on real processes the workers then agree less often. The optimizer steps group by group, and the forward pass waits for
+each group by itself, so that sums go on under it. With ever smaller slices and no latency a step takes max_k (q_k +
+R_k + S_k), with q_k the forward time from k on and S_k what the sums of the layers up to k take: no order can take
+less, and it is less than that of `wfbp` by at most the forward time. With slice=auto and credit=auto the simulated
+time of a step decides: the slices with which it is shortest, and the largest credit that costs no more than 0.1 % of
+it.
 
 At a parameter server a slice is committed until the worker knows that the server has it; what has come from all is
 merged, and sent back at once (`ashl.topology.by_priority`), and a step takes max_k (q_k + D_k), with D_k the moment
@@ -20,7 +21,8 @@ first two layers, TIC are this one; without latency no order takes less by more 
 Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019, released
 with slices of 40,000 parameters, one at a time; Peng et al., "A Generic Communication Scheduler for Distributed DNN
 Training Acceleration" (ByteScheduler), SOSP 2019, whose credit this is (under all-reduce released with slices of 8
-million and a credit of 16 million), tuned there by trial runs; TIC and TAC, Hashemi et al., "TicTac", MLSys 2019.
+million parameters and a credit of 16 million, two slices), tuned there by trial runs; TIC and TAC, Hashemi et al.,
+"TicTac", MLSys 2019. Differs: ByteScheduler counts its credit in parameters, so that short slices let more of them go.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import ClassVar, Literal
 
-from ashl.errors import UsageError
 from ashl.option import Count, option
 from ashl.overlap.chain import Chain, Part
 from ashl.overlap.crossing import Crossing
@@ -46,26 +47,19 @@ WORTH = 1.001
 class Priority(Crossing):
     """Slices by the layer that needs them first, under the next forward pass."""
 
-    untimed: ClassVar[str] = "plan=layers overlap.slice=40000 overlap.credit=40000"
+    untimed: ClassVar[str] = "plan=layers overlap.slice=40000 overlap.credit=1"
     plan: Literal["layers", "bytes", "tuned"] | Counts
     slice: Count | Literal["auto"]
     credit: Count | Literal["auto"]
-
-    def __post_init__(self) -> None:
-        if self.slice != "auto" and self.credit != "auto" and self.slice > self.credit:
-            raise UsageError(
-                f"overlap.slice={self.slice} is larger than overlap.credit={self.credit}, so that no slice could be "
-                "sent; give a credit of at least one slice"
-            )
 
     @property
     def timed(self) -> bool:
         return self.plan == "tuned" or "auto" in (self.slice, self.credit)
 
     @property
-    def credit_bytes(self) -> int:
+    def most_committed(self) -> int:
         assert self.credit != "auto"
-        return 4 * self.credit
+        return self.credit
 
     def cuts(self, message: Part) -> list[tuple[int, int]]:
         assert self.slice != "auto"
@@ -74,27 +68,25 @@ class Priority(Crossing):
     def step_ns(self, chain: Chain) -> int:
         assert self.slice != "auto"
         messages = self.messages(chain)
-        return chain.period_ns(done_ns(chain, messages, 4 * self.slice, self.credit_bytes), messages)
+        return chain.period_ns(done_ns(chain, messages, 4 * self.slice, self.most_committed), messages)
 
     def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
-        largest = longest(chain, messages)
-        return chain.period_ns(done_ns(chain, messages, largest, largest), messages)
+        return chain.period_ns(done_ns(chain, messages, longest(chain, messages), 1), messages)
 
     def planned(self, chain: Chain) -> Priority:
         made = replace(self, plan=self.messages(chain))
         if made.slice != "auto":
             return made._with_credit(chain)
         sizes = sizes_tried(chain, made.messages(chain))
-        tried = [min(size, self.credit) for size in sizes] if self.credit != "auto" else sizes
-        return min((replace(made, slice=n)._with_credit(chain) for n in tried), key=lambda one: one.step_ns(chain))
+        return min((replace(made, slice=n)._with_credit(chain) for n in sizes), key=lambda one: one.step_ns(chain))
 
     def _with_credit(self, chain: Chain) -> Priority:
         """With the largest credit that costs next to nothing."""
         if self.credit != "auto" or self.slice == "auto":
             return self
-        made = [replace(self, credit=self.slice * count) for count in CREDITS]
+        made = [replace(self, credit=count) for count in CREDITS]
         least = min(one.step_ns(chain) for one in made)
-        return max((one for one in made if one.step_ns(chain) <= WORTH * least), key=lambda one: one.credit_bytes)
+        return max((one for one in made if one.step_ns(chain) <= WORTH * least), key=lambda one: one.most_committed)
 
 
 def in_slices(message: Part, size: int) -> list[tuple[int, int]]:
@@ -116,26 +108,27 @@ def longest(chain: Chain, messages: Sequence[int]) -> int:
     return max(sum(chain.nbytes[end - count : end]) for end, count in zip(accumulate(messages), messages, strict=True))
 
 
-def done_ns(chain: Chain, messages: Sequence[int], slice_bytes: int, credit_bytes: int) -> list[int]:
-    """When each message is in, of a step that has begun at 0: as the simulator has it, slice by slice. A server sends
-    each slice back, and its word that it has one, which gives the credit back, behind those that are on their way."""
+def done_ns(chain: Chain, messages: Sequence[int], slice_bytes: int, credit: int) -> list[int]:
+    """When each message is in, of a step that has begun at 0: as the simulator has it, slice by slice, of which at most
+    `credit` are committed at once. A server sends each slice back, and its word that it has one, which gives the credit
+    back, behind those that are on their way."""
     ends = list(accumulate(messages))
     sizes = [sum(chain.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
     down_ns, word_ns = (chain.half_ns, 2 * chain.latency_ns) if chain.answer_ns else (lambda nbytes: 0, 0)
     waiting: list[tuple[int, int, int]] = []  # heap: (place in forward, start, bytes)
-    coming = [(chain.ready_ns[end - 1], k, 0) for k, end in enumerate(ends)]  # heap: (when, message, bytes given back)
+    coming = [(chain.ready_ns[end - 1], k, 0) for k, end in enumerate(ends)]  # heap: (when, message, slices given back)
     done, up, down, held = [0] * len(ends), 0, 0, 0
     while coming:
         now = coming[0][0]
         while coming and coming[0][0] == now:
-            _, k, nbytes = heappop(coming)
-            held -= nbytes
-            for start in range(0, 0 if nbytes else sizes[k], slice_bytes):
+            _, k, back = heappop(coming)
+            held -= back
+            for start in range(0, 0 if back else sizes[k], slice_bytes):
                 heappush(waiting, (-k, start, min(slice_bytes, sizes[k] - start)))
-        while waiting and (not held or held < credit_bytes):
+        while waiting and held < credit:
             place, _, nbytes = heappop(waiting)
-            held += nbytes
+            held += 1
             up = max(up, now) + chain.cost_ns(nbytes)
-            heappush(coming, (max(up, down) + word_ns, -place, nbytes))
+            heappush(coming, (max(up, down) + word_ns, -place, 1))
             done[-place] = down = max(up, down) + down_ns(nbytes)
     return done

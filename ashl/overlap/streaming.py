@@ -2,16 +2,18 @@
 
 Rule: every H steps the next of P fragments p is exchanged, so that each is every P·H: Δ_p = θ_p^i − θ_p of each worker
 i, with θ the model as exchanges have landed in it. The outer optimizer, whose momentum every fragment has by itself,
-steps on Σ c_i·Δ_p^i, and that lands after τ more local steps: θ_p^i ← α·θ_p^i + (1 − α)·θ_p. Fragments hold every P-th
-layer group. H is `sync.local_steps`, τ = `delay` at most H − 1, and one exchange is under way at a time. So a link need
-carry but a P-th of the model within τ steps. What is evaluated is θ; what was learned in fragments since their last
-exchange is not in it, and is lost when the run ends. Under all-reduce, and through a server where all wait for all.
+steps on Σ c_i·Δ_p^i, and that lands after τ more local steps: θ_p^i ← α·θ_p^i + (1 − α)·θ_p. Fragments hold
+whole layer groups, those of every other overlap, and are balanced: the largest group first, each to the fragment that
+has the fewest elements so far; of equal groups that is every P-th. H is `sync.local_steps`, τ = `delay` at most H − 1,
+and one exchange is in flight at a time. So a link need carry but a P-th of the model within τ steps. What is evaluated
+is θ; what was learned in fragments since their last exchange is not in it, and is lost when the run ends. Under
+all-reduce, and through a server where all wait for all.
 
 Limits: one fragment with delay = 0 and alpha = 0 is local SGD with this outer optimizer, DiLoCo, to the bit and the
 nanosecond. With a codec each fragment has a residual of its own.
-Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025. Its H is P·H here,
-and its fragments are of whole transformer blocks. α = 0.5 and τ = 1 are as recalled; its 4-bit floats are not built,
-`compression=uniform` or `grid` have as few bits.
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025. Its H is P·H here.
+Differs: its fragments are whole transformer blocks, whose groups may be in several fragments here; its 4-bit floats are
+not built, `compression=uniform` or `grid` have as few bits. α = 0.5 and τ = 1 are as recalled.
 """
 
 from __future__ import annotations

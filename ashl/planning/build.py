@@ -162,13 +162,13 @@ def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
 
 
 def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
-    """Those of the model, where each is exchanged by itself: of P, the k-th has every P-th layer group, or what the
-    k-th server holds. One that is drawn is elements and no layers."""
+    """Those of the model, where each is exchanged by itself: of P, the k-th has its layer groups (`balanced`), or what
+    the k-th server holds. One that is drawn is elements and no layers."""
     if own.overlap.share is not None:
         elements = Layer("elements", (kept(own.overlap.share, plan.num_params),))
         return (Fragment(((0, plan.num_params),), (elements,), own.compression, outer_of(own, trainer, (elements,))),)
-    layout, groups, count = layout_of(plan.layers), layer_groups(plan)[::-1], own.overlap.fragments
-    cuts = [[(group.start, group.stop) for group in groups[k::count]] for k in range(count)]
+    layout = layout_of(plan.layers)
+    cuts = balanced(layer_groups(plan), own.overlap.fragments) if own.overlap.fragments else []
     if isinstance(own.topology, ShardedServer):
         cuts = [[held] for held in own.topology.bounds([layer.size for layer in layout])]
     found, starts = [], [0, *accumulate(layer.size for layer in layout)]
@@ -178,6 +178,18 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
         number = starts.index(first) if first in starts else (k + 1) * len(starts)  # no other fragment's
         found.append(Fragment(tuple(runs), layers, wrapped(own.compression, layers), own_outer, first=number))
     return tuple(found)
+
+
+def balanced(groups: Sequence[Part], count: int) -> list[list[tuple[int, int]]]:
+    """The layer groups as so many fragments of nearly equal size, each as runs of elements: the largest group first,
+    each to the fragment that has the fewest elements so far. Of groups of one size each fragment has every P-th."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    held = [0] * count
+    for group in sorted(groups, key=lambda group: (group.start - group.stop, group.start)):
+        k = held.index(min(held))
+        held[k] += group.stop - group.start
+        found[k].append((group.start, group.stop))
+    return sorted(sorted(runs) for runs in found)
 
 
 def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:

@@ -28,7 +28,7 @@ from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
-from ashl.planning.build import Parts, StageParts, layer_groups, layout_of, link_of
+from ashl.planning.build import Parts, StageParts, balanced, layer_groups, layout_of, link_of
 from ashl.planning.by_part import as_measured
 from ashl.planning.chains import chain_of
 from ashl.planning.legal import carried_by
@@ -39,6 +39,8 @@ from ashl.topology.parameter_server import UPDATES, ServerRule
 def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None, clock: Any) -> Plan:
     """The plan with the messages of each stage that overlaps, and what they bring as a note; `known` is the profile and
     `clock` the cluster that say what they cost. Raises UsageError."""
+    if any(own.sync.by_part or not own.overlap.serial or own.overlap.fragments > 1 for own in parts.stages):
+        plan = as_measured(replace(plan, work=plan.work or learner.work()), known)
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if isinstance(own.overlap, Delayed):
             check_delayed(stage, own, own.overlap, plan.choices)
@@ -49,9 +51,6 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
             if own.overlap.fragments:
                 text = streamed(plan, stage, own.overlap)
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, text))))
-    if not any(own.sync.by_part or not own.overlap.serial for own in parts.stages):
-        return plan
-    plan = as_measured(replace(plan, work=plan.work or learner.work()), known)
     groups, layout = layer_groups(plan), layout_of(plan.layers)
     stages, notes = list(plan.stages), list(plan.notes)
     for index, own in enumerate(parts.stages):
@@ -197,7 +196,7 @@ def streamed(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
             f"overlap={name} changes what is learned: {overlap.share:.3g} of the elements, drawn anew each time, are "
             "averaged beside the steps"
         )
-    sizes = [4e-6 * sum(group.stop - group.start for group in groups[k::count]) for k in range(count)]
+    sizes = [4e-6 * sum(stop - start for start, stop in runs) for runs in balanced(groups, count)]
     every = " to ".join(map(str, sorted({count * h for h in (min(steps), max(steps))})))
     return (
         f"overlap={name} changes what is learned: of {count} fragments ({min(sizes):.3g} to {max(sizes):.3g} MB) one "

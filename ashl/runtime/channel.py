@@ -2,7 +2,7 @@
 
 Rule: every member posts the team's collectives in the same order, of the same kinds and with the same keys. Of those
 that all members have posted, the lowest key is committed first, and of equal keys the one posted first. A collective
-is committed while fewer than its `credit` bytes are, the one under way among them, and without credit once nothing is.
+is committed while fewer than its `credit` are, the one in flight among them, and without credit once none is.
 What is committed goes in that order, and nothing that comes later goes before it. Who breaks the rule is answered in
 virtual time; on real processes the ranks that differ would hang or mix their data, as with any library of collectives.
 
@@ -41,13 +41,13 @@ N = TypeVar("N", bound=Numbered)
 
 
 def committed(ready: Iterable[N], held: int) -> list[N]:
-    """Those that are committed now of those that all members have posted, where so many bytes are."""
+    """Those that are committed now of those that all members have posted, where `held` already are."""
     chosen: list[N] = []
     for posted in sorted(ready, key=lambda posted: (posted.effect.key, posted.number)):
         if held and held >= posted.effect.credit:
             break
         chosen.append(posted)
-        held += max(1, posted.effect.tensor.nbytes)
+        held += 1
     return chosen
 
 
@@ -91,7 +91,6 @@ class Channel:
         "settling",
         "shared",
         "team",
-        "under_way",
         "waking",
     )
 
@@ -104,7 +103,6 @@ class Channel:
         self.waking = False  # whether an event will come then
         self.settling = False  # ... and one at the end of this instant, to commit what has been posted
         self.committed: list[Posted] = []  # of those that are pending
-        self.under_way = 0  # bytes of the one that goes on now
         self.shared: dict[Hashable, Shared] = {}
 
     def post(self, task: Task, effect: Collective) -> None:
@@ -128,8 +126,7 @@ class Channel:
     def commit(self, now_ns: int) -> None:
         """Commit what may be."""
         all_here = len(self.team)
-        held = self.under_way if self.free_ns > now_ns else 0
-        held += sum(max(1, posted.effect.tensor.nbytes) for posted in self.committed)
+        held = (self.free_ns > now_ns) + len(self.committed)
         ready = (p for p in self.pending.values() if len(p.arrived) == all_here and p not in self.committed)
         self.committed += committed(ready, held)
 
@@ -143,7 +140,6 @@ class Channel:
             self.committed.clear()
         del self.pending[posted.number]
         self.ready -= 1
-        self.under_way = max(1, posted.effect.tensor.nbytes)
         return posted
 
     def broken(self) -> list[Task]:

@@ -1,7 +1,7 @@
 """Slices through a server by priority: those that the next forward pass needs first go before the others.
 
 Rule: of the slices that backward has handed out, a worker sends the lowest layer's first, while fewer than `credit`
-bytes are on their way; the server says so when it has one. It merges a slice that has come from all and sends it back
+of them are on their way; the server says so when it has one. It merges a slice that has come from all and sends it back
 at once (`ashl.topology.by_slice`), and the next forward pass waits for each message by itself, so that the slices of
 the last layers travel under it. What is counted goes ahead of them, once backward is over: the server answers when all
 have said so, and everybody knows before the next step begins whether the run goes on. The server's model is whole once
@@ -73,7 +73,7 @@ async def exchanged(node: Node, stage: Stage, samples: int, before: Any) -> None
     while held or len(came) < len(places):
         message = await node.recv(*parts, had, back)
         if message.tag == had:
-            held -= nbytes(places[int(message.meta[0])])
+            held -= 1
         elif message.tag == back:
             came[int(message.meta[0])] = message.body
             k = next(k for k, own in enumerate(of) if int(message.meta[0]) in own)
@@ -83,14 +83,10 @@ async def exchanged(node: Node, stage: Stage, samples: int, before: Any) -> None
             k = parts.index(message.tag)
             for number, (start, stop) in zip(of[k], stage.overlap.cuts(stage.messages[k]), strict=True):
                 heappush(waiting, (-k, number, piece(message.body, start, stop)))
-        while waiting and (not held or held < stage.overlap.credit_bytes):
+        while waiting and held < stage.overlap.most_committed:
             _, number, body = heappop(waiting)
-            held += nbytes(places[number])
+            held += 1
             await node.send(stage.server, stage.tag("slice"), body, (number, samples))
-
-
-def nbytes(place: tuple[int, int]) -> int:
-    return 4 * (place[1] - place[0])
 
 
 async def flushed(node: Node, stage: Stage, state: WorkerState) -> None:

@@ -124,7 +124,7 @@ async def slices(team: Team, stage: Stage) -> list[list[Any]]:
     """Slices of each part, those that forward needs first with the lowest key."""
 
     def post(k: int, x: Any, rides: bool) -> list[Coroutine]:
-        key, credit = len(stage.messages) - k, stage.overlap.credit_bytes
+        key, credit = len(stage.messages) - k, stage.overlap.most_committed
         cut = [piece(x, start, stop) for start, stop in stage.overlap.cuts(stage.messages[k])]
         alone: list[Coroutine] = [summed(team, part, key, credit) for part in (cut[:-1] if rides else cut)]
         return [*alone, team.all_reduce(cut[-1], key=key, credit=credit)] if rides else alone

@@ -44,7 +44,7 @@ SAID = [  # target, run, what its script has to say
     (
         "torchft",
         STREAMING.format(1, 0.5),
-        ["FRAGMENTS = [[0, 2, 3], [1]]", "LOCAL_STEPS * len(parts)", "sync_delay=1", "alpha=0.5"],
+        ["FRAGMENTS = [[0, 1], [2, 3]]", "LOCAL_STEPS * len(parts)", "sync_delay=1", "alpha=0.5"],
     ),
     ("deepspeed", "sync=bsp optimizer.weight_decay=0", ["per_gpu': BATCH", "optimizer=inner", "weight_decay=0.0"]),
     ("deepspeed", f"{BITS} optimizer=adamw optimizer.weight_decay=0.1", ["'weight_decay': 0.1"]),

@@ -64,7 +64,7 @@ def test_synchronous_modes_give_the_simulators_parameters(mode, tmp_path):
     "overlap",
     [
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("wfbp", "tictac", "slices overlap.slice=1000")),
-        "priority overlap.slice=1000 overlap.credit=2000",
+        "priority overlap.slice=1000 overlap.credit=2",
     ],
 )
 def test_what_travels_in_parts_is_put_together(overlap, tmp_path):

@@ -72,7 +72,7 @@ def test_members_commit_alike_of_what_all_have_posted():
     """Of four that this member has posted the others have posted three: by key, as long as credit is left."""
     end = communicator.End((0, 1), (0, 0), lambda end: None)
     for key in (3, 2, 4, 1):
-        effect = AllReduce(torch.zeros(1000), (0, 1), key=key, credit=8000)
+        effect = AllReduce(torch.zeros(1000), (0, 1), key=key, credit=2)
         end.pending.append(communicator.Pending(end.posted, effect, False, lambda outcome: None))
         end.posted += 1
     end.commit(3)
@@ -264,7 +264,7 @@ async def watched(node):
     collectives.dist = SimpleNamespace(
         ProcessGroup=None, ReduceOp=dist.ReduceOp, **{n: one_at_a_time(n) for n in names}
     )
-    tasks = [node.spawn(play.summed(node, 1.0, key=k, team=(0, 1, 2), size=1000 + k, credit=4000)) for k in (3, 1, 2)]
+    tasks = [node.spawn(play.summed(node, 1.0, key=k, team=(0, 1, 2), size=1000 + k, credit=1)) for k in (3, 1, 2)]
     await play.computing(node, 0.01)
     sums = [(await node.join(task))[0] for task in tasks]
     sums.append((await play.summed(node, 2.0, team=(0, 1, 2)))[0])

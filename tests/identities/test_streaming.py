@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from ashl.planning.build import assemble
-from tests.support import simulated
+from ashl.planning.build import assemble, fragments_of, layer_groups, parts_of, size_only_trainer
+from tests.support import planned, simulated
 
 BASE = (
     "model.hidden=[16]",
@@ -34,7 +34,8 @@ def test_one_fragment_without_delay_is_diloco(through: tuple[str, ...]) -> None:
 
 def test_fragments_through_a_server_are_those_of_sums() -> None:
     """The same model but for what is counted: with mixing, and momentum and a residual for each fragment."""
-    at = ("overlap.fragments=3", "overlap.delay=2", "outer=nesterov", "compression=topk", "stop.steps=52")
+    at = ("model.hidden=[16,8]", "overlap.fragments=3", "overlap.delay=2", "outer=nesterov", "compression=topk")
+    at = (*at, "stop.steps=52")
     sums, server = stream(*at), stream(*at, SERVER)
     assert server.sha256 == sums.sha256
     assert [server.end[key] for key in ("steps", "stale_max")] == [sums.end[key] for key in ("steps", "stale_max")]
@@ -76,11 +77,37 @@ def test_an_exchange_is_hidden_by_as_many_steps_as_it_may_take() -> None:
 
 
 def test_each_exchange_is_of_a_fragment() -> None:
-    at = ("stop.steps=54", "runtime.gradients=false")
-    ran, whole = stream(*at, "overlap.fragments=3"), run(*at)
-    assert "3 fragments" in ran.plan.notes[0]
+    at = ("model.hidden=[64,64,10]", "stop.steps=72", "runtime.gradients=false")
+    ran, whole = stream(*at, "overlap.fragments=2"), run(*at)
+    assert "2 fragments" in ran.plan.notes[0]
     for one, other in zip(ran.of("ledger"), whole.of("ledger"), strict=True):
-        assert one["bytes_up"] == pytest.approx(other["bytes_up"] / 3, rel=0.02)
+        assert one["bytes_up"] == pytest.approx(other["bytes_up"] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model=mlp",),
+        ("model.hidden=[64,64,64,64]",),
+        ("model=cnn",),
+        ("dataset=synthetic", "model=resnet8"),
+        ("dataset=text", "model=gpt", "model.width=32"),
+    ],
+    ids=["default", "mlp", "cnn", "resnet", "gpt"],
+)
+@pytest.mark.parametrize("count", [2, 3])
+def test_fragments_are_whole_layer_groups_and_balanced(model: tuple[str, ...], count: int) -> None:
+    """No two differ by more than the largest group; the groups are those of every other overlap."""
+    chosen = ("topology=all_reduce", *model)
+    groups = layer_groups(planned(*chosen, "sync=bsp", "overlap=wfbp"))
+    if count > len(groups):
+        return
+    plan = planned(*chosen, "sync=local_sgd", "overlap=streaming", f"overlap.fragments={count}")
+    fragments = fragments_of(plan, parts_of(plan).stages[0], size_only_trainer(plan, parts_of(plan), 100))
+    assert sorted(run for held in fragments for run in held.runs) == sorted((g.start, g.stop) for g in groups)
+    sizes = [held.size for held in fragments]
+    assert all(sizes)
+    assert max(sizes) - min(sizes) <= max(group.stop - group.start for group in groups)
 
 
 @pytest.mark.limit("overlap=loscar")

@@ -184,7 +184,7 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
         "overlap=dear",
         "topology=parameter_server overlap=tictac model.hidden=[32,32]",
         "topology=parameter_server overlap=slices overlap.slice=900",
-        "topology=parameter_server overlap=priority overlap.slice=900 overlap.credit=1800",
+        "topology=parameter_server overlap=priority overlap.slice=900 overlap.credit=2",
     ],
 )
 def test_what_comes_under_the_next_forward_pass_is_let_in_for_a_checkpoint(chosen: str) -> None:

@@ -62,23 +62,23 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, seconds, h
 @pytest.mark.parametrize(
     ("overlap", "spec", "latency_s", "seconds", "last"),
     [
-        ("priority.Priority", {"slice": 250, "credit": 250}, 0, 20, 22),
+        ("priority.Priority", {"slice": 250, "credit": 1}, 0, 20, 22),
         (
             "priority.Priority",
-            {"plan": "layers", "slice": 250, "credit": 1000},
+            {"plan": "layers", "slice": 250, "credit": 4},
             0,
             22,
             22,
         ),  # a large credit gives priority away
-        ("priority.Priority", {"slice": 1500, "credit": 1500}, 0, 20, 22),
+        ("priority.Priority", {"slice": 1500, "credit": 1}, 0, 20, 22),
         (
             "priority.Priority",
-            {"plan": "layers", "slice": 250, "credit": 250},
+            {"plan": "layers", "slice": 250, "credit": 1},
             0.1,
             21.6,
             24.6,
         ),  # twice on its way round the ring
-        ("priority.Priority", {"slice": 750, "credit": 750}, 0.1, 23.2, 23.2),
+        ("priority.Priority", {"slice": 750, "credit": 1}, 0.1, 23.2, 23.2),
         ("dear.DeAR", {"plan": "layers"}, 0, 21, 24),
         ("dear.DeAR", {"plan": [4]}, 0, 28, 28),
     ],

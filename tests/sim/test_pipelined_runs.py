@@ -9,7 +9,7 @@ from tests.conformance.test_kernels import adds_up, trained
 from tests.sim.test_overlapped_runs import RING, SUMS, UNEQUAL
 from tests.support import planned, simulated
 
-SLICES = ("overlap=priority", "overlap.slice=500", "overlap.credit=1000")
+SLICES = ("overlap=priority", "overlap.slice=500", "overlap.credit=2")
 HALVES = ("overlap=dear", "overlap.plan=layers")
 NETS = ("dataset=digits", "model=mlp", "model.hidden=[24,16]", "cluster.bandwidth_mbit_s=2", "cluster.latency_s=0.0002")
 

@@ -45,11 +45,11 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     size = stage.trainer.num_params
     if topology.has_server:
         slices = rng.randint(max(1, size // 20), size)
-        priority = Priority(plan="layers", slice=slices, credit=rng.randint(1, 5) * slices)
+        priority = Priority(plan="layers", slice=slices, credit=rng.randint(1, 5))
         overlap = rng.choice([WFBP(), TicTac(plan="layers"), Slices(slice=slices), priority])
         return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
     slices, plan = rng.randint(max(1, size // 20), size), rng.choice(["layers", "bytes"])
-    priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5) * slices)
+    priority = Priority(plan=plan, slice=slices, credit=rng.randint(1, 5))
     overlap = rng.choice([WFBP(), DeAR(plan=plan), priority])
     return cluster, replace(stage, overlap=overlap, parts=drawn_parts(rng, size))
 
