@@ -105,7 +105,13 @@ class Learner:
 
         Raises UsageError where that cannot be read, or does not fit.
         """
-        module = self._build() if self.start is None else put_into(self._build(), Path(self.start))
+        return self.untrained() if self.start is None else self._flat(put_into(self._build(), Path(self.start)))
+
+    def untrained(self) -> Tensor:
+        """Return the parameters as the model is made, float32 [d]: a pure function of the seed."""
+        return self._flat(self._build())
+
+    def _flat(self, module: nn.Module) -> Tensor:
         parameters = [p.detach() for p in module.parameters() if p.requires_grad]
         return to_device(_flatten_dense_tensors(parameters), self.device)
 
@@ -279,6 +285,14 @@ class Learner:
         }
 
     @torch.no_grad()
+    def train_loss(self, params: Tensor, shift: int = 0) -> float:
+        """Return `train_loss` as `evaluate` does. With a `shift`, each sample has the target of another one."""
+        self._here.point_at(params)
+        self._calibrate()
+        self._here.module.eval()
+        return self._score(self._train, self._subset, shift=shift)[0]
+
+    @torch.no_grad()
     def state_dict(self, params: Tensor) -> dict[str, Tensor]:
         """The whole state of the module at these parameters, by its own names, on the CPU. BatchNorm's statistics are
         those that an evaluation estimates."""
@@ -379,13 +393,17 @@ class Learner:
     def _chunk(self) -> int:
         return max(2, min(500, CHUNK // max(math.prod(self._data.sample_shape), self._width)))
 
-    def _score(self, split: Split, indices: np.ndarray, *, judged: bool = False) -> tuple[float, float | None]:
-        """Mean loss over the samples named and, where they are `judged`, the task's metric."""
+    def _score(
+        self, split: Split, indices: np.ndarray, *, judged: bool = False, shift: int = 0
+    ) -> tuple[float, float | None]:
+        """Mean loss over the samples named and, where they are `judged`, the task's metric. With a `shift`, each sample
+        has the target of the one that comes so many before it."""
         losses, judged = 0.0, judged and self._task.metric != ""
         sums: Tensor | float = 0.0
         for start in range(0, len(indices), self._chunk()):
             inputs, targets = self._batch(split, indices[start : start + self._chunk()])
             outputs = self._forward(inputs)
+            targets = targets.roll(shift, 0) if shift else targets
             losses += numbers([self._task.loss(outputs, targets)])[0] * len(targets)
             if judged:
                 sums += self._task.scores(outputs, targets).double().reshape(len(targets), -1).sum(0)

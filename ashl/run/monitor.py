@@ -16,6 +16,7 @@ from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
 from ashl.planning.build import Job
 from ashl.run import weights
+from ashl.run.divergence import why_diverged
 from ashl.run.evaluation import Evaluation, Target, best_of, scores_of
 from ashl.run.health import Health
 from ashl.run.mean_model import ModelSet, Whole, models_of
@@ -219,11 +220,11 @@ class Monitor:
             self.sha256 = hashlib.sha256(params.numpy().tobytes()).hexdigest()
             self.save(FINAL, params)
             if last and (last.merges, last.consensus_distance) == (counts.merges, distance):
-                self.final = judged(counts, last)
+                self.final = self.judged(counts, last, params)
                 return  # the model has not changed since the last evaluation
         found = self.score(params, record.time_ns / 1e9, counts.merges, distance)
         if record.final:
-            self.final = judged(counts, found)
+            self.final = self.judged(counts, found, params)
         hit = self.books.target.judge(self.plan.limits, found)
         self.stopping = self.stopping or hit
         if not record.final:
@@ -251,6 +252,11 @@ class Monitor:
             self.books.best = params
             self.save(BEST, params)
         return found
+
+    def judged(self, counts: Counts, found: Evaluation, params: Tensor) -> Counts:
+        """Return the last counts, with the reason if the run has diverged."""
+        why = why_diverged(counts, found, params, self.job.learner, self.plan.num_workers)
+        return counts._replace(diverged=why)
 
     def shown_ns(self, merges: int) -> int | None:
         """When the last model after at most so many merges was shown, where servers show their pieces each for itself;
@@ -319,13 +325,6 @@ class Monitor:
             virtual = self.read_beats is not None
             args = (self.plan, self.books.ended, self.counts(), workers, self.absent.keys(), epoch)
             self.progress.update(view(*args, found, found and self.own_metric(found), host_s, virtual))
-
-
-def judged(counts: Counts, found: Evaluation) -> Counts:
-    """A run that ends with a model of NaN has diverged, whether or not a worker lived to see it."""
-    if counts.diverged or found.finite:
-        return counts
-    return counts._replace(diverged=f"the model's loss is {found.train_loss} after step {counts.steps}")
 
 
 def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]]) -> Plan:

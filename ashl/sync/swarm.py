@@ -5,7 +5,9 @@ steps that are under way, to which those are added when they are done. With `ove
 paper's non-blocking form); otherwise it waits for the answer.
 
 With `bits` models travel in so many bits an element, rounded at random and read by who has a model near them
-(`compression.wire.modulo`), on a grid that reaches 8 times as far as models were apart at the worker's last meeting.
+(`compression.wire.modulo`), on a grid that reaches min(8, 2^(bits − 3)) times as far as models were apart at the
+worker's last meeting. So its step is at most a quarter of that distance: with half of it, rounding errors grow from
+meeting to meeting. With fewer than 6 bits, more models are too far to be read, and more of them travel whole.
 The first goes whole, and so does the next where one came that was too far to be read: that end then keeps its own. What
 encoding costs is not in virtual time.
 
@@ -36,7 +38,8 @@ from ashl.topology.coordinator import RoamingState
 from ashl.topology.gossip import graph_of
 from ashl.topology.pairs import PairRule
 
-REACH = 8  # how far a grid reaches, in what models were apart
+REACH = 8.0  # how far a grid reaches at most, in what models were apart
+FINENESS = 4  # steps of a grid, at least, in what models were apart
 
 
 @option
@@ -57,7 +60,7 @@ class Swarm(PairRule):
             return x
         if isinstance(x, SizeOnly):
             return SizeOnly(body_bytes(x.nbytes // 4, self.bits))
-        step = REACH * (apart or 0.0) / 2 ** (self.bits - 1)
+        step = (apart or 0.0) / max(2 ** (self.bits - 1) / REACH, FINENESS)
         if not float(x.abs().max()) < step * 2**52:
             return x
         turn = Turn(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
