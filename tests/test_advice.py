@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origi
 from ashl.advice.contest import Tuned, front, ranked, steadier
 from ashl.advice.flips import Racer, Way, axis_of, described, faster_links, terrain_of, with_slowest, with_workers
 from ashl.advice.rules import RULES, Rule
-from ashl.advice.scale import RATES, Scale, scale_of
+from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.advice.situation import Situation
 from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
@@ -178,30 +179,29 @@ def field_with(predicted_s: float, step_samples: int = 1) -> Field:
 
 
 def test_the_race_is_as_large_as_the_budget() -> None:
-    scales = [
-        scale_of(field_with(100.0), (), 0.01, left, left, 2, target=True, evaluates=False)
-        for left in (1000.0, 60.0, 20.0)
-    ]
-    assert [scale.length for scale in scales] == [1.0, 0.5, 0.125]
+    load = load_of(field_with(100.0), 0.01, 2, target=True, evaluates=False)
+    scales = [scale_of(load, (), left, left) for left in (1000.0, 60.0, 30.0)]
+    assert [scale.length for scale in scales] == [1.0, 0.25, 0.125]
     assert scales[0].rates == RATES
     assert scales[0].every_s == 0.5  # 200 readings of the whole run
-    typed = scale_of(field_with(100.0), (0.1, 0.3), 0.01, 1000.0, 1000.0, 2, target=True, evaluates=True)
+    typed = scale_of(load_of(field_with(100.0), 0.01, 2, target=True, evaluates=True), (0.1, 0.3), 1000.0, 1000.0)
     assert (typed.rates, typed.every_s) == (pytest.approx((1.0, 3.0)), None)
     with pytest.raises(UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"):
-        scale_of(field_with(100.0), (), 0.01, 0.5, 1.0, 2, target=True, evaluates=False)
+        scale_of(load, (), 0.5, 1.0)
+    assert (
+        scale_of(replace(load, slower=11.0), (), 1000.0, 1000.0).length == 0.5
+    )  # runs that were slower than predicted
 
 
 def test_a_race_that_is_taken_up_stays_as_large_unless_the_budget_allows_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {"stop": {"target_accuracy": None, "target_loss": None}, "eval": {"every_s": None}}
-    field: Any = SimpleNamespace(candidates=[SimpleNamespace(config=config)], host=())
+    load = Load(candidates=9, whole_s=1.0, every_s=None, slots=2, ends_early=True)
     wanted, deadline = asked([], None), SimpleNamespace(budget_s=9.0, spent_s=1.0)
     place: Any = SimpleNamespace(folder=tmp_path, deadline=deadline, slots=2)
-    monkeypatch.setattr(advise, "step_here_s", lambda: 0.01)
     sizes = iter([Scale(0.25, RATES, 0.1), Scale(0.125, RATES, 0.2), Scale(1.0, RATES, 0.3)])
     monkeypatch.setattr(advise, "scale_of", lambda *args, **more: next(sizes))
-    assert [advise.scaled(field, wanted, place).length for _ in range(3)] == [0.25, 0.25, 1.0]
+    assert [advise.scaled(load, wanted, place).length for _ in range(3)] == [0.25, 0.25, 1.0]
 
 
 # --- what would flip it -----------------------------------------------------------------------------------------------
@@ -334,6 +334,95 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     assert len(before) == 2 * 3 + 3 + 2 * 3  # rates in the tuning, again with another seed but for one, seeds after it
     assert main([*command, "--budget", "200"]) == 0
     assert {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")} == before
+    said, labelled = capsys.readouterr().out.split("\n\n")[:2]
+    report = unescape(Path("study/report.html").read_text())
+    texts = [line[8:] for line in labelled.splitlines() if not line.startswith(("plan", "report"))]
+    assert len(texts) >= 5
+    for text in [*said.splitlines(), *texts]:
+        assert text in report
+    assert "this pays from 0.3 on" in report  # and with it who was left out
+
+
+def raced(reach_s: dict[str, float | None], only: Callable[[Job], bool] = lambda job: True) -> Any:
+    """Runs that are made up, of which those that are not `only` were cut off by the budget. Without a time to the
+    target, a run comes to 80 %."""
+
+    def run_all(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]) -> Iterator[Job]:
+        for job in jobs:
+            if unwanted(job) or not only(job):
+                continue
+            sync, target = job.config["choices"]["sync"], job.config["stop"]["target_accuracy"]
+            stages = [{"name": sync, "start_s": 0.0, "end_s": reach_s[sync] or 2.0, "steps": 100}]
+            run = {"reach_s": reach_s[sync], "target": target, "choices": {"sync": sync}, "stages": stages}
+            rate = {"optimizer.lr": job.config["optimizer"]["lr"]}
+            write_run(job.folder, seed=job.config["seed"], values=rate, every_s=0.1, **run)
+            yield job
+
+    return run_all
+
+
+def advised(monkeypatch: pytest.MonkeyPatch, rules: str, scale: Scale, run_all: Any, *args: str) -> dict[str, Any]:
+    """The record of a race of these rules at a scale."""
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in names(rules)))
+    monkeypatch.setattr(advise, "scale_of", lambda *args: scale)
+    monkeypatch.setattr(contest, "run_all", run_all)
+    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
+    assert main(["advise", *TINY, *args, "-q", "--debug"]) == 0
+    record = jsonl.whole(Path("study/advice.json"))
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize("target", [0.9, 0.6, 0.5])
+def test_short_runs_are_judged_by_the_target_that_was_asked_for(
+    target: float, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all = raced({"bsp": 2.0, "asp": 1.0})
+    record = advised(monkeypatch, "BSP, ASP", Scale(0.125, (1.0,), 0.1), run_all, "--target", f"{target:g}")
+    assert record["measure"] == f"time to {100 * target:.1f} % accuracy"
+    assert (record["missing"], record["separated"], record["needed_budget_s"]) == ([], True, None)
+    assert "stop.target_accuracy" not in " ".join(record["notes"])
+
+
+def test_a_target_that_short_runs_do_not_reach_is_no_answer(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale, run_all = Scale(0.125, (1.0,), 0.1), raced({"bsp": None, "asp": None})
+    record = advised(monkeypatch, "BSP, ASP", scale, run_all, "--target", "0.9", "--budget", "40")
+    assert record["headline"].startswith("not enough budget for an answer; so far ")
+    assert " leads" not in record["headline"]
+    assert "none reached 90.0 % accuracy in 12 % of the steps, so the ranking is" in record["missing"][0]
+    assert record["needed_budget_s"] >= 60
+    said = f"--budget {record['needed_budget_s']:.0f} would do."
+    assert said in unescape(Path("study/report.html").read_text())
+    assert said in Path("study/leaderboard.md").read_text()
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_less_than_three_seeds_of_the_first_two_are_no_answer(
+    seeds: int, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all = raced({"bsp": 2.0, "asp": 1.0}, only=lambda job: job.config["seed"] <= seeds)
+    record = advised(monkeypatch, "BSP, ASP", Scale(1.0, (1.0,), 0.1), run_all, "--target", "0.9")
+    assert record["headline"].startswith("not enough budget for an answer; so far ASP: time to 90.0 % accuracy")
+    assert record["missing"] == [f"the first two have {seeds} and {seeds} of at least 3 seeds"]
+    assert not record["separated"]
+
+
+def test_candidates_that_never_ran_are_counted_and_named(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only(job: Job) -> bool:
+        return job.config["choices"]["sync"] in ("bsp", "asp")
+
+    rules, scale = "BSP, ASP, SSP, FedBuff, Rennala", Scale(1.0, (1.0,), 0.1)
+    record = advised(monkeypatch, rules, scale, raced({"bsp": 2.0, "asp": 1.0}, only), "--target", "0.9")
+    assert set(record["never_ran"]) == {"SSP", "FedBuff", "Rennala"}
+    assert record["missing"] == ["2 of 5 candidates ran, of at least 3"]
+    note = "3 of 5 candidates never ran, as the budget ended before their turn: "
+    assert note in capsys.readouterr().out
+    assert note in unescape(Path("study/report.html").read_text())
+    record = advised(monkeypatch, "BSP, ASP, SSP", scale, raced({"bsp": 2.0, "asp": 1.0}, only), "--target", "0.9")
+    assert (record["never_ran"], record["missing"]) == (["SSP"], [])  # enough for an answer, and said all the same
+    assert any(note.startswith("1 of 3 candidates never ran") for note in record["notes"])
 
 
 def test_a_target_that_nobody_reaches_names_who_came_closest(

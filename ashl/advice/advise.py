@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ashl.advice.answer import Answered, announce, answered, show, show_field
+from ashl.advice.answer import Answered, announce, answered, report, show, show_field
 from ashl.advice.candidates import Asked, Field, asked, field_of
-from ashl.advice.contest import Place, final, judged, tuned
-from ashl.advice.scale import Scale, scale_of
+from ashl.advice.contest import Place, final, judged, race_grid, tuned
+from ashl.advice.evidence import evidence
+from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
@@ -22,14 +23,14 @@ from ashl.plan.plan import TARGETS
 from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
 from ashl.run.train import is_virtual
-from ashl.study.sweep import locked
+from ashl.study.sweep import copied_to_mlflow, locked
 from ashl.tracking import jsonl
 from ashl.tracking.deadline import Deadline
 
 ADVICE = Path("runs/advice")
 FILE = "advice.json"
 KEPT = ("runtime.device", "runtime.threads")  # of what was typed of the runtime, in virtual time
-TUNING, RACING = 0.55, 0.88  # of the budget, at the latest; the rest is for the answer
+TUNING = 0.55  # of the budget, at the latest, for learning rates
 HOLD = 2  # evaluations in a row at the target, where nothing is said: a lucky one does not count
 
 
@@ -60,14 +61,19 @@ def advise(
     command, folder = " ".join(["ashl advise", *overrides]), folder_of(field, wanted)
     place = Place(folder, command, wanted.fixed, slots or len(os.sched_getaffinity(0)), deadline, console, quiet)
     with locked(folder):
-        scale = scaled(field, wanted, place)
+        began_s, load = deadline.spent_s, loaded(field, place)
+        scale = scaled(load, wanted, place)
         if not quiet:
             announce(console, field, scale, folder)
         tries = tuned(field, scale, place, TUNING * budget_s)
         scale = judged(field, scale, place)
-        found = final(field, tries, scale, place, RACING * budget_s)
-        result = answered(field, tries, scale, found, real, deadline)
-        keep(folder, result, scale)
+        grid, wait_s = race_grid(field, tries, scale, place), lambda: max(1.0, deadline.left_s / 2)
+        with copied_to_mlflow(grid, folder, command, console, wait_s) as to_mlflow:
+            found, unreached = final(field, tries, scale, place, RACING * budget_s, to_mlflow)
+            known = evidence(field, found.board, unreached, scale, load, wanted.rates, place, began_s)
+            result = answered(field, tries, scale, found, unreached, known, real, deadline)
+            keep(folder, result, scale, known.slower)
+            report(folder, command, field, found, result)
     show(console, field, result, folder, explain=explain)
 
 
@@ -114,35 +120,39 @@ def folder_of(field: Field, wanted: Asked) -> Path:
     return ADVICE / f"{first['name'] or 'advice'}-{digest}"
 
 
-def scaled(field: Field, wanted: Asked, place: Place) -> Scale:
-    """How large the race is: as when it began, where it is taken up, unless the budget allows a larger one now."""
+def loaded(field: Field, place: Place) -> Load:
+    """What a race costs here; by what an earlier one in this folder has measured, where there was one."""
+    limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
+    return load_of(
+        field,
+        step_here_s(*field.host),
+        place.slots,
+        target=any(limits.get(key) is not None for key in TARGETS),
+        evaluates=any(value is not None for value in evaluation.values()),
+        slower=(jsonl.whole(place.folder / FILE) or {}).get("slower") or 1.0,
+    )
+
+
+def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
+    """The size of the race: as when it began, where it is resumed, unless the budget allows a larger one now."""
     before = None
     with suppress(TypeError, KeyError):
         known = (jsonl.whole(place.folder / FILE) or {})["scale"]
         before = Scale(known["length"], tuple(known["rates"]), known["every_s"], known["target"])
-    limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
+    deadline = place.deadline
     try:
-        scale = scale_of(
-            field,
-            wanted.rates,
-            step_here_s(*field.host),
-            RACING * place.deadline.budget_s - place.deadline.spent_s,
-            place.deadline.budget_s,
-            place.slots,
-            target=any(limits.get(key) is not None for key in TARGETS),
-            evaluates=any(value is not None for value in evaluation.values()),
-        )
+        scale = scale_of(load, wanted.rates, RACING * deadline.budget_s - deadline.spent_s, deadline.budget_s)
     except UsageError:
         if before is None:
             raise
         return before
     if before is not None and (before.length, len(before.rates)) >= (scale.length, len(scale.rates)):
         return before
-    jsonl.write_json(place.folder / FILE, {"schema": 1, "scale": asdict(scale)})
+    jsonl.write_json(place.folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": load.slower})
     return scale
 
 
-def keep(folder: Path, result: Answered, scale: Scale) -> None:
-    """The plan of the winner, and all that was printed, for machines."""
+def keep(folder: Path, result: Answered, scale: Scale, slower: float) -> None:
+    """Write the plan of the winner, and all that was printed, for machines."""
     (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
-    jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), **result.record})
+    jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": slower, **result.record})

@@ -10,51 +10,66 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ashl.advice.candidates import Candidate, Field
 from ashl.advice.contest import Tuned
+from ashl.advice.evidence import Evidence
 from ashl.advice.flips import Racer, flips_of
 from ashl.advice.scale import Scale
 from ashl.config.override import key_of
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.make import make_plan
-from ashl.report.compare import Comparison
+from ashl.report.compare import REPORT, Comparison, rewrite
 from ashl.report.leaderboard import Leaderboard, Row
-from ashl.report.measure import describe
-from ashl.report.phrases import answer, interval, unsure
+from ashl.report.measure import Target, describe
+from ashl.report.page import Said, SaidTable
+from ashl.report.phrases import Answer, answer, interval, standing, unsure
 from ashl.report.shares import KINDS, parts_of
 from ashl.tracking.console import give_or_take, megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
 FLIPPED = 5  # candidates whose times elsewhere are predicted
+WORDS = ("candidate", "rule", "because")  # columns of text
 LEAST_S = 3.0  # of the budget is left when that ends, or a twentieth of it
 
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer: sentences, labelled lines, the plan of the winner, and the record of it all."""
+    """The answer: its words, labelled lines, the plan of the winner, and the record of it all."""
 
     board: Leaderboard
-    sentences: tuple[str, ...]
+    words: Answer
     lines: tuple[tuple[str, str], ...]
     plan: Plan
     record: dict[str, Any]
 
 
 def show_field(console: Console, field: Field) -> None:
-    """Who competes and why, and who does not and why not."""
-    table = Table("candidate", "steps/s", "because", box=None, padding=(0, 2, 0, 0))
-    table.columns[1].justify = "right"
-    for own in field.candidates:
-        table.add_row(own.name, number(own.rate), own.reason)
+    """Print the candidates and why they compete, and the other rules and why they do not."""
+    for table in field_tables(field):
+        show_table(console, table)
+
+
+def field_tables(field: Field) -> list[SaidTable]:
+    taken = tuple((own.name, number(own.rate), own.reason) for own in field.candidates)
+    reasons = dict.fromkeys(out.reason for out in field.left_out)
+    others = tuple(
+        (", ".join(out.name for out in field.left_out if out.reason == reason), reason) for reason in reasons
+    )
+    tables = [SaidTable("Candidates", ("candidate", "steps/s", "because"), taken)]
+    return tables + ([SaidTable("Left out", ("rule", "because"), others)] if others else [])
+
+
+def show_table(console: Console, shown: SaidTable) -> None:
+    table = Table(*shown.columns, box=None, padding=(0, 2, 0, 0))
+    for column, title in zip(table.columns, shown.columns, strict=True):
+        column.justify = "left" if title in WORDS else "right"
+    for row in shown.rows:
+        table.add_row(*map(Text, row))
+    console.print(Text(shown.title, style="bold"))
     console.print(table)
-    if field.left_out:
-        console.print("left out:")
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for reason in dict.fromkeys(out.reason for out in field.left_out):
-            table.add_row(", ".join(out.name for out in field.left_out if out.reason == reason), reason)
-        console.print(table)
 
 
 def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None:
@@ -70,10 +85,7 @@ def notes_of(scale: Scale) -> list[str]:
     """What the budget has cost the answer."""
     notes = []
     if scale.length < 1:
-        notes.append(
-            f"A proxy, as the budget is too small for whole runs: each has {percent(scale.length, 0)} of the steps, "
-            "and a target that was asked for is for whole runs."
-        )
+        notes.append(f"As the budget is too small for whole runs, each has {percent(scale.length, 0)} of the steps.")
     if scale.target is not None:
         notes.append(f"The target is the best accuracy that all reached in the tuning: {percent(scale.target)}.")
     if len(scale.rates) == 1:
@@ -82,20 +94,34 @@ def notes_of(scale: Scale) -> list[str]:
 
 
 def answered(
-    field: Field, tries: Sequence[Tuned], scale: Scale, found: Comparison, real: Sequence[str], deadline: Deadline
+    field: Field,
+    tries: Sequence[Tuned],
+    scale: Scale,
+    found: Comparison,
+    unreached: Target | None,
+    known: Evidence,
+    real: Sequence[str],
+    deadline: Deadline,
 ) -> Answered:
-    """`real` is what was typed, for the run that follows. Raises AshlError where no candidate has an answer."""
+    """Put the outcome of the race into words.
+
+    Args: unreached is the target that was asked for, where no setting reached it; real is what was typed, for the run
+    that follows.   Raises: AshlError if whole runs of enough candidates did not reach the target.
+    """
     board = found.board
     first, *others = board.ranked
+    if unreached is not None and scale.length == 1 and known.enough_ran:
+        raise AshlError(nobody(board, describe(unreached), deadline))
     if not math.isfinite(first.spread.middle):
-        raise AshlError(nobody(board, deadline))
+        raise AshlError(nobody(board, describe(board.target) if board.target else board.measure.title, deadline))
     own, rate = named(field, first), first.runs[0].config["optimizer.lr"]
     kept = [text for text in real if key_of(text) not in ("optimizer.lr", "seed", "run.dir")]
     evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
     command = shlex.join(["ashl", "train", *kept, *evaluated, *own.overrides, f"optimizer.lr={rate:g}"])
     plan = make_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
-    words, notes, sure = answer(board), notes_of(scale), board.second.probability if board.second else None
+    notes = [*notes_of(scale), *known.notes(field)]
+    words, sure = in_words(board, known, notes), board.second.probability if board.second else None
     up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
     value += give_or_take(plan.predicted_error if board.measure.is_time else None)
@@ -103,7 +129,7 @@ def answered(
     lines += [("", "as far as learning needs as many steps there as here")] if flips else []
     lines += [("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")]
     lines += [("run it", command)]
-    if sure is not None:
+    if sure is not None and not known.missing:
         lines.insert(0, ("sure", f"{percent(sure)}, that {first.label} is better than {others[0].label} on average"))
     record = {
         "winner": row_record(first),
@@ -111,7 +137,10 @@ def answered(
         "baseline": row_record(board.baseline) if board.baseline else None,
         "measure": board.measure.title,
         "headline": words.headline,
-        "separated": not others or not unsure(board),
+        "separated": not known.missing and (not others or not unsure(board)),
+        "missing": list(known.missing),
+        "never_ran": list(known.never_ran),
+        "needed_budget_s": known.budget_s,
         "probability": sure,
         "flips": [each for _, each in flips],
         "notes": notes,
@@ -122,7 +151,14 @@ def answered(
         "candidates": [candidate_record(own, board) for own in tries],
         "left_out": [out._asdict() for out in field.left_out],
     }
-    return Answered(board, (words.headline, *words.sentences, *notes), tuple(lines), plan, record)
+    return Answered(board, words, tuple(lines), plan, record)
+
+
+def in_words(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answer:
+    """The answer; where it rests on too little, that first, with what is known so far."""
+    words = answer(board)
+    headline = f"not enough budget for an answer; so far {standing(board)}" if known.missing else words.headline
+    return Answer(headline, (*known.sentences(), *words.sentences, *notes))
 
 
 def named(field: Field, row: Row) -> Candidate:
@@ -188,7 +224,7 @@ def until(stage: dict[str, Any], at_s: float) -> tuple[float, float]:
     return (stage["steps"] * spent_s / length_s if length_s else 0.0), spent_s
 
 
-def nobody(board: Leaderboard, deadline: Deadline) -> str:
+def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
     """That no candidate got there, who came closest, and how close."""
     nearest = max(board.rows, key=lambda row: row.best or 0.0)
     far = f"; {nearest.label} came closest"
@@ -196,32 +232,38 @@ def nobody(board: Leaderboard, deadline: Deadline) -> str:
         far += f", with {percent(nearest.best)}"
     elif nearest.loss is not None:
         far += f", with a training loss of {nearest.loss:.3g}"
-    what = describe(board.target) if board.target else board.measure.title
     return (
         f"no candidate reached {what}, in {seconds(deadline.spent_s)} of this machine{far}; lower the target, let runs "
         "go on longer (stop.epochs), or give --budget more: the same command goes on"
     )
 
 
+def report(folder: Path, command: str, field: Field, found: Comparison, result: Answered) -> None:
+    """Write the report with everything that the terminal says, `--explain` included."""
+    tables = (time_table(result.board), *field_tables(field))
+    rewrite(found, folder, command, Said(result.words, result.lines, tables))
+
+
 def show(console: Console, field: Field, result: Answered, folder: Path, *, explain: bool) -> None:
-    """The answer on the terminal, and where the rest of it lies."""
-    console.print(result.sentences[0], style="bold", markup=False, soft_wrap=True)
-    for sentence in result.sentences[1:]:
+    """Print the answer, and where the rest of it lies."""
+    console.print(result.words.headline, style="bold", markup=False, soft_wrap=True)
+    for sentence in result.words.sentences:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print()
-    for key, text in (*result.lines, ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}")):
+    places = (("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}"), ("report", folder / REPORT))
+    for key, text in (*result.lines, *places):
         console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
     if explain:
         console.print()
-        show_time(console, result.board)
+        show_table(console, time_table(result.board))
         show_field(console, field)
 
 
-def show_time(console: Console, board: Leaderboard) -> None:
+def time_table(board: Leaderboard) -> SaidTable:
     """Where the workers' time went, by candidate of the last round."""
-    table = Table("where time goes", board.measure.title, *KINDS[:-1], box=None, padding=(0, 2, 0, 0))
+    rows = list[tuple[str, ...]]()
     for row in board.rows:
         shares = parts_of(row)
         cells = [percent(fmean(worker[kind] for worker in shares), 0) if shares else "-" for kind in KINDS[:-1]]
-        table.add_row(row.label, board.measure.text(row.spread.middle, row.bound), *cells)
-    console.print(table)
+        rows.append((row.label, board.measure.text(row.spread.middle, row.bound), *cells))
+    return SaidTable("Where time goes", ("candidate", board.measure.title, *KINDS[:-1]), tuple(rows))

@@ -17,11 +17,12 @@ from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import Comparison, compare
+from ashl.report.measure import Target
 from ashl.study.grid import Grid, Setting, Skipped, label
 from ashl.study.race import Course
 from ashl.study.racing import Seen
 from ashl.study.slots import run_all
-from ashl.study.sweep import begun, clear, copied_to_mlflow, ended, fill
+from ashl.study.sweep import begun, clear, ended, fill
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
@@ -62,8 +63,7 @@ def setting_of(own: Candidate, place: Place, scale: Scale, rate: float, seed: in
         bounds = {key: limits[key] * scale.length for key in ("epochs", "seconds") if limits[key] is not None}
         if limits["steps"] is not None:
             bounds["steps"] = math.ceil(limits["steps"] * scale.length)
-        bounds = bounds or {"epochs": config["dataset"]["epochs"] * scale.length}
-        limits |= bounds | dict.fromkeys(TARGETS)
+        limits |= bounds or {"epochs": config["dataset"]["epochs"] * scale.length}
     if scale.target is not None:
         limits["target_accuracy"] = scale.target
     changed = {key: value for key, value in limits.items() if value != config["stop"][key]}
@@ -126,9 +126,9 @@ def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
 
 
 def judged(field: Field, scale: Scale, place: Place) -> Scale:
-    """The race after the tuning: without a target, it goes to the best accuracy that all reached there."""
+    """The race after the tuning. Without a target of its own, it goes to the best accuracy that all reached there."""
     limits = field.candidates[0].config["stop"]
-    own = scale.length == 1 and any(limits.get(target) is not None for target in TARGETS)
+    own = any(limits.get(target) is not None for target in TARGETS)
     if own or scale.target is not None or len(scale.rates) == 1:
         return scale
     with suppress(UsageError):  # nothing has come to its end
@@ -227,37 +227,54 @@ def front(tries: Sequence[Tuned], base: Candidate, count: int) -> list[Tuned]:
     return [own for own in tries if own.candidate is base] + (whole if len(whole) > 1 else others[:2])[:count]
 
 
-def final(field: Field, tries: Sequence[Tuned], scale: Scale, place: Place, until_s: float) -> Comparison:
-    """Those in front with seeds of their own, and the first two with more and more of them, until they are told apart
-    or the budget is used up; where nothing has come to an end, the tuning. Raises AshlError where nothing has there."""
-    seed, ahead = field.candidates[0].config["seed"], front(tries, field.candidates[0], most_of(FRONT, field))
-    counts = {own.candidate.name: ROUNDS[0] for own in ahead}
-
-    def grid_now() -> Grid:
-        pairs = [(own, seed + 1 + k) for own in ahead for k in range(counts[own.candidate.name])]
-        settings = [setting_of(own.candidate, place, scale, own.rate, k, ("seed",)) for own, k in pairs]
-        return grid_of(settings, field.left_out)
-
-    wait_s = lambda: max(1.0, place.deadline.left_s / 2)  # noqa: E731
-    with copied_to_mlflow(grid_now(), place.folder, place.command, place.console, wait_s) as to_mlflow:
-        for further in (*ROUNDS[1:], 0):
-            began_s = place.deadline.spent_s
-            run(grid_now(), place.folder, place, until_s, to_mlflow)
-            now_s, found = place.deadline.spent_s, compared(place)
-            second = found.board.second
-            if second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:
-                break
-            counts |= {name: further for row in found.board.ranked[:2] if (name := row.runs[0].label) in counts}
-    return found
+def race_grid(
+    field: Field, tries: Sequence[Tuned], scale: Scale, place: Place, counts: Mapping[str, int] | None = None
+) -> Grid:
+    """Those in front with seeds of their own: by name as many as `counts` says, and else the first round's."""
+    base = field.candidates[0]
+    seed, ahead = base.config["seed"], front(tries, base, most_of(FRONT, field))
+    counted = [(own, (counts or {}).get(own.candidate.name, ROUNDS[0])) for own in ahead]
+    pairs = [(own, seed + 1 + k) for own, count in counted for k in range(count)]
+    settings = [setting_of(own.candidate, place, scale, own.rate, k, ("seed",)) for own, k in pairs]
+    return grid_of(settings, field.left_out)
 
 
-def compared(place: Place) -> Comparison:
-    """The last round's outcome; the tuning's, where that has more to tell."""
+def final(
+    field: Field,
+    tries: Sequence[Tuned],
+    scale: Scale,
+    place: Place,
+    until_s: float,
+    to_mlflow: Callable[[Setting], None],
+) -> tuple[Comparison, Target | None]:
+    """Race those in front with seeds of their own, and the first two with more and more of them, until they are told
+    apart or the budget is used up.
+
+    Returns: the last round's outcome, or the tuning's where no run of the rounds ended; and the target that was asked
+    for, where no setting reached it.   Raises: AshlError where no run has ended.
+    """
+    counts = dict[str, int]()
+    for further in (*ROUNDS[1:], 0):
+        began_s = place.deadline.spent_s
+        run(race_grid(field, tries, scale, place, counts), place.folder, place, until_s, to_mlflow)
+        now_s, (found, unreached) = place.deadline.spent_s, compared(place)
+        second = found.board.second
+        if second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:
+            break
+        counts |= {row.runs[0].label: further for row in found.board.ranked[:2]}
+    return found, unreached
+
+
+def compared(place: Place) -> tuple[Comparison, Target | None]:
+    """The last round's outcome, or the tuning's where that has more to tell: by the target that was asked for wherever
+    a setting has reached it; else by what all have reached, with the target."""
     for folder in (place.folder, place.folder / TUNING):
         with suppress(UsageError):
-            found = compare([folder], command=place.command)
+            found, target = compare([folder], command=place.command), None
+            if found.board.target is not None and not math.isfinite(found.board.ranked[0].spread.middle):
+                found, target = compare([folder], command=place.command, own_target=False), found.board.target
             if len(found.board.ranked) > 1 or folder.name == TUNING:
-                return found
+                return found, target
     raise AshlError(
         f"no run came to its end in {place.deadline.budget_s:g} s; give --budget more: the same command goes on"
     )

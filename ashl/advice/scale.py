@@ -1,4 +1,4 @@
-"""How large a race the budget allows: how long its runs are, how many learning rates each candidate tries."""
+"""Size the race for the budget: the length of its runs, and the number of learning rates of each candidate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,24 +7,58 @@ from statistics import fmean
 from ashl.advice.candidates import Candidate, Field
 from ashl.errors import UsageError
 
-START_S = 0.7  # of host time, to begin a run and to end it
-OVERHEAD = 1.4  # of a step in a run, against the step alone
+START_S = 0.7  # host seconds to begin a run and to end it
+OVERHEAD = 1.4  # host seconds of a step in a run, divided by those of the step alone
 SEEDS = 3
-READINGS = 200  # evaluations of the fastest candidate's whole run, where nothing is said
-EVALUATING = 1.0  # of the host time of steps, evaluations may take, of a run twice as long as the fastest
-LEAST = 40  # evaluations of the fastest, whatever they take
-RATES = (1.0, 0.5, 2.0)  # of the learning rate
+RACING = 0.88  # of the budget, at the latest; the rest is for the answer
+READINGS = 200  # evaluations of the fastest candidate's whole run, where eval.* is not typed
+# host seconds of evaluations, divided by those of steps, at most; of a run twice as long as the fastest
+EVALUATING = 1.0
+LEAST = 40  # evaluations of the fastest candidate's whole run, whatever they take
+RATES = (1.0, 0.5, 2.0)  # multiples of the learning rate
 SCALES = ((1.0, RATES), (0.5, RATES), (0.25, RATES), (0.125, RATES), (0.125, (1.0,)), (1 / 16, (1.0,)))
+ENDING = (0.3, 0.5)  # share of a whole run that runs take which a target ends: in the tuning, and after it
+WHOLE = (0.6, 0.8)  # the same of runs that no target ends
 
 
 @dataclass(frozen=True)
 class Scale:
-    """`length` is the share of the whole run that each run has; below 1 it is a proxy, with a target of its own."""
+    """Length and learning rates of the runs of a race.
+
+    `length` is a share of the whole run. `target` is an accuracy that the tuning has found, for runs without a target.
+    """
 
     length: float
     rates: tuple[float, ...]  # multiples of the configured learning rate
-    every_s: float | None  # between two evaluations; None = as configured
-    target: float | None = None  # an accuracy that the tuning has found, where none was asked for, or runs are a proxy
+    every_s: float | None  # experiment seconds between two evaluations; None = as configured
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a race costs on this host, as predicted."""
+
+    candidates: int
+    whole_s: float  # host seconds of a whole run without its start
+    every_s: float | None  # experiment seconds between two evaluations; None = as configured
+    slots: int  # runs at a time
+    ends_early: bool  # True if a target ends the runs
+    slower: float = 1.0  # host seconds of the runs of an earlier race, divided by those predicted
+
+    def run_s(self, length: float) -> float:
+        """Host seconds of one run that nothing ends early."""
+        return self.slower * (START_S + length * self.whole_s)
+
+    def shares(self, length: float) -> tuple[float, float]:
+        """The share of a run that is run on average, in the tuning and after it. Short runs seldom reach a target."""
+        return ENDING if self.ends_early and length == 1 else WHOLE
+
+    def race_s(self, length: float, tries: int) -> float:
+        """Host seconds of the whole race, with so many learning rates."""
+        tuning, final = self.shares(length)
+        tuned = tuning * self.candidates * (1 + (tries - 1) / 3)
+        seeded = final * SEEDS * (self.candidates if tries == 1 else self.candidates / 5 + 4)
+        return (seeded if tries == 1 else tuned + seeded) * self.run_s(length) / self.slots
 
 
 def steps_of(own: Candidate, epoch_samples: int) -> float:
@@ -34,43 +68,33 @@ def steps_of(own: Candidate, epoch_samples: int) -> float:
     return min((float(found) for found in (count, timed) if found is not None), default=0.0)
 
 
-def scale_of(
-    field: Field,
-    typed: Sequence[float],
-    step_s: float,
-    left_s: float,
-    budget_s: float,
-    cores: int,
-    *,
-    target: bool,
-    evaluates: bool,
-) -> Scale:
-    """The largest race that fits, by the share of whole runs that races have taken with a target that ends runs, and
-    without. `step_s` is a step on this host, `evaluates` whether the user said when.
+def load_of(field: Field, step_s: float, slots: int, *, target: bool, evaluates: bool, slower: float = 1.0) -> Load:
+    """What a race of these candidates costs here.
 
-    Raises UsageError where not even one run does.
+    Args: step_s is a step on this host [s]; target is True if runs have one; evaluates is True if eval.* was typed.
     """
-    count, epoch = len(field.candidates), len(field.host.data.train)
+    epoch = len(field.host.data.train)
     steps = fmean(steps_of(own, epoch) for own in field.candidates)
     times = [own.plan.predicted_s for own in field.candidates if own.plan.predicted_s] or [0.0]
     most = EVALUATING * steps * step_s / max(field.evaluation_s, 1e-6) / 2
     every_s = None if evaluates or not all(times) else float(f"{min(times) / min(READINGS, max(LEAST, most)):.2g}")
+    evaluated_s = field.evaluation_s * fmean(times) / every_s if every_s else 0.0
+    whole_s = steps * step_s * OVERHEAD + evaluated_s
+    return Load(len(field.candidates), whole_s, every_s, slots, target, slower)
 
-    def run_s(length: float) -> float:
-        evaluated_s = field.evaluation_s * fmean(times) / every_s if every_s else 0.0
-        return START_S + length * (steps * step_s * OVERHEAD + evaluated_s)
 
-    tuning, final = (0.3, 0.5) if target else (0.6, 0.8)
+def scale_of(load: Load, typed: Sequence[float], left_s: float, budget_s: float) -> Scale:
+    """The largest race that fits into the seconds that remain.
+
+    Raises UsageError where not even one run does.
+    """
     for length, rates in SCALES:
-        tries = len(typed) or len(rates)
-        tuned = tuning * count * (1 + (tries - 1) / 3)
-        runs = final * SEEDS * count if tries == 1 else tuned + final * SEEDS * (count / 5 + 4)
-        if runs * run_s(length) / cores <= left_s:
+        if load.race_s(length, len(typed) or len(rates)) <= left_s:
             break
-    if run_s(length) > left_s:
+    if load.run_s(length) > left_s:
         raise UsageError(
             f"--budget {budget_s:g} is too small: a single run of a sixteenth of this task takes about "
-            f"{run_s(length):.2g} s here, and {max(0, left_s):.2g} s are left for runs; give --budget "
-            f"{budget_s - left_s + 10 * run_s(length):.0f} or more"
+            f"{load.run_s(length):.2g} s here, and {max(0, left_s):.2g} s are left for runs; give --budget "
+            f"{budget_s - left_s + 10 * load.run_s(length):.0f} or more"
         )
-    return Scale(length, tuple(rate / typed[0] for rate in typed) or rates, every_s)
+    return Scale(length, tuple(rate / typed[0] for rate in typed) or rates, load.every_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ashl.errors import AshlError
 from ashl.report import pdf
 from ashl.report.leaderboard import Leaderboard, rank
-from ashl.report.page import Figure, booktabs, figures, leaderboard, page
+from ashl.report.page import Figure, Said, booktabs, figures, leaderboard, page
 from ashl.report.records import Study, read
 
 REPORT = "report.html"
@@ -39,15 +39,17 @@ def compare(
     hold: int | None = None,
     baseline: str | None = None,
     command: str = "",
+    own_target: bool = True,
 ) -> Comparison:
     """Read the folders, rank what they hold, and write the report: to `out`, or into the sweep's folder, where
-    `leaderboard.md` and the figures, as SVG and PDF, go, too.
+    `leaderboard.md` and the figures, as SVG and PDF, go, too. Without `own_target`, the target of the runs themselves
+    is ignored.
 
     Raises UsageError for folders that hold no run, runs of different targets and a baseline that is not there, and
     AshlError where the report cannot be written.
     """
     study = read(paths)
-    board = rank(study, target=target, hold=hold, baseline=baseline)
+    board = rank(study, target=target, hold=hold, baseline=baseline, own_target=own_target)
     report = out or (study.folder or Path()) / REPORT
     drawn = figures(board)
     write(report, page(study, board, drawn, command, report.parent))
@@ -57,6 +59,15 @@ def compare(
         write(study.folder / "leaderboard.tex", booktabs(board))
         lacks = _save(drawn, study.folder / "figures")
     return Comparison(study, board, drawn, report, lacks)
+
+
+def rewrite(found: Comparison, folder: Path, command: str, said: Said) -> None:
+    """Write the report again into a folder, with what a command says beside the leaderboard.
+
+    Raises AshlError where it cannot be written.
+    """
+    write(folder / REPORT, page(found.study, found.board, found.figures, command, folder, said))
+    write(folder / "leaderboard.md", leaderboard(found.board, said.answer))
 
 
 def _save(drawn: Sequence[Figure], folder: Path) -> str:

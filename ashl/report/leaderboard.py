@@ -149,10 +149,16 @@ SORTS: dict[str, Callable[[Row], float | None]] = {  # smallest first
 
 
 def rank(
-    study: Study, *, target: float | None = None, hold: int | None = None, baseline: str | None = None
+    study: Study,
+    *,
+    target: float | None = None,
+    hold: int | None = None,
+    baseline: str | None = None,
+    own_target: bool = True,
 ) -> Leaderboard:
     """Order the settings by time to target: what was asked for, or else the best accuracy that all of them reach; where
-    there are no accuracies, by what they had at an equal time.
+    there are no accuracies, by what they had at an equal time. Without `own_target`, the target of the runs themselves
+    is ignored.
 
     Raises UsageError for runs of different targets and for a baseline that is not there.
     """
@@ -161,7 +167,7 @@ def rank(
     badly = tuple(_ended(run) for setting in settings for run in setting.runs if not good(run))
     if not counted:
         raise UsageError(f"No run came to an end; the first: {badly[0].name}: {badly[0].reason}.")
-    asked = target_of(counted, target, hold)
+    asked = target_of(counted, target, hold) if own_target else None
     recomputed = target is not None or hold is not None
     left_out = study.left_out
     if asked is None or recomputed:
@@ -178,7 +184,7 @@ def rank(
     values = {s: {k: measure.value(run) for k, run in s.by_seed().items() if run in usable} for s in settings}
     settings = tuple(setting for setting in settings if values[setting])
     rows = _rows(axes, settings, values, measure, baseline)
-    target_note = _target_note(study, *own) if own else []
+    target_note = _target_note(study, *own) if own and own_target else []
     notes = (
         *target_note,
         *_race_note(study),

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from ashl import __version__
 from ashl.report import crossover, crossover_map, curves, gantt, pareto, shares, small_multiples, staleness
 from ashl.report.leaderboard import Leaderboard, Row
-from ashl.report.phrases import answer
+from ashl.report.phrases import Answer, answer
 from ashl.report.records import LeftOut, Study
 from ashl.report.terminal import Column, columns_of, method
 
@@ -58,16 +58,45 @@ class Figure(NamedTuple):
     note: str
 
 
-def page(study: Study, board: Leaderboard, drawn: Sequence[Figure], command: str, home: Path = Path()) -> str:
-    """The whole page with these figures; `command` is what was typed, `home` the folder that it lies in."""
+class SaidTable(NamedTuple):
+    """A table of text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Said(NamedTuple):
+    """What a command says beside the leaderboard: the answer in its own words, labelled lines, tables."""
+
+    answer: Answer
+    lines: tuple[tuple[str, str], ...] = ()
+    tables: tuple[SaidTable, ...] = ()
+
+
+def page(
+    study: Study,
+    board: Leaderboard,
+    drawn: Sequence[Figure],
+    command: str,
+    home: Path = Path(),
+    said: Said | None = None,
+) -> str:
+    """The whole page with these figures.
+
+    Args: command is what was typed; home is the folder that the page lies in; said is None if the command says what
+    follows from the leaderboard alone.
+    """
+    said = said or Said(answer(board))
     name = str(study.sweep.get("name") or "") if study.sweep else ""
     several = len(study.runs) > 1
     what = f"{name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings" if several else "one run"
     title = f"ashl: {what}"
     sections = [
-        _answer(board),
+        _answer(said),
         _table(board, home),
         *(_section(title, figure, note) for title, figure, note in drawn),
+        *map(_said_table, said.tables),
         _list("Ended badly", board.ended_badly),
         _list("Left out", board.left_out),
         _list("Dropped by racing", study.dropped),
@@ -101,9 +130,9 @@ def figures(board: Leaderboard) -> list[Figure]:
     return [Figure(*entry) for entry in found if entry[1]]
 
 
-def leaderboard(board: Leaderboard) -> str:
-    """The answer and the leaderboard as Markdown, which MLflow shows as a table."""
-    answered = answer(board)
+def leaderboard(board: Leaderboard, words: Answer | None = None) -> str:
+    """The answer, by default in the board's words, and the leaderboard as Markdown, which MLflow shows as a table."""
+    answered = words or answer(board)
     columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in board.rows)]
     rows = [[title for title, _ in columns], ["---"] * len(columns)]
     rows += [[cell(row).replace("|", "\\|") for _, cell in columns] for row in board.rows[:TABLE_ROWS]]
@@ -134,10 +163,23 @@ def _drawn(board: Leaderboard, most: int) -> list[Row]:
     return shown if board.baseline is None or board.baseline in shown else [*shown[: most - 1], board.baseline]
 
 
-def _answer(board: Leaderboard) -> str:
-    answered = answer(board)
-    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in answered.sentences)
-    return f'<div class="answer"><p><b>{escape(answered.headline)}</b></p>{rest}</div>'
+def _answer(said: Said) -> str:
+    rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in said.answer.sentences)
+    rest += "".join(f'<p><span class="note">{escape(key)}</span> {_line(text)}</p>' for key, text in said.lines)
+    return f'<div class="answer"><p><b>{escape(said.answer.headline)}</b></p>{rest}</div>'
+
+
+def _line(text: str) -> str:
+    return f"<code>{escape(text)}</code>" if text.startswith("ashl ") else escape(text)
+
+
+def _said_table(table: SaidTable) -> str:
+    head = "".join(f'<th class="words">{escape(title)}</th>' for title in table.columns)
+    rows = "".join(
+        "<tr>" + "".join(f'<td class="words">{escape(cell)}</td>' for cell in row) + "</tr>" for row in table.rows
+    )
+    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return _section(table.title, body)
 
 
 def _table(board: Leaderboard, home: Path) -> str:

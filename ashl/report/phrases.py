@@ -46,9 +46,15 @@ def _answer(board: Leaderboard) -> Answer:
         return Answer(text, (*board.notes, "Name other runs beside it for a comparison."))
     if not math.isfinite(first.spread.middle):
         return Answer(f"No setting has an answer: {measure.title} was reached by no majority of seeds.", _nobody(board))
-    leading = "leads" if unsure(board) else "is first"
-    headline = f"{first.label} {leading}: {measure.title} {_of(first, measure)}{_against(board, first)}."
+    headline = standing(board, "leads" if unsure(board) else "is first")
     return Answer(headline, tuple(filter(None, (_second(board), unsure(board), _needed(board), *board.notes))))
+
+
+def standing(board: Leaderboard, place: str = "") -> str:
+    """How the first of the board stands, and against the baseline."""
+    first, measure = board.ranked[0], board.measure
+    named = f"{first.label} {place}" if place else first.label
+    return f"{named}: {measure.title} {_of(first, measure)}{_against(board, first)}."
 
 
 def _of(row: Row, measure: Measure) -> str:

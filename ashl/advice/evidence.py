@@ -1,0 +1,108 @@
+"""How much an answer rests on: which candidates ran, what is missing for an answer, and the budget that would do."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from ashl.advice.candidates import Field
+from ashl.advice.contest import ROUNDS, TUNING, Place
+from ashl.advice.scale import RACING, RATES, Load, Scale
+from ashl.report.leaderboard import Leaderboard
+from ashl.report.measure import Target, describe
+from ashl.study.slots import read_summary
+from ashl.study.sweep import SWEEP
+from ashl.tracking import jsonl
+from ashl.tracking.console import percent
+
+SEEDS = ROUNDS[0]  # of the first two, at least, for an answer
+RAN = 0.5  # of the candidates, at least, for an answer
+MARGIN = 1.25  # on the predicted host seconds of a race that is recommended
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What an answer rests on. Without `missing` it is one."""
+
+    missing: tuple[str, ...]  # what an answer needs and this one has not, as clauses
+    never_ran: tuple[str, ...]  # candidates
+    enough_ran: bool  # True if the share of the candidates that an answer needs ran
+    budget_s: float | None  # that would do; None where nothing is missing
+    slower: float  # host seconds of the runs, divided by those predicted; at least 1
+
+    def notes(self, field: Field) -> list[str]:
+        """Count and name the candidates that never ran."""
+        if not self.never_ran:
+            return []
+        counted = f"{len(self.never_ran)} of {len(field.candidates)} candidates never ran"
+        return [f"{counted}, as the budget ended before their turn: {', '.join(self.never_ran)}."]
+
+    def sentences(self) -> list[str]:
+        """Say what is missing, and the budget that would do."""
+        if not self.missing:
+            return []
+        return [f"An answer needs more: {'; '.join(self.missing)}. --budget {self.budget_s:.0f} would do."]
+
+
+def host_seconds(place: Place) -> dict[str, list[float]]:
+    """Host seconds of each run that has begun and was not cut off, by its candidate's name."""
+    found = dict[str, list[float]]()
+    for folder in (place.folder, place.folder / TUNING):
+        for entry in (jsonl.whole(folder / SWEEP) or {}).get("settings", ()):
+            summary = read_summary(folder / entry["folder"])
+            if summary is not None and entry["label"]:
+                found.setdefault(entry["label"], []).append(summary.get("host_s") or 0.0)
+    return found
+
+
+def evidence(
+    field: Field,
+    board: Leaderboard,
+    unreached: Target | None,
+    scale: Scale,
+    load: Load,
+    typed: Sequence[float],
+    place: Place,
+    began_s: float,
+) -> Evidence:
+    """Judge what ran.
+
+    Args: unreached is the target that was asked for, where no setting reached it; typed holds the learning rates that
+    were typed; began_s is when the race began, in seconds of the budget.
+    """
+    ran = host_seconds(place)
+    never_ran = tuple(own.name for own in field.candidates if own.name not in ran)
+    missing = list[str]()
+    if unreached is not None:
+        within = f" in {percent(scale.length, 0)} of the steps" if scale.length < 1 else ""
+        missing.append(f"none reached {describe(unreached)}{within}, so the ranking is by {board.measure.title}")
+    counts = [row.spread.count for row in board.ranked[:2]]
+    if len(counts) < 2:
+        missing.append("only one candidate has come to an end")
+    elif min(counts) < SEEDS:
+        missing.append(f"the first two have {counts[0]} and {counts[1]} of at least {SEEDS} seeds")
+    least = math.ceil(RAN * len(field.candidates))
+    count = len(field.candidates) - len(never_ran)
+    if count < least:
+        missing.append(f"{count} of {len(field.candidates)} candidates ran, of at least {least}")
+    slower = slower_than(load, scale, ran)
+    if not missing:
+        return Evidence((), never_ran, count >= least, None, slower)
+    length = 1.0 if unreached is not None else scale.length
+    tries = len(typed) or (len(RATES) if length > scale.length else len(scale.rates))
+    needed_s = (began_s + MARGIN * replace(load, slower=slower).race_s(length, tries)) / RACING
+    budget_s = rounded_up(max(needed_s, 1.5 * place.deadline.budget_s))
+    return Evidence(tuple(missing), never_ran, count >= least, budget_s, slower)
+
+
+def slower_than(load: Load, scale: Scale, ran: Mapping[str, list[float]]) -> float:
+    """By which factor runs took longer here than predicted; at least 1."""
+    times = [host_s for own in ran.values() for host_s in own]
+    predicted_s = fmean(load.shares(scale.length)) * load.run_s(scale.length) / load.slower
+    return max(1.0, fmean(times) / predicted_s) if times and predicted_s else 1.0
+
+
+def rounded_up(seconds: float) -> float:
+    """To two digits."""
+    unit = 10.0 ** max(0, math.floor(math.log10(seconds)) - 1)
+    return unit * math.ceil(seconds / unit)
