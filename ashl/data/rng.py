@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     CODEC = 13  # masks, dither and signs of one message
     SPEED = 14  # how fast each worker of a drawn cluster is
     CHURN = 15  # when a worker fails, and when it is back
+    EVALUATION = 16  # whatever a model draws while it is evaluated
 
 
 def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:

@@ -13,7 +13,7 @@ are never read.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -83,8 +83,10 @@ class Learner:
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
         self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())
         self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
-        self._draws, self._width = self._try_out()
-        self._captures = graphs and not self._draws
+        drew, self._width = self._try_out()
+        self._captures = graphs and not drew
+        # A user's own code may draw in some steps only, which one try does not show.
+        self._draws = drew or not all(part.__module__.startswith("ashl.") for part in (made, type(task)))
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
         self.epoch_samples, self.num_params = len(data.train), self._here.num_params
         self.layers = tuple(
@@ -93,7 +95,7 @@ class Learner:
 
     @property
     def threadsafe(self) -> bool:
-        """Whether nothing is drawn from the one generator that torch has, in the model or where samples are read."""
+        """Return True if neither the model nor the reading of samples may draw from a generator of the process."""
         return not self._draws and isinstance(self._train.inputs, Tensor)
 
     def replicate(self) -> None:
@@ -121,13 +123,18 @@ class Learner:
         Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
         Raises UsageError when BatchNorm gets too small a batch to normalise over.
         """
-        if not self._captures:
-            return self._differentiated(self._batch_loss(params, indices, worker, step))
-        self._enter(params)
         batch = self._moved(indices, worker, step)
-        return self._here.graphs.run(
-            lambda inputs, targets: self._differentiated(self._loss(self._forward, inputs, targets, worker)), *batch
-        )
+        with self._drawing(Purpose.MODEL, worker, step):
+            if not self._captures:
+                return self._differentiated(self._batch_loss(params, batch, worker))
+            self._enter(params)
+            return self._here.graphs.run(
+                lambda inputs, targets: self._differentiated(self._loss(self._forward, inputs, targets, worker)), *batch
+            )
+
+    def _drawing(self, purpose: Purpose, worker: int = 0, step: int = 0) -> AbstractContextManager:
+        """Where the model may draw, what is drawn inside follows from (seed, purpose, worker, step) alone."""
+        return seeded(torch_seed(self._seed, purpose, worker, step), self.device) if self._draws else nullcontext()
 
     def _differentiated(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True, materialize_grads=True)
@@ -146,7 +153,22 @@ class Learner:
         """The same; returns the loss, and calls `hand_out(k, slice)` as soon as backward has come to all of the tensors
         in the elements [start, stop) = parts[k], from the thread of the backward pass. Parts are of whole tensors.
         Parameters in pieces are waited for as the forward pass comes to them."""
-        loss = self._batch_loss(params, indices, worker, step)
+        batch = self._moved(indices, worker, step)
+        with self._drawing(Purpose.MODEL, worker, step):
+            return self._in_parts(params, batch, worker, step, parts, hand_out, halfway)
+
+    def _in_parts(
+        self,
+        params: Tensor | Pieces,
+        batch: tuple[Tensor, Tensor],
+        worker: int,
+        step: int,
+        parts: Sequence[tuple[int, int]],
+        hand_out: Callable[[int, Tensor], None],
+        halfway: Callable[[], None],
+    ) -> float:
+        """Compute the loss and hand out slices of its gradient, see `gradient_in_parts`."""
+        loss = self._batch_loss(params, batch, worker, step)
         halfway()
         bounds = [0, *accumulate(p.numel() for p in self._here.parameters)]
         holds = [range(bounds.index(start), bounds.index(stop)) for start, stop in parts]
@@ -224,14 +246,11 @@ class Learner:
                 work[places[id(max(own, key=Tensor.numel))]] += counted.get(name, 0) - inside
         return tuple(work)
 
-    def _batch_loss(self, params: Tensor | Pieces, indices: np.ndarray, worker: int, step: int) -> Tensor:
-        """The mean loss over the samples at `params`, ready to be differentiated."""
-        inputs, targets = self._moved(indices, worker, step)
+    def _batch_loss(self, params: Tensor | Pieces, batch: tuple[Tensor, Tensor], worker: int, step: int = 0) -> Tensor:
+        """The mean loss over a batch at `params`, ready to be differentiated."""
         self._enter(params)
-        drawn = torch_seed(self._seed, Purpose.MODEL, worker, step) if self._draws else None
-        with nullcontext() if drawn is None else seeded(drawn, self.device):
-            forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, drawn)
-            return self._loss(forward, inputs, targets, worker)
+        forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, worker, step)
+        return self._loss(forward, *batch, worker)
 
     def _moved(self, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """A batch to learn from, augmented."""
@@ -273,10 +292,11 @@ class Learner:
         `test_metric` is None where the task has none, and `test_accuracy` where its metric is another one.
         """
         self._here.point_at(params)
-        self._calibrate()
-        self._here.module.eval()
-        train_loss, _ = self._score(self._train, self._subset)
-        test_loss, metric = self._score(self._test, np.arange(len(self._test)), judged=True)
+        with self._drawing(Purpose.EVALUATION):
+            self._calibrate()
+            self._here.module.eval()
+            train_loss, _ = self._score(self._train, self._subset)
+            test_loss, metric = self._score(self._test, np.arange(len(self._test)), judged=True)
         return {
             "train_loss": train_loss,
             "test_loss": test_loss,
@@ -297,7 +317,8 @@ class Learner:
         """The whole state of the module at these parameters, by its own names, on the CPU. BatchNorm's statistics are
         those that an evaluation estimates."""
         self._here.point_at(params)
-        self._calibrate()
+        with self._drawing(Purpose.EVALUATION):
+            self._calibrate()
         state = self._here.module.state_dict()
         return {name: to_host(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -354,9 +375,9 @@ class Learner:
         with torch.autocast(self.device.partition(":")[0], torch.bfloat16):
             return self._here.module(inputs).float()
 
-    def _forward_on(self, pieces: Pieces, drawn: int | None, inputs: Tensor) -> Tensor:
-        """The same, on parameters that come while it goes on; `drawn` seeds what the module draws. They lie in memory
-        as in one vector: by where a matrix begins some kernels choose in which order they add up."""
+    def _forward_on(self, pieces: Pieces, worker: int, step: int, inputs: Tensor) -> Tensor:
+        """The same, on parameters that come while it goes on. They lie in memory as in one vector: by where a matrix
+        begins some kernels choose in which order they add up."""
         if self._here.resident is None:
             self._here.point_at(torch.empty(self.num_params, device=self.device))
         arriving = Arriving(pieces, self._here.parameters, self._bring)
@@ -367,7 +388,7 @@ class Learner:
         if arriving.unseen <= self._here.hidden:
             return outputs
         self._here.hidden |= arriving.unseen
-        with nullcontext() if drawn is None else seeded(drawn, self.device):
+        with self._drawing(Purpose.MODEL, worker, step):
             return self._forward(inputs)
 
     def _bring(self, parameter: nn.Parameter, values: Tensor) -> None:
