@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from importlib.machinery import PathFinder
 from itertools import takewhile
 from pathlib import Path
@@ -20,6 +20,7 @@ import yaml
 from ashl.errors import UsageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+MERGE = "tag:yaml.org,2002:merge"  # what YAML calls `<<`
 A_FEW = 12  # names that a sentence may list
 CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())  # where installed, in a checkout
 
@@ -84,6 +85,17 @@ def target(file: Path) -> str:
     return str(content.get("_target_", "")) or next((name for parent in parents(file) if (name := target(parent))), "")
 
 
+def check_keys(file: Path) -> None:
+    """Raise UsageError where an option's file, or one that it starts from, has a key twice."""
+    _check_keys(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _check_keys(file: Path, changed_ns: int) -> None:
+    for parent in parents(file):  # loads the file
+        check_keys(parent)
+
+
 def values(file: Path) -> dict:
     """What an option's file says, and what the files say that it starts from."""
     found: dict = {}
@@ -137,9 +149,62 @@ def head(file: Path) -> str:
 
 
 def load(file: Path) -> dict:
-    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid YAML."""
-    content = _parsed(yaml.safe_load, read(file), file)
+    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid YAML and for a key that
+    a mapping has twice."""
+    text = read(file)
+    if repeated := _parsed(repeated_key, text, file):
+        line, key = repeated
+        raise UsageError(
+            f"{file}, line {line}: {key} stands twice in one mapping, by itself or through `<<`, and readers of YAML "
+            "differ in which of the two holds; write it once."
+        )
+    content = _parsed(yaml.safe_load, text, file)
     return content if isinstance(content, dict) else {}
+
+
+def repeated_key(text: str) -> tuple[int, str] | None:
+    """The line and the name of the first key that a mapping has twice: written twice, or in two of the mappings that
+    `<<` merges into it. A key of the mapping's own that replaces a merged one is no repetition: all readers agree."""
+
+    looked_at: set[int] = set()  # an alias is the node of its anchor again, and may lie in itself
+
+    def look(node: yaml.Node | None) -> tuple[int, str] | None:
+        if id(node) in looked_at:
+            return None
+        looked_at.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            return next(filter(None, map(look, node.value)), None)
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        own: set[str] = set()
+        merged: set[str] = set()
+        for key, value in node.value:
+            is_merge = key.tag == MERGE
+            names = [name for part in _parts(value) for name in sorted(_names(part))] if is_merge else [str(key.value)]
+            seen = merged if is_merge else own
+            for name in names:
+                if name in seen:
+                    return key.start_mark.line + 1, name
+                seen.add(name)
+            if found := look(value):
+                return found
+        return None
+
+    return look(yaml.compose(text, yaml.SafeLoader))
+
+
+def _parts(merged: yaml.Node) -> list[yaml.MappingNode]:
+    """The mappings that one `<<` names."""
+    nodes = merged.value if isinstance(merged, yaml.SequenceNode) else [merged]
+    return [node for node in nodes if isinstance(node, yaml.MappingNode)]
+
+
+def _names(node: yaml.MappingNode) -> set[str]:
+    """The keys of a mapping, with those that are merged into it."""
+    found: set[str] = set()
+    for key, value in node.value:
+        found |= set().union(*map(_names, _parts(value))) if key.tag == MERGE else {str(key.value)}
+    return found
 
 
 def read(file: Path) -> str:

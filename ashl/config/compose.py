@@ -21,7 +21,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ashl.config.catalog import CONF, Catalog, catalog, lacking, nearest, parameters
+from ashl.config.catalog import CONF, Catalog, catalog, check_keys, lacking, nearest, parameters
 from ashl.config.construct import found
 from ashl.config.override import key_of
 from ashl.config.workers import sized
@@ -194,6 +194,10 @@ def _compose(overrides: Sequence[str], config_dir: Path | None) -> tuple[DictCon
         GlobalHydra.instance().clear()
     choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option}
     own = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
+    for group, option in own.items():
+        places = [root / group / f"{option}.yaml" for root in (config_dir, CONF) if root]
+        for file in [file for file in places if file.is_file()][:1]:
+            check_keys(file)
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), own
 
 

@@ -4,9 +4,10 @@ import random
 import re
 
 import pytest
+import yaml
 
 from ashl.config import compose as module
-from ashl.config.catalog import CONF, catalog
+from ashl.config.catalog import CONF, MERGE, catalog, repeated_key
 from ashl.config.compose import PRESETS, compose
 from ashl.errors import UsageError
 
@@ -178,6 +179,10 @@ def test_own_options_are_found(mine) -> None:
     [
         ("model/a.yaml", "x: [1\ny: 2\n", "model=a", "model/a.yaml, line 2, is not valid YAML"),
         ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "duplicate key x"),
+        ("model/a.yaml", "x: {<<: [&a {k: 1}, &b {k: 1}]}\n", "model=a", "line 1: k stands twice"),
+        ("model/a.yaml", "x: {<<: &a {k.b: 1}, <<: &b {k.b: 2}}\n", "model=a", "k.b stands twice"),
+        ("model/a.yaml", "x:\n- {<<: [&c {<<: &a {k: 1}}, &b {k: 2}]}\n", "model=a", "line 2: k stands twice"),
+        ("model/a.yaml", "x:\n  y: &a {k: 1}\n  z: {<<: [*a, *a]}\n", "model=a", "line 3: k stands twice"),
         ("model/a.yaml", "x: \xff\n", "model=a", "not UTF-8"),
         ("model/a.yaml", "- 1\n", "model=a", "must hold keys and values"),
         ("sync/ssp.yaml", "staleness: 1\n", "sync=ssp", "rename it, as in my_ssp.yaml."),
@@ -194,6 +199,98 @@ def test_own_options_are_found(mine) -> None:
 )
 def test_own_files_with_faults(mine, path: str, text: str, override: str, says: str) -> None:
     assert says in message(override, config_dir=mine(path, text))
+
+
+def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
+    mine("model/_base.yaml", "x: {<<: [&a {k: 1}, &b {k: 2}]}\n")
+    folder = mine("model/mine.yaml", "defaults: [_base]\ny: 1\n")
+    assert "_base.yaml, line 1: k stands twice" in message("model=mine", config_dir=folder)
+
+
+def test_an_own_key_may_replace_a_merged_one(mine) -> None:
+    """Of these two, all readers of YAML take the second."""
+    folder = mine("model/mine.yaml", "_target_: mine.Model\nx: &a {k: 1, m.n: 1}\ny: {m.n: 2, <<: *a, k: 2}\n")
+    assert compose(["model=mine"], folder)["model"]["y"] == {"m.n": 2, "k": 2}
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_no_shipped_mapping_has_a_key_twice(file) -> None:
+    """Not even where a merged key is replaced, which is legal, but hides what a line resolves to."""
+    assert repeated_key(file.read_text()) is None
+    merged = [node for node in nodes(yaml.compose(file.read_text())) if isinstance(node, yaml.MappingNode)]
+    for node in merged:
+        names = [{str(key.value)} if key.tag != MERGE else keys_of(value) for key, value in node.value]
+        assert sum(map(len, names)) == len(set().union(*names)), f"line {node.start_mark.line + 1}"
+
+
+def nodes(node):
+    """A YAML node and all that are in it."""
+    yield node
+    inside = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    for part in inside if isinstance(node, yaml.CollectionNode) else ():
+        yield from nodes(part)
+
+
+def keys_of(node) -> set[str]:
+    """The keys that a merged node brings along."""
+    if isinstance(node, yaml.SequenceNode):
+        return set().union(*map(keys_of, node.value))
+    return {name for key, value in node.value for name in (keys_of(value) if key.tag == MERGE else {str(key.value)})}
+
+
+ADSP, ONE = "sync=adsp aggregate=uniform sync.loss_target=1.6", "sync=ssp sync.local_steps=plan aggregate=uniform"
+TOPK = "compression=topk compression.ratio=0.1 topology.pull_ratio=0.1"
+PLUS = "schedule=ashl_plus schedule.profile_steps=1 schedule.loss_switch=1.9"
+COSINE = "optimizer.schedule=cosine optimizer.horizon_epochs=4"
+TABLE = {
+    "BSP": "sync=bsp optimizer.lr=0.03",
+    "local SGD": "sync=local_sgd sync.local_steps=8 optimizer.lr=0.02",
+    "ADSP": f"{ADSP} optimizer.lr=0.02",
+    "ADSP unsearched": "sync=adsp aggregate=uniform sync.search_s=null sync.commits=2,4,6,8 optimizer.lr=0.02",
+    "one stage": f"{ONE} schedule.h_preset=[2] optimizer.lr=0.02",
+    "ASHL": "schedule=ashl compression=none schedule.loss_switch=1.8 optimizer.lr=0.01",
+    "ASHL next dense": "schedule=ashl_next schedule.h_preset=[2] compression=none optimizer.lr=0.02",
+    "ADSP falling": f"{ADSP} schedule=falling sync.search_s=null sync.commits=2 optimizer.lr=0.02",
+    "ASHL as printed": "schedule=ashl compression.feedback=false schedule.loss_switch=1.8 optimizer.lr=0.02",
+    "BSP Top-K": f"sync=bsp {TOPK} optimizer.lr=0.015",
+    "local SGD Top-K": f"{TOPK} sync=local_sgd sync.local_steps=8 optimizer.lr=0.02",
+    "ADSP Top-K": f"{ADSP} {TOPK} optimizer.lr=0.02",
+    "one stage Top-K": f"{ONE} {TOPK} schedule.h_preset=[2] optimizer.lr=0.02",
+    "ASHL+": f"{PLUS} optimizer.lr=0.03",
+    "ASHL+ late": f"{PLUS} overlap=late schedule.h_preset=[2,1] optimizer.lr=0.03",
+    "ASHL next": "schedule=ashl_next optimizer.lr=0.03",
+    "ADSP Top-K falling": f"{ADSP} {TOPK} schedule=falling optimizer.lr=0.03",
+    "ADSP Top-K falling late": (
+        f"{ADSP} {TOPK} schedule=falling schedule.fall=0.5 overlap=late sync.search_s=null sync.commits=32 "
+        "optimizer.lr=0.03"
+    ),
+    "ASHL next same steps": "schedule=ashl_next schedule.rungs=1 optimizer.lr=0.03",
+    "ASHL+ same steps": f"{PLUS} schedule.shl_scale=1 optimizer.lr=0.02",
+    "ADSP Top-K cosine": f"{ADSP} {TOPK} {COSINE} optimizer.lr=0.03",
+    "one stage Top-K cosine": f"{ONE} {TOPK} {COSINE} schedule.h_preset=[4] optimizer.lr=0.03",
+}
+LATE = {
+    "ADSP Top-K": f"{ADSP} {TOPK} optimizer.lr=0.02",
+    "ADSP Top-K late": f"{ADSP} {TOPK} overlap=late optimizer.lr=0.01",
+    "ADSP Top-K late unsearched": f"{ADSP} {TOPK} overlap=late sync.search_s=null sync.commits=8 optimizer.lr=0.02",
+    "one step Top-K late": f"{TOPK} sync=asp sync.local_steps=1 aggregate=uniform overlap=late optimizer.lr=0.02",
+    "ASHL+": f"{PLUS} optimizer.lr=0.03",
+    "ASHL+ late": f"{PLUS} optimizer.lr=0.03 overlap=late schedule.h_preset=[2,1]",
+    "ASHL+ late damped": f"{PLUS} optimizer.lr=0.03 overlap=late overlap.own=0.5 schedule.h_preset=[2,1]",
+    "ASHL+ anchor": f"{PLUS} optimizer.lr=0.03 overlap=overlap_local_sgd schedule.h_preset=[2,1]",
+    "one stage Top-K anchor": f"{ONE} {TOPK} schedule.h_preset=[2] overlap=overlap_local_sgd optimizer.lr=0.02",
+}
+
+
+@pytest.mark.parametrize(("experiment", "table"), [("ashl_table", TABLE), ("ashl_late", LATE)])
+def test_each_line_of_the_table_is_what_its_page_says(experiment: str, table: dict[str, str]) -> None:
+    """Four lines ran at rate 0.02, not 0.03, with the PyYAML that a fresh install brings."""
+    found = {line.pop("label"): line for line in compose([f"experiment={experiment}"])["sweep"]}
+    written = {label: dict(part.split("=", 1) for part in texts.split()) for label, texts in table.items()}
+    assert found.keys() == written.keys()
+    for label, texts in written.items():
+        values = {key: text if "," in text and "[" not in text else yaml.safe_load(text) for key, text in texts.items()}
+        assert found[label] == values, label
 
 
 def test_config_dir_that_is_not_there(tmp_path) -> None:
