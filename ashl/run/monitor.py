@@ -104,6 +104,7 @@ class Monitor:
         self.sha256: str | None = None
         self.refused = 0  # messages that came to a real run and were not of it
         self._started = time.monotonic()
+        self._state_host_s: float | None = None  # in the latest `state`
 
     @property
     def stopping(self) -> str | None:
@@ -128,14 +129,16 @@ class Monitor:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"plan": self.plan.to_json(), "host_s": self.host_s, "books": self.books}
+        self._state_host_s = self.host_s
+        return {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.books}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take up what a checkpoint has kept; when the run ends, and where it runs, is as of now."""
         now = self.plan
         before = Plan.from_json(state["plan"])
         self.plan = replace(before, limits=now.limits, runtime=now.runtime, choices=now.choices, notes=now.notes)
-        self._started -= state["host_s"]
+        if state["host_s"] != self._state_host_s:  # its own state, read back, holds nothing from before it
+            self._started -= state["host_s"]
         self.books = state["books"]
         if self.books.best is not None:
             self.save(BEST, self.books.best)  # what came after the checkpoint has not been

@@ -1,13 +1,16 @@
 """Runs that go on: from what is whole, one at a time, with the code that whoever starts them allows."""
 
 import fcntl
+import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from ashl.cli.app import main
 from ashl.errors import AshlError
+from ashl.run.monitor import Monitor
 from ashl.tracking.recorder import METRICS, Recorder
 
 BROKEN = "cannot be gone on from (state.pt is not what was written)"
@@ -122,3 +125,31 @@ def test_only_what_goes_round_by_round_goes_over_to_processes(mode: str, workpla
     code, err = resumed(capsys, "runtime=local")
     assert code == 2
     assert "run began in virtual time, and goes on only there: where all go round by round" in err
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "runtime=sim",
+        pytest.param("runtime=local", marks=pytest.mark.slow),
+        "cluster.num_workers=3 run.dir=three",
+        pytest.param("cluster.num_workers=3 run.dir=three runtime=local", marks=pytest.mark.slow),
+    ],
+)
+def test_the_time_before_a_resume_counts_once(overrides: str, workplace: Path, monkeypatch) -> None:
+    """With other workers it counted twice: their run begins with a checkpoint of its own, and goes on from that."""
+    line = "sync=bsp cluster=homogeneous cluster.num_workers=2 runtime=sim run.checkpoint_s=0.1 tracking=none"
+    made = Monitor.__init__
+
+    def long_ago(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self._started -= 1000
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Monitor, "__init__", long_ago)
+        assert main(["train", *line.split(), "stop.steps=60", "run.dir=run", "-q"]) == 0
+    began, own = time.monotonic(), "three" if "three" in overrides else "run"
+    for folder, more in (("run", overrides.split()), (own, ["stop.steps=100"])):
+        assert main(["train", "--resume", folder, *more, "-q"]) == 0
+        host_s = json.loads((workplace / own / "summary.json").read_text())["host_s"]
+        assert 1000 < host_s < 1000.5 + time.monotonic() - began
