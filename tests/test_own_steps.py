@@ -111,11 +111,12 @@ def test_streams_of_workers_and_steps_are_all_different() -> None:
 
     learner = learner_of(make, blobs())
     params = learner.init()
-    made[0].drawn.clear()
+    for module in made:
+        module.drawn.clear()
     for worker in range(4):
         for step in range(8):
             learner.gradient(params, SOME, worker, step)
-    assert len(set(map(int, made[0].drawn))) == 32
+    assert len({int(drawn) for module in made for drawn in module.drawn}) == 32
 
 
 def test_only_models_of_ashl_that_do_not_draw_are_computed_by_several_threads() -> None:

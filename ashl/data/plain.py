@@ -26,15 +26,26 @@ class PlainDataset(Dataset):
 
     def load(self) -> Data:
         """Reads every target now, and inputs whenever they are asked for. Raises UsageError."""
-        name = self.make.__name__
-        if "train" in signature(self.make).parameters:
-            calls = [arguments(self.make, self.keys, "dataset", {"train": train}) for train in (True, False)]
-            pair: Any = [self.make(**call) for call in calls]
-        else:
-            pair = self.make(**arguments(self.make, self.keys, "dataset", {}))
+        if self.makes_halves:
+            return self.data_of(self.make_half(train=True), self.make_half(train=False))
+        pair: Any = self.make(**arguments(self.make, self.keys, "dataset", {}))
         if not isinstance(pair, tuple | list) or len(pair) != 2:
+            name = self.make.__name__
             raise UsageError(f"dataset: {name} should take train=True or False, or return a pair (train, test)")
-        train, test = (split_of(half, name) for half in pair)
+        return self.data_of(*pair)
+
+    @property
+    def makes_halves(self) -> bool:
+        """Return True if it is called once for each half."""
+        return "train" in signature(self.make).parameters
+
+    def make_half(self, *, train: bool) -> Any:
+        """Return one half as the class makes it."""
+        return self.make(**arguments(self.make, self.keys, "dataset", {"train": train}))
+
+    def data_of(self, *halves: Any) -> Data:
+        """Return the data of a training half and a test half. Raises UsageError."""
+        train, test = (split_of(half, self.make.__name__) for half in halves)
         inputs, targets = train.batch(np.zeros(1, np.int64))
         if targets.is_floating_point():
             outputs = math.prod(targets.shape[1:])

@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     SPEED = 14  # how fast each worker of a drawn cluster is
     CHURN = 15  # when a worker fails, and when it is back
     EVALUATION = 16  # whatever a model draws while it is evaluated
+    DATA = 17  # what a data set draws from the global generators while it is made
 
 
 def bits(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.random.Philox:

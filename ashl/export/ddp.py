@@ -20,6 +20,7 @@ from ashl.errors import UsageError
 from ashl.export import averaged
 from ashl.export.frame import model_of, opened, plan_in
 from ashl.learn.learner import Learner
+from ashl.learn.making import load_data
 from ashl.overlap.chain import Part, bare, joined
 from ashl.plan.plan import Plan
 from ashl.planning.build import Options, layer_groups
@@ -114,7 +115,7 @@ def come_in_order(plan: Plan, messages: Sequence[Part]) -> bool:
     """Whether a backward pass comes to all tensors of a message before it comes to those of the next one."""
     options = Options(())
     model, dataset, task = (options.of(g, getattr(plan, g)) for g in ("model", "dataset", "task"))
-    learner = Learner(model, dataset.load(), task, seed=plan.seed)
+    learner = Learner(model, load_data(dataset, plan.seed), task, seed=plan.seed)
     bounds = [0, *accumulate(prod(shape) for _, shape in learner.layers)]
     came: list[int] = []
     batch = np.arange(plan.stages[-1].workers[0].batch)

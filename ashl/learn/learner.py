@@ -4,21 +4,20 @@ A model is one flat float32 vector here: the module's trainable parameters in th
 module serves every worker of a process, one for each thread that computes (`ashl.learn.replica`), so that N workers
 cost N vectors instead of N models.
 
-Buffers do not travel between workers: only parameters and gradients ever do. Training normalises with the statistics of
-the batch at hand (BatchNorm: Ioffe and Szegedy, 2015), and evaluation first estimates the statistics that belong to the
-vector it is given, from a fixed set of training samples, alike for every method. Running averages gathered on the way
-are never read.
+Buffers do not travel between workers: only parameters and gradients ever do. A BatchNorm that the model trains
+normalises with the statistics of the batch (Ioffe and Szegedy, 2015), and evaluation first estimates the statistics
+that belong to the vector it is given, from a fixed set of training samples, in the same way for every method. Running
+averages of such a norm, gathered in training, are never read.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,9 +32,11 @@ from ashl.data.rng import Purpose, permutation, stream, torch_seed
 from ashl.errors import UsageError
 from ashl.learn.allocator import keep_pages
 from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
+from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
+from ashl.learn.making import make_module
+from ashl.learn.module_state import state_of
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
-from ashl.learn.weights import put_into
 from ashl.model.plain import PlainModel
 from ashl.task.contract import ACCURACY, Task
 
@@ -78,12 +79,13 @@ class Learner:
         self.start = start
         made = model_option.make if isinstance(model_option, PlainModel) else type(model_option)
         self._name = made.__name__
-        self._here = Replica(self._build, device, graphs)
+        self._here = Replica(self._build, device, graphs)  # to be tried out
         self._train, self._test = on_device(data.train, device), on_device(data.test, device)
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
         self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())
         self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
         drew, self._width = self._try_out()
+        self._here = Replica(self._build, device, graphs)  # the first has changed its state while it was tried out
         self._captures = graphs and not drew
         # A user's own code may draw in some steps only, which one try does not show.
         self._draws = drew or not all(part.__module__.startswith("ashl.") for part in (made, type(task)))
@@ -100,22 +102,26 @@ class Learner:
 
     def replicate(self) -> None:
         """To be called by a thread before it computes, while no other one does."""
-        self._here.module.train()
+        self._here.train()
 
     def init(self) -> Tensor:
-        """The first parameters, float32 [d]: a pure function of the seed, or those of the file to start from.
-
-        Raises UsageError where that cannot be read, or does not fit.
-        """
-        return self.untrained() if self.start is None else self._flat(put_into(self._build(), Path(self.start)))
+        """The first parameters, float32 [d]: a pure function of the seed, or those of the file to start from."""
+        return self._flat(self._build())
 
     def untrained(self) -> Tensor:
         """Return the parameters as the model is made, float32 [d]: a pure function of the seed."""
-        return self._flat(self._build())
+        return self._flat(self._build(untrained=True))
 
     def _flat(self, module: nn.Module) -> Tensor:
         parameters = [p.detach() for p in module.parameters() if p.requires_grad]
         return to_device(_flatten_dense_tensors(parameters), self.device)
+
+    def fingerprint(self) -> dict[str, list[Any]]:
+        """Return what every process of a run has to have made alike: the whole first state of the module, by its own
+        names, and the data."""
+        state = state_of(self._build())
+        found = {f"the model's {name}": fingerprint(value) for name, value in state.items()}
+        return found | fingerprint_of_data(self._data)
 
     def gradient(self, params: Tensor, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """Mean loss over the samples, a scalar, and its gradient at `params`, a fresh float32 [d], both on the device.
@@ -264,8 +270,8 @@ class Learner:
         """The module learns at these parameters."""
         if isinstance(params, Tensor):
             self._here.point_at(params)
-        if not self._here.module.training:
-            self._here.module.train()
+        if not self._here.trains:
+            self._here.train()
 
     def _loss(self, forward: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, worker: int) -> Tensor:
         try:
@@ -294,7 +300,7 @@ class Learner:
         self._here.point_at(params)
         with self._drawing(Purpose.EVALUATION):
             self._calibrate()
-            self._here.module.eval()
+            self._here.eval()
             train_loss, _ = self._score(self._train, self._subset)
             test_loss, metric = self._score(self._test, np.arange(len(self._test)), judged=True)
         return {
@@ -333,9 +339,9 @@ class Learner:
             inputs, targets = split.batch(to_device(torch.from_numpy(indices), str(split.targets.device)))
         return to_device(inputs, self.device), to_device(targets, self.device)
 
-    def _build(self) -> nn.Module:
-        with seeded(torch_seed(self._seed, Purpose.INIT), HOST):
-            return self._option.build(self._data.sample_shape, self._data.num_classes)
+    def _build(self, *, untrained: bool = False) -> nn.Module:
+        start = None if untrained else self.start
+        return make_module(self._option, self._data.sample_shape, self._data.num_classes, self._seed, start)
 
     def _try_out(self) -> tuple[bool, int]:
         """Runs the module once to see that it fits the data and the task; returns whether it draws random numbers in
@@ -398,7 +404,7 @@ class Learner:
         """Estimates BatchNorm's statistics at these parameters, as plain averages over equal batches."""
         if not self._here.norms:
             return
-        self._here.module.eval()
+        self._here.eval()
         momenta = [norm.momentum for norm in self._here.norms]
         for norm in self._here.norms:
             norm.train()
@@ -421,8 +427,8 @@ class Learner:
         has the target of the one that comes so many before it."""
         losses, judged = 0.0, judged and self._task.metric != ""
         sums: Tensor | float = 0.0
-        for start in range(0, len(indices), self._chunk()):
-            inputs, targets = self._batch(split, indices[start : start + self._chunk()])
+        for part in chunks(indices, self._chunk()):
+            inputs, targets = self._batch(split, part)
             outputs = self._forward(inputs)
             targets = targets.roll(shift, 0) if shift else targets
             losses += numbers([self._task.loss(outputs, targets)])[0] * len(targets)
@@ -430,6 +436,16 @@ class Learner:
                 sums += self._task.scores(outputs, targets).double().reshape(len(targets), -1).sum(0)
         metric = self._task.value(to_host(sums) / len(indices)) if isinstance(sums, Tensor) else None
         return losses / len(indices), metric
+
+
+def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """Cut into parts of `most`, of which the last may be shorter. It is never of one sample, unless there is but one:
+    a norm over the batch refuses that; then the part before it has one more."""
+    start = 0
+    while start < len(indices):
+        stop = len(indices) if len(indices) - start <= most + 1 else start + most
+        yield indices[start:stop]
+        start = stop
 
 
 def on_device(split: Split, device: str) -> Split:

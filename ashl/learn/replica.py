@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ashl.learn.device import to_device
@@ -23,15 +23,31 @@ class Replica(threading.local):
         self.device, self.graphs = device, Graphs(device)
         self.module = to_device(build(), device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.norms = [module for module in self.module.modules() if isinstance(module, _BatchNorm)]
+        here = [*self.module.modules()]
+        # A submodule that was built in evaluation mode stays in it; a model that was as a whole is only loaded so.
+        self.held = [module for module in here if not module.training] if self.module.training else []
+        self.train()
+        self.norms = [module for module in here if isinstance(module, _BatchNorm) and is_estimated(module)]
         self.num_params = sum(p.numel() for p in self.parameters)
         self.hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
         self.resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
         fits = bool(self.parameters) and all(p.dtype == torch.float32 for p in self.parameters)  # else it is refused
         if fits and (self.num_params <= SHORT or graphs):
-            resident = torch.empty(self.num_params, device=device)
+            resident = _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
             self.point_at(resident)
             self.resident = resident
+
+    def train(self) -> None:
+        """Put the module into training mode: by its own `train`, but for the submodules that are held in evaluation."""
+        self.module.train()
+        for module in self.held:
+            module.training = False
+        self.trains = True
+
+    def eval(self) -> None:
+        """Put the module into evaluation mode."""
+        self.module.eval()
+        self.trains = False
 
     def point_at(self, params: Tensor) -> None:
         """The module computes at these parameters, float32 [d]. Raises ValueError for a vector of another length."""
@@ -44,3 +60,17 @@ class Replica(threading.local):
         views = _unflatten_dense_tensors(params, self.parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+
+
+def is_estimated(module: _BatchNorm) -> bool:
+    """Return True if an evaluation estimates this norm's statistics, which it gathers in training.
+
+    One that the model holds in evaluation mode, or that has momentum 0, keeps the statistics that it has. A subclass
+    with a forward of its own may read them in training.
+    """
+    return (
+        type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        and module.training
+        and module.running_mean is not None
+        and module.momentum != 0
+    )

@@ -1,6 +1,7 @@
 """Weights as plain tensors, name by name as the model has them, from files of which nothing is unpickled."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from ashl.errors import UsageError
 
 FINAL, BEST = "final.pt", "best.pt"
+EXTRA = "_extra_state"  # how torch ends the names of what `get_extra_state` returns
 
 
 def put_into(module: nn.Module, file: Path) -> nn.Module:
@@ -19,12 +21,19 @@ def put_into(module: nn.Module, file: Path) -> nn.Module:
         for name, tensor in weights.items() if isinstance(weights, dict) else ():
             if isinstance(tensor, torch.Tensor) and tensor.is_complex():
                 raise ValueError(f"{name} has complex numbers")
-        module.load_state_dict(weights)
+        load(module, weights)
     except OSError as error:
         raise UsageError(f"{file} cannot be read on this machine ({error.strerror or error})") from error
     except Exception as error:  # of many kinds, by what is broken
         raise UsageError(f"{file} does not fit the model: {' '.join(str(error).split()) or 'it is empty'}") from error
     return module
+
+
+def load(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Load a state of tensors; a module's own extra state, which no file of weights has, stays. Raises RuntimeError."""
+    own = module.state_dict()
+    extra = {name: own[name] for name in own if name.endswith(EXTRA) and name not in weights}
+    module.load_state_dict({**weights, **extra})
 
 
 def start_of(start: str | None) -> str | None:

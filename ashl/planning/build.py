@@ -21,6 +21,7 @@ from ashl.data.plain import plain_dataset
 from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.learn.learner import Learner
+from ashl.learn.making import load_data
 from ashl.learn.trainer import AnyTrainer, SizeOnlyTrainer, Trainer
 from ashl.model.plain import plain_model
 from ashl.optimizer.contract import Optimizer
@@ -343,7 +344,7 @@ def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyT
 def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None) -> Job:
     """Everything that a process needs to run or to evaluate a plan; `parts` and `data` where they are there already."""
     parts = parts or parts_of(plan)
-    data = data or parts.dataset.load()
+    data = data or load_data(parts.dataset, plan.seed)
     deal = dealer(plan, parts, data)
     learner = Learner(
         parts.model,

@@ -15,6 +15,7 @@ from ashl.data.dataset import Data
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
+from ashl.learn.making import load_data
 from ashl.learn.weights import start_of
 from ashl.optimizer.schedule import with_horizon
 from ashl.plan.files import read_plan, read_profile
@@ -120,7 +121,7 @@ def _prepared(
     check_combination(parts, config["choices"])
     num_workers = count_workers(parts, world_size)
     check_workers(parts["sync"], parts["topology"], num_workers, settings.seed)
-    data, limits = loaded(parts["dataset"]), limits_of(settings, parts["dataset"])
+    data, limits = loaded(parts["dataset"], settings.seed), limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
     device_of(parts["runtime"])
@@ -169,10 +170,10 @@ def _prepared(
     return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch, by), resolved, data)
 
 
-def loaded(dataset: Any) -> Data:
+def loaded(dataset: Any, seed: int) -> Data:
     """Raises UsageError where there is no room for it, and DataMissingError."""
     try:
-        return dataset.load()
+        return load_data(dataset, seed)
     except MemoryError as error:
         raise UsageError("the data set does not fit into this machine's memory; make dataset.* smaller") from error
 

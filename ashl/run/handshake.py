@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
+from ashl.learn.fingerprint import Fingerprint, differing
 from ashl.run.desk import POLL_S
 from ashl.run.sealed import Sealed
 from ashl.run.starter import Membership
@@ -24,6 +25,7 @@ from ashl.runtime.machine import machine
 from ashl.runtime.records import Text
 
 OWN = {"interface", "device", "threads", "share_gpu", "root"}  # what machines may have each its own
+SAME = "same"  # the key of what has to be the same everywhere
 RECORDING = {"run", "tracking", "sweep", "profile"}  # of files, what is in them counts: the plan has it
 VERSIONS = ("ashl", "torch", "python")
 ERRORS = {kind.exit_code: kind for kind in (AshlError, UsageError, DataMissingError)}
@@ -137,6 +139,25 @@ def refuse(store: Sealed, came: Mapping[int, Hello]) -> None:
             fix = "give every process the same overrides"
         if own is not None:
             raise UsageError(f"rank {rank} on {greeting.host} has {own} and rank 0 on {first.host} has {other}; {fix}")
+
+
+def publish_fingerprint(store: Sealed, found: Fingerprint) -> None:
+    """Say what the process that keeps the records has made of model and data."""
+    store.set(SAME, json.dumps(found))
+
+
+def compare_fingerprint(store: Sealed, own: Fingerprint, over: Callable[[], bool]) -> None:
+    """Wait for that, unless the run is `over`. Raises AshlError if this process has made something else."""
+    while not store.check([SAME]):
+        if over():
+            return
+        time.sleep(POLL_S)
+    if (name := differing(own, json.loads(store.get(SAME)))) is not None:
+        raise AshlError(
+            f"{name} differ between this process and the one that keeps the records; draw from the global generators "
+            "of torch, numpy or random, which every process seeds from the run's seed, or seed your own generator, and "
+            "read the same files everywhere"
+        )
 
 
 def alike(config: Mapping[str, Any], plan: str) -> str:

@@ -24,6 +24,7 @@ from ashl.run.attendance import Attendance, attend
 from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk
 from ashl.run.doors import opened
+from ashl.run.handshake import publish_fingerprint
 from ashl.run.interface import LOOPBACK, Chosen, named
 from ashl.run.mean_model import held_by
 from ashl.run.monitor import Monitor
@@ -78,6 +79,7 @@ def conduct(
     """Start these ranks here and attend to all ranks, until they have left; returns how well the pace was kept, None
     where somebody was interrupted and would not leave. Raises AshlError naming the rank that failed. However it ends,
     every process of the job is notified."""
+    publish_fingerprint(store, monitor.job.learner.fingerprint())
     desk = Desk(store, plan.num_ranks, plan.num_params, held_by(monitor.job.stages[0]))
     end, processes = End(130), dict[int, BaseProcess]()
     try:

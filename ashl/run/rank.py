@@ -33,6 +33,7 @@ from ashl.planning.device import by_nccl, device_of, use_device
 from ashl.planning.legal_checkpoints import in_lockstep, says_again
 from ashl.planning.legal_churn import by_sums, goes_on
 from ashl.planning.summing import machines_of
+from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
 from ashl.run.measured import load
 from ashl.run.parts import Given, taken, through
@@ -214,6 +215,8 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     stages, agreement = playable(place, plan, parts, store, reporter.emit)
     use(place.interface)
     stage = stages[0]
+    assert isinstance(stage.trainer, Trainer)
+    compare_fingerprint(store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None)
     nccl = place.one_each and by_nccl(parts.runtime, stage.topology, parts.cluster)
     if not place.life:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
@@ -246,7 +249,6 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         kernel.go_on(known, given.since_ns)
         saved = known.stage, known.state
     if place.rank < plan.num_workers:
-        assert isinstance(stage.trainer, Trainer)
         warm_up(stage.trainer, place.rank)
     lives = dict.fromkeys(all_others, 0)
     if place.life:

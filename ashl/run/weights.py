@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ashl.config.construct import own_faults
 from ashl.errors import AshlError, UsageError
-from ashl.learn.weights import put_into
+from ashl.learn.making import make_module
 from ashl.plan.files import read_plan
 from ashl.planning.build import Options
 from ashl.runtime.packed import save
@@ -33,5 +33,5 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
     if not file.is_file():
         raise UsageError(f"{run_dir} has no {file.name}; a run of a sweep leaves them with run.save_weights=true")
     with own_faults(allow):
-        module = Options(allow).of("model", plan.model).build(plan.sample_shape, plan.num_classes)
-    return put_into(module, file).eval()
+        option = Options(allow).of("model", plan.model)
+        return make_module(option, plan.sample_shape, plan.num_classes, plan.seed, str(file)).eval()

@@ -1,0 +1,64 @@
+"""Fingerprints of tensors: processes that made the same model and the same data compare them before a run begins.
+
+Whole numbers are hashed. Of floating-point numbers a few sums are compared up to rounding, because processors of
+different kinds draw normal numbers that differ in the last bit.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ashl.data.dataset import Data, Split
+
+ROUNDING = 1e-5  # relative to the sum of magnitudes
+READ = 256  # inputs of a half, at most, where these lie in memory
+
+Fingerprint = Mapping[str, Sequence[Any]]  # by name: the shape, and a hash or three sums
+
+
+def fingerprint(x: Tensor) -> list[Any]:
+    """Return [shape, hash] of whole numbers, or [shape, Σ|x|, Σx, Σ w·x] of floating-point numbers.
+
+    The weights w = cos(i) of the third sum tell one order of the elements from another.
+    """
+    x = x.detach().cpu()
+    shape = "x".join(map(str, x.shape))
+    if not x.is_floating_point():
+        content = torch.view_as_real(x) if x.is_complex() else x
+        return [shape, hashlib.sha256(content.contiguous().numpy().tobytes()).hexdigest()[:16]]
+    values = x.flatten().double()
+    weights = torch.arange(len(values), dtype=torch.float64).cos()
+    return [shape, values.abs().sum().item(), values.sum().item(), values.dot(weights).item()]
+
+
+def fingerprint_of_data(data: Data) -> dict[str, list[Any]]:
+    """Return the fingerprints of the targets of both halves and, where they lie in memory, of some inputs."""
+    found = {}
+    for name, half in (("training", data.train), ("test", data.test)):
+        found[f"the number of {name} samples"] = [str(len(half))]
+        found[f"the {name} targets"] = fingerprint(half.targets)
+        if isinstance(half.inputs, Tensor):
+            found[f"the {name} inputs"] = fingerprint(some(half))
+    return found
+
+
+def some(half: Split) -> Tensor:
+    """Return inputs at equal distances."""
+    assert isinstance(half.inputs, Tensor)
+    return half.inputs[:: max(1, len(half) // READ)]
+
+
+def differing(own: Fingerprint, other: Fingerprint) -> str | None:
+    """Return the name of the first thing that differs; None if everything is the same up to rounding."""
+    names = (*own, *(name for name in other if name not in own))
+    return next((name for name in names if not same(own.get(name, ()), other.get(name, ()))), None)
+
+
+def same(own: Sequence[Any], other: Sequence[Any]) -> bool:
+    if len(own) != 4 or len(other) != 4 or own[0] != other[0]:
+        return list(own) == list(other)
+    bound = ROUNDING * own[1]
+    return all(abs(a - b) <= bound or repr(a) == repr(b) for a, b in zip(own[1:], other[1:], strict=True))
