@@ -396,6 +396,20 @@ def test_a_target_that_short_runs_do_not_reach_is_no_answer(workplace: Path, mon
     assert said in Path("study/leaderboard.md").read_text()
 
 
+def test_a_budget_for_one_run_and_for_none(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = Scale(1.0, (1.0,), 0.1)
+    only = lambda job: job.config["seed"] == 1 and job.config["choices"]["sync"] == "bsp"  # noqa: E731
+    record = advised(monkeypatch, "BSP, ASP", scale, raced({"bsp": 2.0}, only), "--target", "0.9")
+    assert record["headline"].startswith("not enough budget for an answer; so far BSP: time to 90.0 % accuracy 2 s")
+    assert record["missing"][0] == "only one candidate has come to an end"
+    monkeypatch.setattr(contest, "run_all", raced({}, only=lambda job: False))
+    assert main(["advise", *TINY, "run.dir=other", "--target", "0.9", "--budget", "40", "-q"]) == 1
+    problem = r"ashl: not enough budget for an answer: no run came to its end in 40 s; --budget [0-9]+ would do, and "
+    assert re.match(problem, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_less_than_three_seeds_of_the_first_two_are_no_answer(
     seeds: int, workplace: Path, monkeypatch: pytest.MonkeyPatch

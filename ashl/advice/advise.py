@@ -13,12 +13,12 @@ from rich.console import Console
 from ashl.advice.answer import Answered, announce, answered, report, show, show_field
 from ashl.advice.candidates import Asked, Field, asked, field_of
 from ashl.advice.contest import Place, final, judged, race_grid, tuned
-from ashl.advice.evidence import evidence
+from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.errors import UsageError
+from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
@@ -70,6 +70,12 @@ def advise(
         grid, wait_s = race_grid(field, tries, scale, place), lambda: max(1.0, deadline.left_s / 2)
         with copied_to_mlflow(grid, folder, command, console, wait_s) as to_mlflow:
             found, unreached = final(field, tries, scale, place, RACING * budget_s, to_mlflow)
+            if found is None:
+                needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
+                raise AshlError(
+                    f"not enough budget for an answer: no run came to its end in {budget_s:g} s; --budget "
+                    f"{needed_s:.0f} would do, and the same command goes on"
+                )
             known = evidence(field, found.board, unreached, scale, load, wanted.rates, place, began_s)
             result = answered(field, tries, scale, found, unreached, known, real, deadline)
             keep(folder, result, scale, known.slower)

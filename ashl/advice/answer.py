@@ -157,8 +157,10 @@ def answered(
 def in_words(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answer:
     """The answer; where it rests on too little, that first, with what is known so far."""
     words = answer(board)
-    headline = f"not enough budget for an answer; so far {standing(board)}" if known.missing else words.headline
-    return Answer(headline, (*known.sentences(), *words.sentences, *notes))
+    if not known.missing:
+        return Answer(words.headline, (*words.sentences, *notes))
+    more = words.sentences if len(board.ranked) > 1 else board.notes
+    return Answer(f"not enough budget for an answer; so far {standing(board)}", (*known.sentences(), *more, *notes))
 
 
 def named(field: Field, row: Row) -> Candidate:

@@ -14,7 +14,7 @@ from ashl.advice.candidates import RATE, Candidate, Field, LeftOut
 from ashl.advice.scale import Scale
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.errors import AshlError, UsageError
+from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import Comparison, compare
 from ashl.report.measure import Target
@@ -246,35 +246,34 @@ def final(
     place: Place,
     until_s: float,
     to_mlflow: Callable[[Setting], None],
-) -> tuple[Comparison, Target | None]:
+) -> tuple[Comparison | None, Target | None]:
     """Race those in front with seeds of their own, and the first two with more and more of them, until they are told
     apart or the budget is used up.
 
-    Returns: the last round's outcome, or the tuning's where no run of the rounds ended; and the target that was asked
-    for, where no setting reached it.   Raises: AshlError where no run has ended.
+    Returns: the last round's outcome, or the tuning's where no run of the rounds ended, or None where none of it did;
+    and the target that was asked for, where no setting reached it.
     """
     counts = dict[str, int]()
     for further in (*ROUNDS[1:], 0):
         began_s = place.deadline.spent_s
         run(race_grid(field, tries, scale, place, counts), place.folder, place, until_s, to_mlflow)
         now_s, (found, unreached) = place.deadline.spent_s, compared(place)
-        second = found.board.second
-        if second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:
+        second = found.board.second if found else None
+        if found is None or second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:
             break
         counts |= {row.runs[0].label: further for row in found.board.ranked[:2]}
     return found, unreached
 
 
-def compared(place: Place) -> tuple[Comparison, Target | None]:
+def compared(place: Place) -> tuple[Comparison | None, Target | None]:
     """The last round's outcome, or the tuning's where that has more to tell: by the target that was asked for wherever
     a setting has reached it; else by what all have reached, with the target."""
+    outcomes = list[tuple[Comparison, Target | None]]()
     for folder in (place.folder, place.folder / TUNING):
         with suppress(UsageError):
             found, target = compare([folder], command=place.command), None
             if found.board.target is not None and not math.isfinite(found.board.ranked[0].spread.middle):
                 found, target = compare([folder], command=place.command, own_target=False), found.board.target
-            if len(found.board.ranked) > 1 or folder.name == TUNING:
-                return found, target
-    raise AshlError(
-        f"no run came to its end in {place.deadline.budget_s:g} s; give --budget more: the same command goes on"
-    )
+            outcomes.append((found, target))
+    several = (outcome for outcome in outcomes if len(outcome[0].board.ranked) > 1)
+    return next(several, outcomes[-1] if outcomes else (None, None))

@@ -90,9 +90,13 @@ def evidence(
         return Evidence((), never_ran, count >= least, None, slower)
     length = 1.0 if unreached is not None else scale.length
     tries = len(typed) or (len(RATES) if length > scale.length else len(scale.rates))
-    needed_s = (began_s + MARGIN * replace(load, slower=slower).race_s(length, tries)) / RACING
-    budget_s = rounded_up(max(needed_s, 1.5 * place.deadline.budget_s))
+    budget_s = enough_s(replace(load, slower=slower), length, tries, began_s, place.deadline.budget_s)
     return Evidence(tuple(missing), never_ran, count >= least, budget_s, slower)
+
+
+def enough_s(load: Load, length: float, tries: int, began_s: float, budget_s: float) -> float:
+    """The budget that would do, for a race that begins after `began_s`, where `budget_s` did not."""
+    return rounded_up(max((began_s + MARGIN * load.race_s(length, tries)) / RACING, 1.5 * budget_s))
 
 
 def slower_than(load: Load, scale: Scale, ran: Mapping[str, list[float]]) -> float:
