@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from ashl.run.evaluation import Evaluation, best_of
@@ -60,6 +61,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "num_workers": n,
         "steps": counts.steps,
         "dropped_steps": sum(counts.dropped_by),
+        "dropped_for": counts.dropped_for or {},
         "commits": sum(counts.commits) if server else counts.merges,
         "samples": counts.samples,
         "steps_per_s": counts.steps / time_s if time_s else None,
@@ -82,6 +84,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "target_metric": plan.limits.target_metric,
         "time_to_target_s": books.target.reached_s,
         "stages": stage_summaries(monitor, workers),
+        "stages_not_begun": not_begun(monitor),
         "params_sha256": monitor.sha256,
         "compression": books.health.report(),
         "measures": summed_up(monitor.measures()) or None,
@@ -136,7 +139,8 @@ def worker_summary(
 
 def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict]:
     """What each stage did; its waiting is the difference between two borders."""
-    rows, start_ns, waited_before = [], 0, 0.0
+    rows, start_ns = [], 0
+    waited_before = [0.0] * len(workers)
     before = nothing(len(workers))
     borders = monitor.books.borders
     for end in monitor.books.stages:
@@ -144,10 +148,11 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
         steps = end.counts.steps - before.steps
         if end.stage < len(borders):
             border = borders[end.stage]
-            waited = sum(totals["wait"] for totals in border.values()) / 1e9
-            waited += sum(w["wait_s"] for w in workers if w["rank"] not in border)  # lost by then
+            found = {rank: totals["wait"] / 1e9 for rank, totals in border.items()}
+            waited = [found.get(w["rank"], w["wait_s"]) for w in workers]  # of a failed worker: all of it
         else:
-            waited = sum(w["wait_s"] for w in workers)
+            waited = [w["wait_s"] for w in workers]
+        wait_s = [after - before_s for after, before_s in zip(waited, waited_before, strict=True)]
         rows.append(
             {
                 "name": plan.name,
@@ -159,12 +164,33 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
                 "steps": steps,
                 "commits": sum(end.counts.commits) - sum(before.commits),
                 "steps_per_s": steps / seconds if seconds else None,
-                "wait_share": (waited - waited_before) / (len(workers) * seconds) if seconds else None,
+                "wait_share": sum(wait_s) / (len(workers) * seconds) if seconds else None,
+                "wait_s": wait_s,
+                "profiling": str(plan.sync["_target_"]).endswith(".Profiling"),
+                "until": dict(plan.until),
                 "exit_reason": end.reason,
             }
         )
         start_ns, before, waited_before = end.end_ns, end.counts, waited
     return rows
+
+
+def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
+    """The planned stages that never began, each with the rule that would have ended the stage before it, and with the
+    best value of that rule in an evaluation of the last stage that ran."""
+    books, planned = monitor.books, monitor.plan.stages
+    last = books.stages[-1] if books.stages else None
+    gave_way = last is not None and (last.reason == "profiled" or last.reason in planned[last.stage].until)
+    begun = max(1, books.ended + gave_way)
+    start_s = books.stages[begun - 2].end_ns / 1e9 if begun > 1 else 0.0
+    seen = [found for found in books.evaluations if found.time_s >= start_s]
+    losses = [found.train_loss for found in seen if math.isfinite(found.train_loss)]
+    accuracies = [found.test_accuracy for found in seen if found.test_accuracy is not None]
+    best = {"evaluated_loss": min(losses, default=None), "accuracy": max(accuracies, default=None)}
+    return [
+        {"name": stage.name, "until": dict(before.until), "best": {rule: best.get(rule) for rule in before.until}}
+        for before, stage in pairwise(planned[begun - 1 :])
+    ]
 
 
 def scores_of(found: Evaluation | None, *keys: str) -> dict[str, float | None]:

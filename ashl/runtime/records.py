@@ -45,6 +45,7 @@ class Counts(NamedTuple):
     conflicts: int | None  # groups that had to wait for another one
     loss: float  # running mean of the workers' minibatch losses
     diverged: Text | None
+    dropped_for: dict[Text, int] | None = None  # steps by the reason why they are part of no model, as far as known
 
 
 class Measured(NamedTuple):

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from ashl.runtime.records import Counts
 
+# why steps are part of no model
+LATE, STAGE_END, RUN_END, FAILURE, DIVERGED = "late", "stage_end", "run_end", "failure", "diverged"
 BY_WORKER = ("commits", "clocks", "steps_by", "dropped_by", "drops", "pulled", "stale_sum", "stale_max")
 
 
@@ -103,6 +105,7 @@ class Tally(Progress):
     gone: set[int] = field(default_factory=set)  # workers that are lost: nobody waits for them, and no bound is theirs
     groups: list[int] | None = None  # how many each worker has averaged in, where workers meet in groups
     conflicts: int | None = None  # groups that had to wait for another one
+    dropped_for: dict[str, int] = field(default_factory=dict)  # steps of all workers by the reason, as far as known
     _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
     _waiting_at: dict[int, dict[int, None]] = field(default_factory=dict)  # those that wait, by their clock
     _unsorted: dict[int, None] = field(default_factory=dict)  # ... and have not been found too far ahead yet
@@ -124,7 +127,7 @@ class Tally(Progress):
         twin = copy(self)  # each round makes one: `replace` would go through all fields
         for name in BY_WORKER:
             setattr(twin, name, list(getattr(self, name)))
-        twin._at_clock = dict(self._at_clock)
+        twin._at_clock, twin.dropped_for = dict(self._at_clock), dict(self.dropped_for)
         return twin
 
     def begin(self, now_s: float) -> None:
@@ -211,9 +214,11 @@ class Tally(Progress):
             self._merged.update(self._unmerged)
             self._unmerged.clear()
 
-    def drop(self, worker: int, steps: int) -> None:
-        """Work of this worker is part of no model; without steps there was none."""
+    def drop(self, worker: int, steps: int, reason: str) -> None:
+        """Count work of this worker that is part of no model; without steps there was none."""
         self.dropped_by[worker] += steps
+        if steps:
+            self.dropped_for[reason] = self.dropped_for.get(reason, 0) + steps
         self.drops[worker] += steps > 0
 
     def done_by(self, worker: int) -> tuple[int, int]:
@@ -299,4 +304,5 @@ class Tally(Progress):
             conflicts=self.conflicts,
             loss=self.loss,
             diverged=self.diverged,
+            dropped_for=dict(self.dropped_for),
         )

@@ -43,7 +43,7 @@ from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.rule import CHURN, CODEC
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
+from ashl.stage.tally import LATE, Tally
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import Anchor, over_shard, reduced
 from ashl.topology.local_work import Work, WorkerState, encoded
@@ -146,7 +146,7 @@ class Snapshots(Updates):
         elif epoch.take(worker, message.body, int(samples)):
             tally.commit(worker, int(steps), int(samples))
         else:
-            tally.drop(worker, int(steps))
+            tally.drop(worker, int(steps), LATE)
             tally.waiting[worker] = tally.waiting[worker][0], True
         self.renewed(stage, state)
         return stepped

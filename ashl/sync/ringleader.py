@@ -30,7 +30,7 @@ from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.rule import CHURN, CODEC, WEIGHTS
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
+from ashl.stage.tally import FAILURE, Tally
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 Sums = dict[int, Push]  # by worker: G_i, the b_i steps in it, and their samples
@@ -115,7 +115,7 @@ class Gradients(Updates):
         for own in state.rule_state.forget(rank) if rank in tally.gone else ():
             tally.take_back(rank, own.steps, own.steps, own.samples)
             for _ in range(own.steps):
-                tally.drop(rank, 1)
+                tally.drop(rank, 1, FAILURE)
         self.renewed(stage, state)
 
     def renewed(self, stage: Stage, state: ServerState) -> None:

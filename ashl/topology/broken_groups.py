@@ -29,6 +29,7 @@ from ashl.runtime.effects import JOIN, LOST, Message, Tag
 from ashl.runtime.node import Node
 from ashl.stage.rule import Members
 from ashl.stage.stage import GO, STOP, Stage
+from ashl.stage.tally import FAILURE
 from ashl.topology import group_generator as generator
 from ashl.topology.group_generator import Group
 from ashl.topology.members import as_members, as_numbers
@@ -120,7 +121,7 @@ def without(node: Node, stage: Stage, state: MakerState, rank: int) -> list[Grou
     """Go on without a worker."""
     state.tally.lose(rank)
     steps, _ = state.asked.pop(rank, (0, 0))
-    state.tally.drop(rank, steps)
+    state.tally.drop(rank, steps, FAILURE)
     started = generator.lose(state.groups, cast("GroupRule", stage.sync), rank, node.now_ns)
     for number, members in state.yet.items():
         if rank in members | state.broken[number]:
@@ -158,12 +159,12 @@ async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> l
         del state.running[number]
         if work:  # nobody is left of it
             for member, (steps, _) in zip(group.members, work, strict=True):
-                state.tally.drop(member, steps)
+                state.tally.drop(member, steps, FAILURE)
         return generator.done(state.groups, cast("GroupRule", stage.sync), group, node.now_ns)
     if work:
         each = dict(zip(group.members, work, strict=True))
         for member in each.keys() - {*left}:
-            state.tally.drop(member, each[member][0])
+            state.tally.drop(member, each[member][0], FAILURE)
         work = [each[member] for member in left]
     state.running[number] = Group(number, left), work
     state.yet[number], state.broken[number] = set(left), set()

@@ -29,7 +29,7 @@ from ashl.runtime.effects import JOIN, LOST, Message
 from ashl.runtime.node import Node
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
-from ashl.topology.ending import leave, record_end, verdict, within
+from ashl.topology.ending import leave, of_ending, record_end, verdict, within
 from ashl.topology.local_work import WorkerState
 from ashl.topology.members import as_members, away
 from ashl.topology.partners import close_doors, membership, welcome
@@ -164,7 +164,7 @@ async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, 
             await membership(node, stage, state, message, closing=True)
             working -= tally.gone
         elif message.tag[0] == "done":
-            tally.drop(message.src, int(message.meta[0]))
+            tally.drop(message.src, int(message.meta[0]), of_ending(word))
             working.discard(message.src)
         else:
             take(tally, message)

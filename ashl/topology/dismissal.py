@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ashl.runtime.effects import JOIN, LOST
 from ashl.runtime.node import Node
 from ashl.stage.stage import LAST, NEXT, STOP, Stage
-from ashl.topology.ending import within
+from ashl.topology.ending import of_ending, within
 from ashl.topology.members import away
 from ashl.topology.membership import close_doors, introduced
 from ashl.topology.replies import Pull
@@ -33,7 +33,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_n
     tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
-        tally.drop(push.worker, push.steps)
+        tally.drop(push.worker, push.steps, of_ending(word))
     state.buffer = []
     working = set(stage.workers) - set(tally.waiting) - tally.gone
     for rank in sorted(tally.waiting):
@@ -51,7 +51,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_n
             continue
         message = await put_together(node, stage, message) if stage.messages else message
         if message.start_ns <= end_ns:
-            tally.drop(message.src, int(message.meta[0]))
+            tally.drop(message.src, int(message.meta[0]), of_ending(word))
         await node.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
     if word == STOP:
         if stage.joins and node.rank == stage.server:

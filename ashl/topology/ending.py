@@ -20,7 +20,7 @@ from ashl.plan.plan import TARGETS
 from ashl.runtime.node import Node
 from ashl.runtime.records import Border, StageEnd
 from ashl.stage.stage import GO, NEXT, STOP, Stage
-from ashl.stage.tally import Progress, Tally
+from ashl.stage.tally import RUN_END, STAGE_END, Progress, Tally
 
 JOIN = "join"
 # What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does,
@@ -63,8 +63,13 @@ def within_budget(node: Node, stage: Stage, state: Budgeted, reason: str) -> str
     state.params, state.tally = state.in_time
     if node.rank == stage.home:
         for rank in stage.workers:
-            state.tally.drop(rank, late.steps_by[rank] - state.tally.steps_by[rank])
+            state.tally.drop(rank, late.steps_by[rank] - state.tally.steps_by[rank], RUN_END)
     return "seconds"
+
+
+def of_ending(word: int) -> str:
+    """The reason why steps in flight are dropped when a stage ends with this word."""
+    return STAGE_END if word == NEXT else RUN_END
 
 
 def within(stage: Stage, now_ns: int) -> int:

@@ -40,7 +40,7 @@ from ashl.stage.rule import CODEC, OUTER, WEIGHTS, Loop, Members, Network, Rule,
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Tally
 from ashl.topology.dismissal import dismiss
-from ashl.topology.ending import record_end, verdict, within
+from ashl.topology.ending import of_ending, record_end, verdict, within
 from ashl.topology.local_work import WorkerState
 from ashl.topology.merging import merge, receive, reply, rule_of
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates, server, worker
@@ -311,6 +311,9 @@ async def end(node: Node, stage: Stage, state: ServerState, regions: Sequence[in
         for member in stage.topology.members(stage.nodes)[place]:
             beyond = found["steps_by"][member] - tally.steps_by[member]
             tally.dropped_by[member] = found["dropped_by"][member] + beyond
+            if beyond:
+                reason = of_ending(state.word)
+                tally.dropped_for[reason] = tally.dropped_for.get(reason, 0) + beyond
     record_end(node, stage, tally, state.reason)
     if state.word == STOP:
         node.ledger.close(end_ns)

@@ -34,6 +34,7 @@ from ashl.runtime.effects import JOIN, LOST, Message, PeerLostError, Tag
 from ashl.runtime.node import Node
 from ashl.stage.program import reassigned
 from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.tally import FAILURE
 from ashl.topology.local_work import WorkerState
 from ashl.topology.members import as_members, away
 from ashl.topology.merging import merge, orders_of, rule_of
@@ -115,7 +116,7 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
         return False
     for push in state.buffer:
         if push.worker == rank:
-            tally.drop(rank, push.steps)
+            tally.drop(rank, push.steps, FAILURE)
     state.buffer = [push for push in state.buffer if push.worker != rank]
     if not state.buffer or len(state.buffer) < state.quorum:
         return False

@@ -19,6 +19,7 @@ from ashl.runtime.effects import Message, Tag
 from ashl.runtime.node import Node
 from ashl.runtime.records import Replan
 from ashl.stage.stage import GO, Stage
+from ashl.stage.tally import DIVERGED, LATE
 from ashl.topology.by_priority import counted
 from ashl.topology.by_slice import after_slices, joined
 from ashl.topology.local_work import reports_mean
@@ -51,7 +52,7 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
     tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
     tally.arrive(worker, staleness, late)
     if late or tally.diverged:
-        tally.drop(worker, steps)
+        tally.drop(worker, steps, LATE if late else DIVERGED)
         return False
     if stage.by_priority:
         return counted(stage, state, message)

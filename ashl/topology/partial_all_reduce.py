@@ -21,7 +21,7 @@ from ashl.runtime.effects import JOIN, LOST, Broken, Message, Tag
 from ashl.runtime.node import Node
 from ashl.stage.rule import CHURN, Loop, Members, Network, Rule, Topology
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.stage.tally import Tally
+from ashl.stage.tally import RUN_END, Tally
 from ashl.topology import broken_groups
 from ashl.topology import group_generator as generator
 from ashl.topology.broken_groups import OWN, Team
@@ -334,7 +334,7 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
         for number in state.running:
             count(node, stage, state, number)
         for worker, (steps, _) in state.asked.items():
-            tally.drop(worker, steps)
+            tally.drop(worker, steps, RUN_END)
     generator.close(state.groups)
     for heir in broken_groups.unserved(state):
         await take_in(node, stage, state, heir)
@@ -345,7 +345,7 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
             message = await node.recv(*heard_by(stage))
         asks = message.tag[0] == "ask"
         if last and asks and message.start_ns <= tally.end_ns:
-            tally.drop(message.src, int(message.meta[0]))
+            tally.drop(message.src, int(message.meta[0]), RUN_END)
         elif not last and not heard and (not asks or message.meta[0]):
             hear(node, stage, state, message)
         await take_in(node, stage, state, message)

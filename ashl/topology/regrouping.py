@@ -32,8 +32,8 @@ from ashl.runtime.node import Node
 from ashl.runtime.packed import opened, parcelled
 from ashl.stage.link import Ends
 from ashl.stage.stage import GO, NEXT, STOP, Stage
-from ashl.stage.tally import Tally
-from ashl.topology.ending import JOIN, foreseen, within
+from ashl.stage.tally import FAILURE, Tally
+from ashl.topology.ending import JOIN, foreseen, of_ending, within
 from ashl.topology.local_work import Work
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ async def repaired(node: Node, stage: Stage, state: PeerState) -> tuple[Stage, s
         state.round += 1
     state.redo, state.tally, steps = None, state.tally.copy(), stage.cut(state.rest).round_steps
     for rank in stage.workers:
-        state.tally.drop(rank, steps[rank])
+        state.tally.drop(rank, steps[rank], of_ending(formed.word))
     return stage, reason if word_of(stage, reason) == formed.word else ENDS[formed.word]
 
 
@@ -142,7 +142,7 @@ def changed(stage: Stage, state: PeerState, formed: Formed) -> Tally:
     for rank in formed.lost:
         tally.lose(rank)
         if formed.word == GO and state.redo is not None:
-            tally.drop(rank, steps[rank])
+            tally.drop(rank, steps[rank], FAILURE)
     for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
         tally.lose(rank)  # who waits for the model still
     for rank in tally.gone.intersection(formed.came):

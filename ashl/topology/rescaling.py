@@ -84,6 +84,7 @@ def tally_of(stage: Stage, before: Tally) -> Tally:
         setattr(tally, own.name, getattr(before, own.name))
     for name in ("commits", "steps_by", "dropped_by", "drops", "stale_sum"):
         setattr(tally, name, apportion(sum(getattr(before, name)), shares).tolist())
+    tally.dropped_for = dict(before.dropped_for)
     tally.pulled, tally.stale_max, tally.max_lead = [before.version] * n, [max(before.stale_max)] * n, before.max_lead
     made, each = tally.total_commits, n / before.num_workers
     tally.started = before.started._replace(commits=made - round((made - before.started.commits) * each))

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ashl.tracking import stages
 from ashl.tracking.store import ADDRESS
 
 FRAME_S = 0.25  # between two drawings of the table; 16 rows take 6 ms
@@ -140,6 +141,10 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
     for label, value in _totals(summary):
         grid.add_row(Text(label, style="dim"), Text(value))
     console.print(grid)
+    if len(summary.get("stages") or ()) + len(summary.get("stages_not_begun") or ()) > 1:
+        console.print(_stages(summary))
+    if idle := summary.get("stages_not_begun"):
+        console.print(Text(stages.never_began(idle), style="yellow"), soft_wrap=True)
     if summary.get("workers"):
         console.print(_workers(summary))
     if link and link.startswith(ADDRESS):
@@ -154,8 +159,11 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     kind = summary.get("time_kind") or ""
     yield "time", f"{seconds(summary.get('time_s'))} {kind}, {seconds(summary.get('host_s'))} on this machine"
     dropped = f", {number(summary['dropped_steps'])} dropped" if summary.get("dropped_steps") else ""
+    why = stages.why_dropped(summary)
     rates = f"{number(summary.get('steps_per_s'))} steps/s, {number(summary.get('samples_per_s'))} samples/s"
     yield "steps", f"{number(summary.get('steps'))}{dropped}, {rates}"
+    if why:
+        yield "dropped", why
     if final.get("test_accuracy") is not None:
         top = f", best {percent(best.get('test_accuracy'))} after {seconds(best.get('time_s'))}" if best else ""
         yield "accuracy", percent(final["test_accuracy"]) + top
@@ -167,7 +175,9 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         yield "target", aims + (" not reached" if reached is None else f" reached after {seconds(reached)}")
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
-    yield "waiting", f"{percent(summary.get('wait_share'))} of the workers' time{lead}"
+    waited, training = percent(summary.get("wait_share")), stages.training_wait_share(summary)
+    apart = "" if training is None else f"; without profiling {percent(training)}"
+    yield "waiting", f"{waited} of the workers' time{apart}{lead}"
     if lost := summary.get("lost_workers"):
         more = f"; and {len(lost) - MAX_LOST} more, in summary.json" if len(lost) > MAX_LOST else ""
         yield "lost", "; ".join(map(_absence, lost[:MAX_LOST])) + more
@@ -208,14 +218,28 @@ def _workers(summary: dict) -> Table:
     workers = summary.get("workers") or []
     time_s = summary.get("time_s") or 0.0
     parts = [part for part in SHARES if any(worker.get(f"{part}_s") for worker in workers)]
-    table = _table("worker", "steps", *parts, "staleness", "max", "up")
+    _, profiled = stages.profiling(summary)  # waiting there is a column of its own
+    table = _table("worker", "steps", *parts, *["profiling"] * bool(profiled), "staleness", "max", "up")
     for rank, worker in enumerate(workers[:MAX_ROWS]):
-        shares = [percent((worker.get(f"{part}_s") or 0.0) / time_s if time_s else None, 0) for part in parts]
+        spent = {part: worker.get(f"{part}_s") or 0.0 for part in parts}
+        if profiled:
+            spent |= {"wait": max(0.0, worker["wait_s"] - profiled[rank]), "profiling": profiled[rank]}
+        shares = [percent(own_s / time_s if time_s else None, 0) for own_s in spent.values()]
         staleness = [number(worker.get(key)) for key in ("staleness_mean", "staleness_max")]
         up = megabytes(worker.get("bytes_up"))
         table.add_row(str(rank), number(worker.get("steps")), *shares, *staleness, up)
     if len(workers) > MAX_ROWS:
         table.caption = f"and {len(workers) - MAX_ROWS} more workers, in summary.json"
+    return table
+
+
+def _stages(summary: dict) -> Table:
+    table = _table("stage", "from", "to", "steps", "waiting")
+    table.add_column("ended because")
+    for stage in summary["stages"]:
+        times = [seconds(stage["start_s"]), seconds(stage["end_s"])]
+        shares = [number(stage["steps"]), percent(stage.get("wait_share"))]
+        table.add_row(stage["name"], *times, *shares, stages.why_ended(stage))
     return table
 
 

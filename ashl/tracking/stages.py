@@ -1,0 +1,81 @@
+"""What the stages of a run did, in words: when each ran, its steps and waiting, why it ended, and which never began."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+REASONS = {  # why steps are part of no model
+    "late": "came too late or too stale",
+    "stage_end": "were in flight when a stage ended",
+    "run_end": "were in flight when the run ended",
+    "failure": "were of failed workers",
+    "diverged": "came after the divergence",
+}
+RULES = {  # by which a stage ends: that it did, and that it did not
+    "loss": ("the running training loss fell to {}", "the running training loss did not fall to {}"),
+    "evaluated_loss": ("the loss fell to {}", "the loss did not fall to {}"),
+    "accuracy": ("the accuracy rose to {}", "the accuracy did not rise to {}"),
+    "rises": ("the training loss rose in {} evaluations", "the training loss did not rise in {} evaluations"),
+    "plateau": (
+        "the running loss had not fallen by 1 % for {} commits per worker",
+        "the running loss was never {} commits per worker without falling by 1 %",
+    ),
+    "epochs": ("its {} epochs were over", "the run ended before {} epochs of the stage before"),
+    "commits": ("its {} commits per worker were over", "the run ended before {} commits per worker"),
+    "seconds": ("its {} s were over", "the run ended within {} s of the stage before"),
+}
+ENDS = {
+    "profiled": "everything was measured",
+    "epochs": "the run's epochs were over",
+    "steps": "the run's steps were over",
+    "seconds": "the run's seconds were over",
+    "target_accuracy": "the target was reached",
+    "target_loss": "the target was reached",
+    "target_metric": "the target was reached",
+}
+EVALUATED = ("evaluated_loss", "accuracy")  # rules that evaluations judge
+
+
+def why_ended(stage: Mapping[str, Any]) -> str:
+    """Why a stage of `summary.json` ended."""
+    rule, until = stage.get("exit_reason") or "", stage.get("until") or {}
+    if rule in until:
+        return RULES[rule][0].format(f"{until[rule]:g}")
+    return ENDS.get(rule, rule or "-")
+
+
+def never_began(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Name the stages that never began, and say which condition of the first was not met."""
+    names = ", ".join(str(stage["name"]) for stage in stages)
+    missing = list[str]()
+    for rule, bound in stages[0]["until"].items():
+        text, best = RULES[rule][1].format(f"{bound:g}"), stages[0]["best"].get(rule)
+        if best is not None and (best <= bound if rule == "evaluated_loss" else best >= bound):
+            text = f"{RULES[rule][0].format(f'{bound:g}')} only when the run was about to end"
+        elif rule in EVALUATED:
+            text += " (it was not evaluated; set eval.every_s)" if best is None else f" (best evaluation: {best:.3g})"
+        missing.append(text)
+    why = ", and ".join(missing) or "the run ended before"
+    return f"stage{'s' if len(stages) > 1 else ''} {names} never began: {why}"
+
+
+def why_dropped(summary: Mapping[str, Any]) -> str:
+    """The dropped steps by reason, in words; empty where no reason is recorded."""
+    counted = summary.get("dropped_for") or {}
+    return ", ".join(f"{count:,} {REASONS.get(reason, reason)}" for reason, count in counted.items())
+
+
+def profiling(summary: Mapping[str, Any]) -> tuple[float, list[float]]:
+    """Seconds of profiling on the run's clock, and each worker's waiting in it."""
+    stages = [stage for stage in summary.get("stages") or () if stage.get("profiling")]
+    waits = [stage["wait_s"] for stage in stages]
+    return sum(stage["end_s"] - stage["start_s"] for stage in stages), [sum(own) for own in zip(*waits, strict=True)]
+
+
+def training_wait_share(summary: Mapping[str, Any]) -> float | None:
+    """The share of the workers' time that was waiting, without profiling; None without both."""
+    profiled_s, waits = profiling(summary)
+    training_s = (summary.get("time_s") or 0.0) - profiled_s
+    if not waits or training_s <= 0:
+        return None
+    waited_s = sum(worker["wait_s"] for worker in summary["workers"]) - sum(waits)
+    return waited_s / (len(waits) * training_s)
