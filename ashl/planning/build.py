@@ -132,6 +132,24 @@ def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> P
     return declared(cluster, model, num_params, batch)
 
 
+def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
+    """How many workers several servers can answer, each with its fragment, while one worker takes in all of them; 1
+    where another order than that of the ranks may cost time: where workers are not declared as equal, so that servers
+    answer at different moments, and where a server's port is faster than a worker's."""
+    if not isinstance(cluster, Cluster) or cluster.exchange_s is not None or cluster.missing() or not fragments:
+        return 1
+    first, links = cluster.compute[0], cluster.links
+    equal = set(cluster.compute) == {first} and len(set(links)) == 1
+    if not equal or cluster.node is not None or cluster.jitter or cluster.events:
+        return 1
+    ranks = range(len(cluster.compute))
+    worker = {cluster.bytes_s(rank, out=False, inner=False) / links[rank] for rank in ranks}
+    pace = cluster.bytes_s(len(ranks), out=True, inner=False) / max(worker)
+    sizes = [held.size for held in fragments]
+    held_at_once = pace * sum(sizes) / max(sizes) + 0.01  # pieces cut by bytes differ by an element
+    return max(1, int(held_at_once)) if len(worker) == 1 and pace <= 1 else 1
+
+
 def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
     """A plan's layers, as codecs know them."""
     return tuple(Layer(*layer) for layer in layers)
@@ -253,6 +271,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
     known = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
     layout = layout_of(plan.layers)
     for index, (stage, own, trainer) in enumerate(zip(plan.stages, parts.stages, trainers, strict=True)):
+        fragments = fragments_of(plan, own, trainer)
         stages.append(
             Stage(
                 index=index,
@@ -264,7 +283,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 codec=wrapped(own.compression, layout),
                 layout=layout,
                 overlap=own.overlap,
-                fragments=fragments_of(plan, own, trainer),
+                fragments=fragments,
                 parts=() if own.overlap.serial and not own.sync.by_part else layer_groups(plan),
                 links=links_of(plan, own, trainer.device),
                 timed=timed_of(own, layout, plan.allow_targets) if own.sync.full else (),
@@ -280,6 +299,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 health_mean=plan.health_mean,
                 seed=plan.seed,
                 nodes=parts.cluster.node,
+                answer_block=answer_block(parts.cluster, fragments),
                 min_workers=parts.runtime.min_workers,
                 reshards=parts.runtime.on_loss == "reshard",
                 joins=parts.cluster.joins or parts.runtime.name != "sim",

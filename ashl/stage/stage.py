@@ -69,6 +69,7 @@ class Stage:
     health_mean: bool = False
     seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
+    answer_block: int = 1  # workers that several servers answer while one worker takes in all its pieces
     min_workers: int = 1  # of fewer, no run goes on
     reshards: bool = False  # whether the data of those who are gone are with the others meanwhile
     joins: bool = False  # whether workers may come while it goes on

@@ -2,13 +2,14 @@
 
 Rule: the model is cut into as many pieces as there are servers. Each of them is a parameter server for its piece, with
 counts of its own: it takes in a worker's piece of an update, merges, and answers with its piece of the model; a worker
-goes on once all have answered. So n pushes of S bytes at once take n·S/s at each of s ports instead of n·S at one; who
-sends to whom first goes round, so that all ports are busy from the start. What a worker does next is the first
-server's to say, and so is when a stage ends, or is evaluated: it tells the others, and each shows its piece as it was
-after as many merges. At the end of the run, what is merged elsewhere beyond that is in no model; where another stage
-follows, all take in what is under way. Each piece is a message of its own for the codec, with a scale, a share and what
-is left out of its own, and with its part of the model's layers. Servers go on without a worker that is lost, each from
-when it hears of it, so that they may differ by its last push.
+goes on once all have answered. So n pushes of S bytes at once take n·S/s at each of s ports instead of n·S at one. The
+server that a worker pushes to first goes round, so that all ports are busy from the start; answers go round in blocks
+of workers (`in_turn`). What a worker does next is the first server's to say, and so is when a stage ends, or is
+evaluated: it tells the others, and each shows its piece as it was after as many merges. At the end of the run, what is
+merged elsewhere beyond that is in no model; where another stage follows, all take in what is under way. Each piece is
+a message of its own for the codec, with a scale, a share and what is left out of its own, and with its part of the
+model's layers. Servers go on without a worker that is lost, each from when it hears of it, so that they may differ by
+its last push.
 
 Limit: one server is the parameter server; and where all wait for all, so are several, bit for bit, with a codec that
 goes element by element (`cast`, `sign` without scale), or layer by layer with cut=layers (`terngrad`, or
@@ -270,12 +271,27 @@ def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropp
 
 
 async def answer(node: Node, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:
-    """Let go who may. Each server begins with other workers, lest all servers send to one at once."""
-    n, place = stage.num_workers, node.rank - stage.server
-    shift = place * n // stage.topology.servers
-    ranks = set(rule_of(stage).admit(state.rule_state, state.tally)) - set(without)
-    for rank in sorted(ranks, key=lambda rank: (rank - shift) % n):
+    """Release the workers that may proceed."""
+    ranks = sorted(set(rule_of(stage).admit(state.rule_state, state.tally)) - set(without))
+    for rank in in_turn(ranks, node.rank - stage.server, stage.topology.servers, stage.answer_block):
         await reply(node, stage, state, rank)
+
+
+def in_turn(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
+    """The order in which the server at this place answers these workers: block by block, and of each block every server
+    begins with another worker.
+
+    A worker goes on once it has all pieces. Answered by all servers at once, its own port takes in one piece after the
+    other. In that time the servers can answer a whole block (`Stage.answer_block`), and no worker of it has its last
+    piece later than in the order of ranks. In larger blocks the first workers would wait for the last. A block of 1 is
+    the order of ranks.
+    """
+    order = list[int]()
+    for start in range(0, len(ranks), block):
+        own = ranks[start : start + block]
+        shift = place * len(own) // servers
+        order += [*own[shift:], *own[:shift]]
+    return order
 
 
 async def first(node: Node, stage: Stage, state: PieceState) -> int:

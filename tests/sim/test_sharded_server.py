@@ -133,6 +133,40 @@ def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
         assert ran.end["commits"] == one.end["commits"]
 
 
+@pytest.mark.parametrize(
+    ("workers", "servers", "port"),
+    [
+        (2, 2, 20),
+        (3, 2, 20),
+        (8, 2, 20),
+        (8, 3, 20),
+        (6, 4, 20),
+        (8, 8, 20),
+        (2, 2, 10),
+        (8, 8, 10),
+        (8, 2, 10),
+        (7, 2, 30),
+    ],
+)
+@pytest.mark.parametrize(
+    "more",
+    ["", "topology.cut=layers", "sync=local_sgd sync.local_steps=2", "sync=ssp", "cluster.link=", "cluster.jitter=0.3"],
+)
+def test_answers_are_never_later_than_in_the_order_of_ranks(workers, servers, port, more, monkeypatch) -> None:
+    """And earlier where workers are equal and a worker's port is what several servers at once wait for."""
+    if more == "cluster.link=":
+        more = f"cluster.link={[1, 1, 2, 1, 1, 3, 1, 1][:workers]} cluster.compute={[1, 3, 1, 2, 1, 1, 4, 1][:workers]}"
+        more = more.replace(", ", ",")
+    chosen = (f"cluster.num_workers={workers}", f"topology.servers={servers}", f"stop.steps={4 * workers}", "sync=bsp")
+    chosen = (*chosen, f"cluster.server_bandwidth_mbit_s={port}", "model.hidden=[48,48,48,48,48,48,48]")
+    turns = several(*chosen, *more.split(), "runtime.gradients=false")
+    monkeypatch.setattr(sharded_server, "in_turn", lambda ranks, place, servers, block: ranks)
+    plain = several(*chosen, *more.split(), "runtime.gradients=false")
+    assert turns.time_ns <= plain.time_ns
+    if port == 20 and not more:
+        assert turns.time_ns < 0.97 * plain.time_ns
+
+
 def test_the_incast_is_shared_out() -> None:
     """Four pushes at once, each in as many pieces as there are servers: a merge is over once all ports are through."""
     for servers in (1, 2, 4):
