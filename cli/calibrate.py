@@ -1,4 +1,4 @@
-"""`ashl calibrate`: how far predictions from a profile are from the real cluster."""
+"""`ashl calibrate`: predicted beside measured."""
 
 from typing import Annotated
 
@@ -10,7 +10,6 @@ from .train import ConfigDir, Debug, Overrides, starting
 
 
 def calibrate(
-    ctx: typer.Context,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     seconds: Annotated[
@@ -23,22 +22,15 @@ def calibrate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Compare short real runs with the same in virtual time, from a profile of the cluster, which is measured first.
+    """Run combinations on real processes and in virtual time, and show predicted beside measured.
 
-    The error is stored with profile=FILE, and later predictions from it carry it. The same command goes on.
+    A real cluster is profiled first, unless profile=FILE is given. The same command runs only what is missing.
     """
     with starting(quiet):
-        from ashl.calibration.calibrate import calibrate as asked
+        from ashl.study.calibrate import calibrate as run_calibration
 
     with interruptible(quiet):
-        asked(
-            overrides or [],
-            config_dir,
-            console(),
-            seconds=seconds,
-            budget_s=budget,
-            dry_run=dry_run,
-            where=ctx.obj,
-            quiet=quiet,
+        run_calibration(
+            overrides or [], config_dir, console(), run_s=seconds, budget_s=budget, dry_run=dry_run, quiet=quiet
         )
     return 0

@@ -21,14 +21,14 @@ from .train import Debug, resumed, starting
 if TYPE_CHECKING:
     from ashl.run.ssh import Launch
 
-LAUNCHED = ("train", "profile", "sweep", "calibrate")
+LAUNCHED = ("train", "profile", "sweep")
 
 
 def launch(
     ctx: typer.Context,
     hosts: Annotated[Path, typer.Option(metavar="FILE", help="A line for each host: `node1`, or `node1 slots=2`.")],
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="train, profile, sweep or calibrate, with all that it takes.")
+        list[str], typer.Argument(metavar="COMMAND", help="train, profile or sweep, with all that it takes.")
     ],
     np: Annotated[int | None, typer.Option("--np", min=1, help="Processes; default: as many as it needs.")] = None,
     port: Annotated[
@@ -47,13 +47,13 @@ def launch(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what all ranks say.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Run train, profile, sweep or calibrate on several hosts: one ssh for each, ranks in the order of the file.
+    """Run train, profile or sweep on several hosts: one ssh for each, ranks in the order of the file.
 
     runtime=torchrun and cluster=real are understood. Rank 0 prints and keeps the records. Ctrl-C ends it everywhere.
     """
     name, *args = command
     if name not in LAUNCHED:
-        hint = "; write `-- train`, `-- profile`, `-- sweep` or `-- calibrate` behind its options."
+        hint = "; write `-- train`, `-- profile` or `-- sweep` behind its options."
         raise UsageError(f"`ashl launch` cannot run {name}{meant(name, LAUNCHED, hint)}")
     found, copied = read_hosts(hosts), copied_environment(os.environ, env or [])
     assert ctx.parent is not None
@@ -76,7 +76,7 @@ def launch(
     where = Launch(
         found, split(ssh), python, folder or os.getcwd(), {"COLUMNS": columns, **copied}, np, port, verbose=verbose
     )
-    if name in ("sweep", "calibrate"):
+    if name == "sweep":
         for option in [option for option in ("launcher", "sweeper", "jobs") if params.get(option)]:
             raise UsageError(f"`ashl launch` brings the runs to its hosts, one at a time; drop --{option}.")
         inner.obj = where
@@ -115,8 +115,8 @@ def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> lis
     keys = {key_of(text) for text in overrides}
     known = {f"cluster.{parameter.key}" for parameter in parameters(catalog(config_dir)["cluster"]["real"])}
     declared = any(key == "cluster" or (key.startswith("cluster.") and key not in known) for key in keys)
-    if name in ("sweep", "calibrate") and not declared and not keys & {"cluster.num_workers", "cluster.hosts"}:
-        raise UsageError(f"Give cluster.num_workers, as all runs of `ashl {name}` need equally many workers.")
+    if name == "sweep" and not declared and not keys & {"cluster.num_workers", "cluster.hosts"}:
+        raise UsageError("Give cluster.num_workers, as all runs of `ashl sweep` need equally many workers.")
     return [*([] if "runtime" in keys else ["runtime=torchrun"]), *([] if declared else ["cluster=real"])]
 
 

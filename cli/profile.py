@@ -14,11 +14,8 @@ def profile(
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
     dry_run: DryRun = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Distributions, costs by size, ports and encodings, too: up to two minutes.")
-    ] = False,
     codec: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="With --full: time this compression, too, as in topk.")
+        list[str] | None, typer.Option(metavar="NAME", help="Time this compression, too, as in topk.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
@@ -38,11 +35,11 @@ def profile(
         from ashl.run.train import dry_run as shown
         from ashl.run.train import is_virtual
 
+    measured = not is_virtual(config)
     if dry_run:
-        measured = not is_virtual(config)
         shown(measuring.through_server(config) if measured else config, [] if measured else overrides or [])
         return 0
-    if codec and not full:
-        raise UsageError("--codec times how a compression encodes, which --full does; add it")
+    if codec and not measured:
+        raise UsageError("--codec times how a compression encodes, and runtime=sim has what is declared; drop it")
     codecs = specs_of("compression", codec or [], overrides or [], config_dir)
-    return measuring.profile(config, overrides or [], quiet=quiet, full=full, codecs=codecs)
+    return measuring.profile(config, overrides or [], quiet=quiet, codecs=codecs)

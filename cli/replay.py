@@ -1,4 +1,4 @@
-"""`ashl replay`: a real run again in virtual time, on what it measured, as it was and with a change."""
+"""`ashl replay`: a real run again in virtual time, on what it recorded, perhaps changed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,16 +17,15 @@ def replay(
         typer.Argument(metavar="KEY=VALUE", help="What to change, as in sync=ssp.", autocompletion=complete),
     ] = None,
     config_dir: ConfigDir = None,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Train, too, and not only keep the time.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Say what another sync mode, H or compression alone would have brought a real run, on the same steps.
+    """Say what another sync mode or H would have brought a real run, on the steps and transfers that it recorded.
 
     Shows the run, its replay as it was, and the replay with the change.
     """
     with starting(quiet):
-        from ashl.calibration.replay import replay as asked
+        from ashl.study.replay import replay as run_replay
 
-    asked(run, overrides or [], config_dir, console(), gradients=gradients, quiet=quiet)
+    run_replay(run, overrides or [], config_dir, console(), quiet=quiet)
     return 0

@@ -20,10 +20,10 @@ from ashl.planning.make import make_plan
 from ashl.run.evaluation import rises
 from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.runtime.churn import Churn
+from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sampling import Rounds
 from ashl.runtime.sim import Sim
-from ashl.runtime.simulators import simulator
 from ashl.size_only import Vector
 from ashl.stage.program import hearing, program
 from ashl.stage.stage import Stage
@@ -143,7 +143,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     ran = Ran(plan, parts=models_of(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside, serves=stage.topology.has_server)
+    sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)
     play = befallen(sim, cluster, plan.seed, stages)
     sim.run(play, tick=lambda: None)
     ran.events = sim.events

@@ -28,7 +28,6 @@ from ashl.study.race import Course
 from ashl.study.slots import Job
 from ashl.tracking import jsonl
 from tests.run_folders import write_run
-from tests.test_calibration import calibrated
 from tests.test_profile import profile
 
 EQUAL = Situation(
@@ -219,17 +218,9 @@ def test_the_cluster_is_changed_in_one_number() -> None:
     assert with_slowest(SPEC, 2, 8.0)["compute"] == [1.0, 1.0, 8.0]
     more = with_workers(SPEC, 5)
     assert (more["compute"], more["num_workers"]) == ([1.0, 1.0, 4.0, 1.0, 1.0], 5)
-    line = {"latency_s": 1.0, "s_per_byte": 4.0}
-    full = {**measured, "steps": [[1], [2], [3]], "gathering": line, "server_in": line, "group_sums": [line]}
-    full["shared"] = {"machine": [0, 0, 1, 2], "ends": [1, 2, 3, 4]}
-    assert with_workers({**full, "empty_s": []}, 5)["empty_s"] == []
-    more, faster = with_workers(full, 5), faster_links(full, 2.0)
-    assert (more["steps"], more["gathering"]) == ([[1], [2], [3], [1], [2]], None)
-    assert more["shared"] == {"machine": [0, 0, 1, 0, 0, 2], "ends": [1, 2, 3, 1, 2, 4]}
-    assert [faster[key] for key in ("server_in", "group_sums")] == [
-        line | {"s_per_byte": 2.0},
-        [line | {"s_per_byte": 2.0}],
-    ]
+    whole = {**measured, "steps": [[1], [2], [3]], "empty_s": []}
+    assert with_workers(whole, 5)["empty_s"] == []
+    assert (with_workers(whole, 5)["steps"], with_workers(whole, 5)["all_reduce"]) == ([[1], [2], [3], [1], [2]], None)
     assert {way.axis.key: way.axis.values[way.axis.first] for way in flips.ways(SPEC)} == {
         "bandwidth": 1.0,
         "slowness": 4.0,
@@ -268,7 +259,6 @@ TINY = ["cluster=one_slow", "model.hidden=[8]", "tracking=none", "run.dir=study"
         (["profile=broken.json"], 2, "profile=broken.json is no usable profile: line 1 is not JSON"),
         (["runtime=sim", "profile=other.json"], 2, "2 workers and the cluster has 4; say cluster.num_workers=2"),
         (["runtime=sim", "cluster=profile", "profile=other.json"], 2, "the model cnn and this one is mlp"),
-        (["cluster=profile", "profile=older.json"], 2, "its calibration is older than the profile"),
         (["cluster=real", "runtime=sim"], 2, "cluster=real is what is there, and virtual time needs declared costs"),
     ],
 )
@@ -277,7 +267,6 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     Path("broken.json").write_text("{")
     Path("other.json").write_text(replace(profile(), model="cnn").to_json())
-    Path("older.json").write_text(json.dumps(json.loads(calibrated(profile()).to_json()) | {"num_params": 7}))
     assert main(["advise", *args]) == code
     err = capsys.readouterr().err
     assert sentence in err

@@ -193,3 +193,16 @@ def test_a_round_longer_than_the_run_is_predicted_as_it_is_cut(topology: str) ->
     cut, whole = (planned(*long, f"sync.local_steps={steps}") for steps in (10**7, 10))
     assert cut.predicted_s == whole.predicted_s
     assert cut.stages[0].workers[0].local_steps == 10**7
+
+
+def test_unpaced_ranks_beyond_the_cores_are_noted_once(monkeypatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    of = ["cluster=real", "runtime=local", "sync=bsp"]
+    (note,) = [note for note in planned(*of, "cluster.num_workers=2").notes if "share" in note]
+    assert note.startswith("3 ranks share 2 cores of this host: times measured here are not those of a cluster")
+    for other in (
+        ["topology=all_reduce", "cluster.num_workers=2"],
+        ["cluster=mixed"],
+        ["cluster=mixed", "runtime=sim"],
+    ):
+        assert not [note for note in planned(*of, *other).notes if "share" in note], other

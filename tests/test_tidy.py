@@ -35,7 +35,7 @@ LEVELS = (
     {"tracking", "report"},
     {"run", "export"},
     {"study"},
-    {"advice", "calibration"},
+    {"advice"},
     {"cli", "__init__", "__main__"},  # the front doors
 )
 ROOT_MODULES = {"__init__", "__main__", "errors", "option", "size_only"}  # what may lie loose in ashl/
@@ -63,17 +63,10 @@ HOMES = {
         "ashl/study/",
         "ashl/run/",
         "ashl/advice/",
-        "ashl/calibration/",
         "cli/ui.py",
     ),
     "ashl.runtime.sim": ("ashl/runtime/", "ashl/run/virtual.py"),
-    "ashl.runtime.shared_cores": ("ashl/runtime/simulators.py",),
-    "ashl.runtime.simulators": (
-        "ashl/run/virtual.py",
-        "ashl/planning/predict.py",
-        "ashl/planning/as_fast.py",
-        "ashl/planning/legal_checkpoints.py",
-    ),
+    "ashl.runtime.contended_sim": ("ashl/run/virtual.py", "ashl/planning/predict.py"),
     "ashl.runtime.process": ("ashl/runtime/", "ashl/run/"),
 }
 SEEN_BY_ALGORITHMS = tuple(f"ashl.runtime.{name}" for name in ("node", "effects", "records", "sums", "packed"))
@@ -270,7 +263,7 @@ def test_every_option_class_has_a_file() -> None:
         for dotted, node in classes().items()
         if is_option(node) and node.name not in parts and ".".join(dotted.split(".")[:2]) in groups
     }
-    assert orphans - chosen == {"ashl.cluster.spec.Fitted", *STANDS_IN}  # which planning makes of a profile
+    assert orphans - chosen == {"ashl.cluster.spec.Measured", *STANDS_IN}  # which planning makes of a profile
 
 
 @pytest.mark.parametrize("file", [ROOT / "conf/config.yaml", *(file for _, _, file in OBJECTS)], ids=name)

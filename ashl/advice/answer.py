@@ -27,7 +27,7 @@ from ashl.report.measure import Target, describe
 from ashl.report.page import Said, SaidTable
 from ashl.report.phrases import Answer, answer, interval, standing, unsure
 from ashl.report.shares import KINDS, parts_of
-from ashl.tracking.console import give_or_take, megabytes, number, percent, seconds
+from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
 FLIPPED = 5  # candidates whose times elsewhere are predicted
@@ -124,7 +124,6 @@ def answered(
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None
     up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
-    value += give_or_take(plan.predicted_error if board.measure.is_time else None)
     lines = [("flips", text) for text, _ in flips]
     lines += [("", "as far as learning needs as many steps there as here")] if flips else []
     lines += [("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")]
@@ -145,7 +144,7 @@ def answered(
         "flips": [each for _, each in flips],
         "notes": notes,
         "command": command,
-        "expected": {"value": first.spread.middle, "error": plan.predicted_error, "bytes_up": up, "bytes_down": down},
+        "expected": {"value": first.spread.middle, "bytes_up": up, "bytes_down": down},
         "spent_s": deadline.spent_s,
         "budget_s": deadline.budget_s,
         "candidates": [candidate_record(own, board) for own in tries],

@@ -17,9 +17,7 @@ from ashl.report.crossover import Axis, Cell, Terrain, flip
 from ashl.report.measure import Measure
 
 MEASURED = ("jitters", "encode_s", "latencies", "up_bytes_s", "down_bytes_s")  # lists of a measured cluster, by worker
-MEASURED += ("steps", "batches", "pull_latencies", "empty_s")  # ... in full
-ON_CORES = ("machine", "ends", "resumed_s", "empty_s")  # ... on shared cores, where the server's may come last
-OF_ALL, PORTS = ("all_reduce", "gathering"), ("server_in", "server_out")  # lines of what messages cost by their bytes
+MEASURED += ("steps", "pull_latencies", "empty_s")  # ... of what `ashl profile` measures
 RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "inner_bandwidth_mbit_s", "server_bytes_s")
 FACTORS = tuple(2.0**k for k in range(-4, 5))
 SLOWNESS = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
@@ -51,15 +49,8 @@ def faster_links(spec: Spec, factor: float) -> Spec:
             found[key] = [None if rate is None else rate * factor for rate in spec[key]]
     if spec["exchange_s"] is not None:
         found["exchange_s"] = spec["exchange_s"] / factor
-
-    def faster(line: Spec) -> Spec:
-        return {**line, "s_per_byte": line["s_per_byte"] / factor}
-
-    found |= {key: faster(spec[key]) for key in (*OF_ALL, *PORTS) if spec.get(key) is not None}
-    if "server_crossed_s_per_byte" in spec:
-        found["server_crossed_s_per_byte"] = spec["server_crossed_s_per_byte"] / factor
-    if "group_sums" in spec:
-        found["group_sums"] = [faster(line) for line in spec["group_sums"]]
+    if (line := spec.get("all_reduce")) is not None:
+        found["all_reduce"] = {**line, "s_per_byte": line["s_per_byte"] / factor}
     return {**spec, **found}
 
 
@@ -75,11 +66,7 @@ def with_workers(spec: Spec, count: int) -> Spec:
     found: Spec = {
         key: repeated(key, own, count) for key in (*LISTS, *MEASURED) if isinstance(own := spec.get(key), list) and own
     }
-    found |= {key: None for key in OF_ALL if key in spec}
-    if (shared := spec.get("shared")) is not None:
-        n = len(spec["compute"])
-        lists = {key: own for key in ON_CORES if (own := shared.get(key))}
-        found["shared"] = shared | {k: [*repeated(k, own[:n], count), *own[n:]] for k, own in lists.items()}
+    found |= {"all_reduce": None} if "all_reduce" in spec else {}
     return {**spec, **found, "num_workers": count}
 
 

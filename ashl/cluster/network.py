@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ashl.cluster.spec import Cluster, Fitted, Measured
+from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Factors
 from ashl.cluster.sum_rounds import Round
 from ashl.cluster.summing import CostOf, Summing, over_ports
@@ -212,11 +212,7 @@ class Ports:
         inner = self.inner(src, dst)
         ends = (src, True), (dst, False)
         service = max(self.service_ns(end, nbytes, 0, inner, out) for end, out in ends)
-        return self.latency_ns(src, dst, nbytes, 0) + service + self.ends_ns(src, dst, nbytes)
-
-    def ends_ns(self, src: int, dst: int, nbytes: int) -> int:
-        """How long a message stands at its two ends, on cores that are free, before it is there."""
-        return 0
+        return self.latency_ns(src, dst, nbytes, 0) + service
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         """By ports that are free: as the algorithm that was asked for; else of all workers as it was measured, where it
@@ -302,72 +298,19 @@ class Ports:
         return cost
 
 
-class FittedPorts(Ports):
-    """As a full profile has it: each way has a latency of its own, a message holds the server's port beyond its bytes,
-    and sums cost what sums over as many workers did."""
+class MeasuredPorts(Ports):
+    """The links of a profile that has lines for each direction: pushes, pulls and empty messages differ in latency."""
 
-    def __init__(self, cluster: Fitted, dense_bytes: int, algorithm: str | None = None) -> None:
+    def __init__(self, cluster: Measured, dense_bytes: int, algorithm: str | None = None) -> None:
         super().__init__(cluster, dense_bytes, algorithm)
-        self._fitted, self._server = cluster, len(cluster.compute)
-        self._crosses = bool(cluster.server_crossed_s_per_byte or cluster.crossed)
-        self._group_sums = {own.group: own for own in cluster.group_sums}
-
-    def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
-        if rank < self._server:
-            return super().service_ns(rank, nbytes, now_ns, inner, out)
-        held = self._fitted.server_out if out else self._fitted.server_in
-        return round(held.seconds(nbytes) * NS)
+        self._measured, self._server = cluster, len(cluster.compute)
 
     def latency_ns(self, src: int, dst: int, nbytes: float, now_ns: int) -> int:
-        ends = [(src, self._fitted.latencies), (dst, self._fitted.pull_latencies)]
-        if not nbytes and self._fitted.empty_s:
-            ends = [(src, self._fitted.empty_s), (dst, self._fitted.empty_s)]
+        ends = [(src, self._measured.latencies), (dst, self._measured.pull_latencies)]
+        if not nbytes and self._measured.empty_s:
+            ends = [(src, self._measured.empty_s), (dst, self._measured.empty_s)]
         own_s = (self.factors.at(r, now_ns) * own[r] for r, own in ends if r < self._server)
         return round(max(own_s, default=0.0) * NS)
-
-    def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        if self._crosses:
-            self._cross(src, dst, nbytes, now_ns, out=True)
-        return super().leave(src, dst, nbytes, now_ns)
-
-    def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
-        if self._crosses:
-            self._cross(dst, src, nbytes, head_ns, out=False)
-        return super().arrive(src, dst, nbytes, head_ns, tail_ns)
-
-    def _cross(self, rank: int, other: int, nbytes: int, now_ns: int, *, out: bool) -> None:
-        """A message holds up what goes the other way at this end of it."""
-        if held_ns := self.crossed_ns(rank, other, nbytes, now_ns, out=out):
-            port = self.port(rank, "in" if out else "out", self.inner(rank, other))
-            self._free[port] = max(now_ns, self._free.get(port, 0)) + held_ns
-
-    def crossed_ns(self, rank: int, other: int, nbytes: int, now_ns: int, *, out: bool) -> int:
-        """For how long it does."""
-        if rank >= self._server:
-            return round(self._fitted.server_crossed_s_per_byte * NS * nbytes)
-        if other >= self._server or not self._fitted.crossed:
-            return 0
-        return round(self._fitted.crossed * self.service_ns(rank, nbytes, now_ns, self.inner(rank, other), out))
-
-    def ends_ns(self, src: int, dst: int, nbytes: int) -> int:
-        shared, between = self._fitted.shared, max(src, dst) < self._server
-        if shared is None:
-            return 0
-        return round(shared.before * sum(shared.end_s(rank, nbytes, between) for rank in (src, dst)) * NS)
-
-    def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        known = self._group_sums.get(len(group))
-        if known is None or self.summing:
-            return super().all_reduce_ns(group, nbytes, now_ns)
-        return round(known.seconds(nbytes) * NS)
-
-    def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
-        known = self._fitted.gathering
-        if known is not None and len(group) == self._server and not self.summing:
-            return round(known.seconds(total) * NS)
-        if len(group) not in self._group_sums:
-            return super().all_gather_ns(group, total, now_ns)
-        return self.all_reduce_ns(group, total, now_ns) // 2
 
 
 def ring_ns(edges: list[Edge], rounds: int) -> int:
@@ -391,6 +334,6 @@ def network(cluster: Cluster, dense_bytes: int, algorithm: str | None = None) ->
     """`algorithm`: the one of sums, where one was asked for."""
     if cluster.exchange_s is not None:
         return Exchange(cluster, dense_bytes, algorithm)
-    if isinstance(cluster, Fitted):
-        return FittedPorts(cluster, dense_bytes, algorithm)
+    if isinstance(cluster, Measured) and cluster.pull_latencies:
+        return MeasuredPorts(cluster, dense_bytes, algorithm)
     return Ports(cluster, dense_bytes, algorithm)

@@ -212,14 +212,13 @@ def implied(cluster: object, dense_bytes: int) -> list[str]:
 
 @option
 class Sums:
-    """What a sum over all workers costs by its bytes, and at least."""
+    """What a sum over all workers costs by its bytes."""
 
     latency_s: Duration
     s_per_byte: Duration
-    least_s: Duration = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        return max(self.least_s, self.latency_s + self.s_per_byte * nbytes)
+        return self.latency_s + self.s_per_byte * nbytes
 
 
 @option
@@ -243,22 +242,33 @@ class Beside:
 @option
 class Measured(Cluster):
     """A cluster as a profile has it: `compute` are each worker's seconds of a step, and links are as measured, each
-    way. Where ports are not occupied, `link` are seconds of a transfer of the dense model."""
+    way. Where ports are not occupied, `link` are seconds of a transfer of the dense model.
+
+    `steps` are quantiles of each worker's step at `ashl.cluster.speed.LEVELS`, in multiples of `compute`; empty where a
+    profile has only medians and `jitters`.
+    """
 
     jitters: tuple[NonNegative, ...]  # of each worker; `jitter` = 0 stills them all
     encode_s: tuple[Duration, ...]
-    latencies: tuple[Duration, ...]
+    latencies: tuple[Duration, ...]  # seconds of a push beyond its bytes
     up_bytes_s: tuple[Positive | None, ...]  # null = no cost per byte
     down_bytes_s: tuple[Positive | None, ...]
     server_bytes_s: Positive | None  # of the server's own port; null = never the bottleneck
     all_reduce: Sums | None  # of all workers, as measured; null = by their links
     beside: Beside | None = None  # what they cost whoever computes meanwhile; null = nothing
+    steps: tuple[tuple[Positive, ...], ...] = ()
+    pull_latencies: tuple[Duration, ...] = ()  # seconds of a pull beyond its bytes; empty = as of a push
+    empty_s: tuple[Duration, ...] = ()  # seconds of a message without a body, each way; empty = the latency
+    decode_s: Duration = 0.0  # of each payload that a worker decodes
 
     def jitter_of(self, worker: int) -> float:
         return self.jitters[worker] if self.jitter else 0.0
 
     def compress_of(self, rank: int) -> float | None:
         return self.encode_s[rank] if rank < len(self.compute) else self.compress_s
+
+    def decode_of(self, rank: int) -> float:
+        return self.decode_s
 
     def latency_of(self, rank: int, inner: bool = False) -> float:
         return self.latencies[rank] if rank < len(self.compute) else 0.0
@@ -270,99 +280,6 @@ class Measured(Cluster):
     def missing(self) -> list[str]:
         own = ("server_step_s", "detect_s")
         return [name for name in super().missing() if name in own]
-
-
-@option
-class GroupSum(Sums):
-    """The same over so many of them."""
-
-    group: Count
-
-
-@option
-class Quota:
-    """So many cores are given to a machine in the mean, in every period anew, and so much of a core is kept that one
-    which did nothing has left. That they are used up is seen when so much more is, which the next one lacks."""
-
-    cores: Positive
-    period_s: Positive
-    kept_s: NonNegative = 0.0
-    late_s: NonNegative = 0.0
-
-
-@option
-class SharedCores:
-    """Machines that have too few cores for the ranks on them, see `ashl.cluster.cores`. Work is in seconds of a core.
-
-    `machine` is that of each worker and of the server, and `ends` what a message costs them, whether it leaves or
-    comes; both hold for whoever comes after them, too. The share `before` of it is in the time that a message takes
-    alone. `busy` is the share of a collective's time in which each member of a group of so many keeps a core busy, and
-    `waited` that in which it waits for the others, who come to it one after the other. Where machines slow each other
-    down, as those of one computer do, work on each takes longer by `crowded` of it for each core in use on the others.
-    """
-
-    machine: tuple[Natural, ...]
-    cores: tuple[Positive, ...]  # of each machine
-    resumed_s: tuple[Duration, ...]  # what each worker's computing costs more when it has stood still
-    quantum_s: Positive  # after which a task that others wait for goes to the end of their queue, in the mean
-    ends: tuple[Sums, ...]
-    before: Annotated[NonNegative, Field(le=1)]
-    busy: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...]
-    quotas: tuple[Quota | None, ...] = ()  # of each machine; none = there is none anywhere
-    empty_s: tuple[Duration, ...] = ()  # what a message without a body costs each end; none = as one of no bytes
-    spread: Annotated[NonNegative, Field(lt=1)] = 0.0  # of quanta, each way, as a share
-    between: Sums | None = None  # what messages from worker to worker cost either end; null = as others cost workers
-    waited: tuple[tuple[Count, Annotated[NonNegative, Field(le=1)]], ...] = ()
-    crowded: tuple[NonNegative, ...] = ()  # of each machine; none = none does
-
-    def end_s(self, rank: int, nbytes: int, between: bool = False) -> float:
-        """What a message costs there, perhaps one that goes from worker to worker."""
-        at = min(rank, len(self.ends) - 1)
-        if not nbytes and self.empty_s:
-            return self.empty_s[at]
-        return (self.between if between and self.between else self.ends[at]).seconds(nbytes)
-
-    def busy_in(self, group: int) -> float:
-        """Of the largest group that is no larger."""
-        return next((share for count, share in reversed(self.busy) if count <= group), 1.0)
-
-    def waited_in(self, group: int) -> float:
-        return next((share for count, share in reversed(self.waited) if count <= group), 0.0)
-
-
-@option
-class Fitted(Measured):
-    """A cluster as a full profile has it: steps are drawn, ways differ, and each message holds the server's port.
-
-    `steps` are quantiles of each worker's step at `ashl.cluster.speed.LEVELS`, or with `in_order` the steps themselves,
-    in multiples of `compute`; `batches` are what a step of other batch sizes takes, likewise: (samples, multiple).
-    `server_in` and `server_out` are how long a message holds the port of the server, alike for all, and
-    `server_crossed_s_per_byte` is by how much each of its bytes holds it longer while it is in use the other way, too.
-    What goes from worker to worker holds their ports on the other way for the share `crossed` of its time.
-    """
-
-    steps: tuple[tuple[Positive, ...], ...]
-    in_order: bool
-    batches: tuple[tuple[tuple[Positive, Positive], ...], ...]
-    pull_latencies: tuple[Duration, ...]  # `latencies` are those of pushes
-    server_in: Sums
-    server_out: Sums
-    group_sums: tuple[GroupSum, ...]
-    gathering: Sums | None = None  # of all, by the bytes of all together; null = half a sum
-    empty_s: tuple[Duration, ...] = ()  # of each worker's messages without a body, both ways; none = as of no bytes
-    decode_s: Duration = 0.0  # of each body that a worker takes apart
-    shared: SharedCores | None = None  # null = there are cores for all
-    server_crossed_s_per_byte: NonNegative = 0.0
-    crossed: NonNegative = 0.0
-
-    def decode_of(self, rank: int) -> float:
-        return self.decode_s
-
-    def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
-        if rank < len(self.compute):
-            return super().bytes_s(rank, out, inner)
-        s_per_byte = (self.server_out if out else self.server_in).s_per_byte
-        return 1 / s_per_byte if s_per_byte else math.inf
 
 
 @option

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ashl.cluster.spec import Cluster, Fitted
+from ashl.cluster.spec import Cluster, Measured
 
 NS = 1e9
 LEVELS = (*(k / 32 for k in range(32)), *(1 - 2.0**-k for k in range(6, 11)), 1.0)  # of quantiles: rare steps are long
@@ -110,43 +110,29 @@ class Speed:
         return stream.lognormal(-sigma2 / 2, math.sqrt(sigma2), BLOCK)
 
 
-class FittedSpeed(Speed):
-    """Steps as they were measured: draw k of worker i is uniform between neighbouring quantiles, a pure function of
-    (seed, i, k), or the k-th step itself, starting over at the end. Stilled, a step is their mean."""
+class MeasuredSpeed(Speed):
+    """Steps drawn from measured quantiles: draw k of worker i is uniform between neighbouring quantiles and a pure
+    function of (seed, i, k). Without jitter a step takes their mean."""
 
-    def __init__(self, cluster: Fitted, batch: int, seed: int) -> None:
+    def __init__(self, cluster: Measured, batch: int, seed: int) -> None:
         super().__init__(cluster, batch, seed)
-        self._in_order = cluster.in_order
         self._tables = [np.array(steps) for steps in cluster.steps]
         widths = np.diff(LEVELS)
-        means = [own.mean() if cluster.in_order else widths @ (own[1:] + own[:-1]) / 2 for own in self._tables]
-        self._means = list(map(float, means))
-        self._batches = [sorted((size, of) for size, of in pairs) for pairs in cluster.batches]
+        self._means = [float(widths @ (own[1:] + own[:-1]) / 2) for own in self._tables]
 
     def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
         assert self.step_s is not None
-        seconds = self.factors.at(worker, now_ns) * self.step_s * self._of_size(worker, work)
+        seconds = self.factors.at(worker, now_ns) * self.step_s * (work / self.batch)
         if jitter := self.cluster.jitter_of(worker):
             return max(1, round(seconds * self._draw(worker, jitter) * NS))
         return max(1, round(seconds * self._means[worker] * NS))
 
-    def _of_size(self, worker: int, work: float) -> float:
-        """A step with so many samples, in multiples of one with a batch of them; beyond what was measured it goes by
-        the samples."""
-        if work == self.batch:
-            return 1.0
-        sizes, costs = zip(*self._batches[worker], strict=True)
-        at = min(max(work, sizes[0]), sizes[-1])
-        return float(np.interp(at, sizes, costs)) * work / at
-
     def _block(self, stream: np.random.Generator, worker: int, jitter: float) -> np.ndarray:
-        table = self._tables[worker]
-        if self._in_order:
-            first = (self._drawn[worker] - 1) // BLOCK * BLOCK
-            return table[(first + np.arange(BLOCK)) % table.size]
-        return np.interp(stream.random(BLOCK), LEVELS, table)
+        return np.interp(stream.random(BLOCK), LEVELS, self._tables[worker])
 
 
 def speed_of(cluster: Cluster, batch: int, seed: int) -> Speed:
-    """As the cluster says."""
-    return FittedSpeed(cluster, batch, seed) if isinstance(cluster, Fitted) else Speed(cluster, batch, seed)
+    """Return the speed that the cluster declares, or draws of what its profile measured."""
+    if isinstance(cluster, Measured) and cluster.steps:
+        return MeasuredSpeed(cluster, batch, seed)
+    return Speed(cluster, batch, seed)

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
+from ashl.cluster.speed import LEVELS
 from ashl.plan.profile import NOISES, TICK_S, WorkerProfile
 
 NARROW = 0.05  # half an interval, as a share of its median
@@ -30,6 +33,11 @@ def spread(times: Sequence[float]) -> float:
     """Standard deviation of times without their outermost tenths, where the machine did something else."""
     ordered, trim = sorted(times), len(times) // 10
     return statistics.pstdev(ordered[trim : len(ordered) - trim])
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, ...]:
+    """Return the quantiles of these times at `LEVELS`, linear between neighbours."""
+    return tuple(float(time_s) for time_s in np.quantile(times, LEVELS))
 
 
 def is_narrow(times: Sequence[float]) -> bool:

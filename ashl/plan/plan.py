@@ -109,7 +109,6 @@ class Plan:
     limits: Limits
     stages: tuple[StagePlan, ...]
     predicted_s: float | None = None  # the whole run on its own clock, if no target ends it before
-    predicted_error: float | None = None  # within which share of it a run is, as calibrated; null = nobody knows
     allow_targets: tuple[str, ...] = ()
     start_from: str | None = None  # a file of weights to begin with; None = drawn by the seed
     health_every: int | None = None  # rounds between two looks at what compression loses

@@ -6,30 +6,25 @@ A missing cost is an error, never zero. Zero is possible where it was declared, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from ashl.cluster.spec import Beside, Cluster, Measured
+from ashl.cluster.speed import LEVELS
 from ashl.config.construct import explain
 from ashl.errors import UsageError, parsed
-from ashl.plan.calibration import Calibration, slower
 from ashl.plan.checks import check_line, check_names, is_count, is_number, is_seconds, require_keys
-from ashl.plan.contention import contended
-from ashl.plan.full import Full, fitted
 from ashl.plan.line import Line
 from ashl.plan.plan import Spec
 
 T = TypeVar("T")
-SCHEMA = 4
-SINCE = 3  # of what is still read
+SCHEMA = 5
 SOURCES = ("declared", "measured")
 TICK_S = 1e-9  # of the experiment's clock
 PORT_SHARE = 0.9  # of what a server's port lets through: who is seen to have that may have more
@@ -37,10 +32,8 @@ NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_no
 LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
-# what profiles did not have once:
-LATER = ("alone", "used", "halt_s", "empty_s", "cores", "busy", "gathering", "handling", "server_resumed_s")
-LATER += ("beside", "parts", "exchange_s", "round_s", "sender_resumed_s", "crossed_s_per_byte", "waited", "neighbours")
-LATER += ("decode_all", "each_resumed_s", "slowed", "paused", "least_s")
+TIMES = "step_times_s"
+MAX_JITTER = 10.0  # what `cluster.jitter` may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +60,7 @@ class WorkerProfile:
     pull_line: Line | None = None
     host: str | None = None  # where it was measured, and on which device; None = not known
     device: str | None = None
+    step_times_s: tuple[float, ...] = ()  # quantiles of a step at `ashl.cluster.speed.LEVELS`; empty = not measured
 
     def __post_init__(self) -> None:
         for name in (*NOISES, *NOISES.values(), "step_spread_s", "latency_s", "compress_s", *LOADED):
@@ -83,6 +77,10 @@ class WorkerProfile:
         for name in PASSES:
             if not all(map(is_seconds, getattr(self, name))):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, where seconds of each layer group are expected")
+        if not all(is_seconds(time_s) and time_s > 0 for time_s in self.step_times_s):
+            raise ValueError(f"step_times_s is {self.step_times_s!r}, where seconds above 0 are expected")
+        if len(self.step_times_s) not in (0, len(LEVELS)):
+            raise ValueError(f"step_times_s has {len(self.step_times_s)} quantiles, where {len(LEVELS)} are expected")
         for name in LINES:
             check_line(getattr(self, name), name)
         check_names(self.host, self.device)
@@ -93,6 +91,20 @@ class WorkerProfile:
         """Seconds of a push of `payload` · the dense model's bytes: the line through the latency and the dense push."""
         fixed = self.push_s if self.push_bytes_s is None else min(self.latency_s, self.push_s)
         return fixed + payload * (self.push_s - fixed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecCost:
+    """What one codec costs for the dense vector, in seconds. Raises ValueError on a cost that cannot be."""
+
+    codec: str  # its class
+    encode_s: tuple[float, ...]  # by worker
+    decode_s: float  # of one payload
+
+    def __post_init__(self) -> None:
+        check_names(self.codec)
+        if not all(map(is_seconds, (*self.encode_s, self.decode_s))):
+            raise ValueError(f"the costs of {self.codec} are {self.encode_s!r} and {self.decode_s!r}, not seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +125,7 @@ class Profile:
     all_reduce: Line | None = None  # what a sum over all workers costs by its bytes; None = not measured
     beside: Beside | None = None  # ... and what it and computing cost each other; None = nothing, as far as is known
     server_host: str | None = None
-    full: Full | None = None  # what `ashl profile --full` measures beyond that
-    calibration: Calibration | None = None  # how far predictions from it have been off; None = nobody knows
+    codecs: tuple[CodecCost, ...] = ()  # of each codec that was timed
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
@@ -139,34 +150,16 @@ class Profile:
             raise ValueError(f"the profile has {groups} layer groups, and workers with another number of costs of them")
         if not all(map(is_count, self.group_bytes)) or sum(self.group_bytes) not in (0, self.dense_bytes):
             raise ValueError(f"the profile's group_bytes do not add up to the model's {self.dense_bytes}")
-        counts = [len(own) for own in self.full.by_worker] if self.full else []
-        if other := [count for count in counts if count != len(self.workers)]:
-            raise ValueError(f"the profile has {len(self.workers)} workers, and full costs of {other[0]}")
-        if self.calibration is not None and self.calibration.of != self.digest:
-            raise ValueError(
-                "its calibration is older than the profile, which has changed since; calibrate it again with `ashl "
-                "calibrate profile=FILE`, or set calibration to null"
-            )
+        if other := [own.codec for own in self.codecs if len(own.encode_s) != len(self.workers)]:
+            raise ValueError(f"the profile has {len(self.workers)} workers, and other numbers of costs of {other[0]}")
 
     @property
     def num_workers(self) -> int:
         return len(self.workers)
 
-    @cached_property
-    def digest(self) -> str:
-        """What was measured, in short."""
-        text = json.dumps({**asdict(self, dict_factory=without_later), "calibration": None}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def error(self) -> float | None:
-        """Within which share a predicted time has been what was measured, in 9 of 10 cases; None = nobody knows."""
-        return None if self.calibration is None else math.expm1(self.calibration.bound)
-
-    @property
-    def common(self) -> float:
-        """How many times as long all took, in common, as what was measured says."""
-        return 1.0 if self.calibration is None else self.calibration.model.common
+    def codec(self, name: str | None) -> CodecCost | None:
+        """Return what the codec of this class costs, or None where it was not timed."""
+        return next((own for own in self.codecs if own.codec == name), None)
 
     @property
     def better_host(self) -> str | None:
@@ -202,14 +195,14 @@ class Profile:
 
     def without_parts(self) -> Profile:
         """The same without costs by layer group and message, as a run measures it for itself."""
-        bare = dict.fromkeys(PASSES, ()) | dict.fromkeys((*LINES, "host", "device"))
+        bare = dict.fromkeys((*PASSES, TIMES), ()) | dict.fromkeys((*LINES, "host", "device"))
         return replace(
             self,
             workers=tuple(replace(w, **bare) for w in self.workers),
             group_bytes=(),
             all_reduce=None,
             beside=None,
-            calibration=None,
+            codecs=(),
         )
 
     def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
@@ -235,53 +228,54 @@ class Profile:
         fix = f"say cluster.num_workers={self.num_workers}, or in virtual time cluster=profile; else "
         return self.clash(f"{self.num_workers} workers and the cluster has {num_workers}", fix)
 
-    def cluster(self, codec: str | None = None, shared: bool = True) -> Spec:
-        """The spec of a cluster that costs what this profile says, for virtual time; a full one has what encoding by
-        this codec (its class) costs, and has ranks share cores where it saw too few of them, unless not asked to. A
-        calibrated one is as fast as its combinations were in common."""
-        spec = self._as_measured(codec, shared)
-        return spec if self.calibration is None else slower(spec, self.common)
-
-    def _as_measured(self, codec: str | None, shared: bool) -> Spec:
-        """The same, whatever a calibration says."""
-        measured = self.in_medians()
-        if self.full is None:
-            return measured
-        spec, hosts = fitted(self.full, measured, self.dense_bytes, codec), [worker.host for worker in self.workers]
-        if (
-            not shared or self.device != "cpu" or not self.ports
-        ):  # processors of a machine say little of its accelerators
-            return spec
-        return contended(spec, self.full, [*hosts, self.server_host], self.dense_bytes)
-
-    def in_medians(self) -> dict[str, Any]:
-        """The same without distributions."""
-        steps, pushes = [worker.step_s for worker in self.workers], [worker.push_s for worker in self.workers]
-        jitters = [
-            min(10.0, worker.step_spread_s / worker.step_s) for worker in self.workers
-        ]  # what a cluster may have
+    def cluster(self, codec: str | None = None) -> Spec:
+        """Return the spec of a cluster that costs what this profile says, for virtual time; encoding costs what the
+        codec of this class does, where that was timed."""
+        workers, pushes, known = self.workers, [worker.push_s for worker in self.workers], self.codec(codec)
         free = self.ports or not all(pushes)  # of ports that nothing occupies, each way takes as long
+        up = [self._latency_s(worker, worker.push_line, worker.push_s) for worker in workers]
+        down = [self._latency_s(worker, worker.pull_line, worker.pull_s) for worker in workers]
+        jitters = [min(MAX_JITTER, worker.step_spread_s / worker.step_s) for worker in workers]
+        measured = {}
+        if self.source == "measured" and all(worker.push_line and worker.pull_line for worker in workers):
+            measured |= {"pull_latencies": down, "empty_s": [worker.latency_s for worker in workers]}
+        if all(worker.step_times_s for worker in workers):
+            steps = [[time_s / worker.step_s for time_s in worker.step_times_s] for worker in workers]
+            jitters = [min(MAX_JITTER, max(own) - min(own)) for own in steps]
+            measured["steps"] = steps
+        if known is not None:
+            measured["decode_s"] = known.decode_s
+        server_step_s = self.server_step_s
+        if server_step_s is not None and known is not None:
+            server_step_s += known.decode_s
         return {
             **dict.fromkeys(field.name for field in fields(Cluster)),
             "compute_spread": 0.0,
             "_target_": f"{Measured.__module__}.{Measured.__name__}",
-            "compute": steps,
+            "compute": [worker.step_s for worker in workers],
             "step_s": 1.0,
             "link": None if free else pushes,
             "exchange_s": None if self.ports else 2.0 * all(pushes),
-            "compress_s": max(worker.compress_s for worker in self.workers),  # of the server, on whose machine none was
-            "server_step_s": self.server_step_s,
+            "compress_s": max(worker.compress_s for worker in workers),  # of the server, on whose machine none was
+            "server_step_s": server_step_s,
             "jitter": max(jitters),
             "events": [],
             "jitters": jitters,
-            "encode_s": [worker.compress_s for worker in self.workers],
-            "latencies": [worker.latency_s for worker in self.workers],
-            "up_bytes_s": [rate_of(worker.push_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
-            "down_bytes_s": [rate_of(worker.pull_s - worker.latency_s, self.dense_bytes) for worker in self.workers],
+            "encode_s": list(known.encode_s) if known else [worker.compress_s for worker in workers],
+            "latencies": up,
+            "up_bytes_s": [rate_of(w.push_s - s, self.dense_bytes) for w, s in zip(workers, up, strict=True)],
+            "down_bytes_s": [rate_of(w.pull_s - s, self.dense_bytes) for w, s in zip(workers, down, strict=True)],
             "server_bytes_s": self.server_bytes_s,
             "all_reduce": None if self.all_reduce is None or self.source == "declared" else asdict(self.all_reduce),
             "beside": None if self.beside is None else asdict(self.beside),
+            **measured,
         }
+
+    def _latency_s(self, worker: WorkerProfile, line: Line | None, dense_s: float) -> float:
+        """Return the latency of a message of any size; with the rate it gives the dense model what was measured."""
+        if line is None or self.source == "declared":
+            return worker.latency_s
+        return min(line.latency_s, dense_s)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False)
@@ -290,20 +284,12 @@ class Profile:
     def from_json(text: str) -> Profile:
         """Raises ValueError, in one sentence, on anything that is not a profile of this schema with sensible costs."""
         data: Any = parsed(text)
-        if isinstance(data, dict):
-            if data.get("schema") == SINCE:
-                data |= {"schema": SCHEMA, "full": None, "calibration": None}
-            elif data.get("schema", SCHEMA) != SCHEMA:
-                raise ValueError(
-                    f"the profile's schema is {data['schema']!r} where {SCHEMA} was expected; profile again"
-                )
-            data.setdefault("server_host", None)  # profiles did not name hosts once
-            data.setdefault("beside", None)
+        if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
+            raise ValueError(f"the profile's schema is {data['schema']!r} where {SCHEMA} was expected; profile again")
         require_keys(data, [field.name for field in fields(Profile)], "the profile")
         data["all_reduce"] = _line(data["all_reduce"], "the profile's all_reduce")
         data["beside"] = _option(Beside, data["beside"], "the profile's beside")
-        data["full"] = _option(Full, data["full"], "the profile's full")
-        data["calibration"] = _option(Calibration, data["calibration"], "the profile's calibration")
+        data["codecs"] = tuple(map(_codec, _list(data["codecs"], "the profile's codecs")))
         data["group_bytes"] = _list(data["group_bytes"], "the profile's group_bytes")
         if not isinstance(data["workers"], list):
             raise ValueError("the profile's workers are no list; it needs one entry for each worker")
@@ -322,18 +308,10 @@ def ready_shares(workers: Sequence[WorkerProfile]) -> tuple[float, ...]:
     return tuple(math.fsum(column) / len(ready) for column in zip(*ready, strict=True))
 
 
-def without_later(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Without what was not known when profiles did not have it."""
-    return {key: value for key, value in pairs if value is not None or key not in LATER}
-
-
 def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
     where = f"worker {rank} of the profile"
-    if isinstance(entry, dict):
-        entry.setdefault("host", None)
-        entry.setdefault("device", None)
     require_keys(entry, [field.name for field in fields(WorkerProfile)], where)
-    entry |= {name: _list(entry[name], f"{where}: {name}") for name in PASSES}
+    entry |= {name: _list(entry[name], f"{where}: {name}") for name in (*PASSES, TIMES)}
     entry |= {name: _line(entry[name], f"{where}: {name}") for name in LINES}
     try:
         worker = WorkerProfile(**entry)
@@ -343,6 +321,12 @@ def _worker(entry: Any, rank: int, measured: bool) -> WorkerProfile:
         if measured and not entry[name]:
             raise ValueError(f"{where}: {name} is 0, which no measurement gives; profile again, or declare the costs")
     return worker
+
+
+def _codec(entry: Any) -> CodecCost:
+    require_keys(entry, [field.name for field in fields(CodecCost)], "a codec of the profile")
+    encode_s = _list(entry["encode_s"], "encode_s of a codec of the profile")
+    return CodecCost(codec=entry["codec"], encode_s=encode_s, decode_s=entry["decode_s"])
 
 
 def _option(cls: type[T], entry: Any, what: str) -> T | None:

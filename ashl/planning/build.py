@@ -31,11 +31,10 @@ from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined, parts_of_tensors
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.plan.declared import declared
-from ashl.plan.full import Full
 from ashl.plan.line import Line
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
-from ashl.plan.profile import Profile, WorkerProfile
+from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Planner
 from ashl.planner.hidden import Hidden
 from ashl.planning.settings import STAGE_GROUPS
@@ -221,17 +220,14 @@ def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
         at += layer.size
 
 
-def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, tuple[Link, ...]], ...]:
-    """The codecs whose cost is measured, by class: links of the whole model, and of it without its largest layer."""
+def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, Link], ...]:
+    """Return the codecs whose cost is measured: the class of each, and its link of the whole model."""
     options = [own.compression, *(Options(allow).of("compression", spec) for spec in own.sync.codecs)]
-    largest = max(layout, key=lambda layer: layer.size)
-    rest = tuple(layer for layer in layout if layer is not largest)
-    found = {}
-    for option in options:
-        if not option.flags.lossless:
-            links = [Link(wrapped(option, of), size_of(of)) for of in (layout, rest) if of]
-            found[f"{type(option).__module__}.{type(option).__name__}"] = tuple(links)
-    return tuple(found.items())
+    return tuple(
+        (f"{type(option).__module__}.{type(option).__name__}", Link(wrapped(option, layout), size_of(layout)))
+        for option in options
+        if not option.flags.lossless
+    )
 
 
 def link_of(option: Codec, layout: Layout, start: int, stop: int, device: str = HOST) -> Link:
@@ -286,7 +282,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 fragments=fragments,
                 parts=() if own.overlap.serial and not own.sync.by_part else layer_groups(plan),
                 links=links_of(plan, own, trainer.device),
-                timed=timed_of(own, layout, plan.allow_targets) if own.sync.full else (),
+                timed=timed_of(own, layout, plan.allow_targets) if own.sync.by_part else (),
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
@@ -322,7 +318,7 @@ def replanned(
     server_bytes_s: float | None,
     all_reduce: Line | None,
     beside: Beside | None,
-    full: Full | None,
+    codecs: tuple[CodecCost, ...],
 ) -> tuple[Profile, list[StagePlan]]:
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
     profile = Profile(
@@ -339,7 +335,7 @@ def replanned(
         group_bytes=bare(layer_groups(plan)).nbytes if measured[0].backward_s else (),
         all_reduce=all_reduce,
         beside=beside,
-        full=full,
+        codecs=codecs,
     )
     payload = payload_of(codec, layout_of(plan.layers))
     stages = []

@@ -36,7 +36,7 @@ class Uncontended:
         """Of a message with a body, however short."""
         if isinstance(self._network, Exchange):
             return 0
-        return self._network.latency_ns(src, dst, 1, 0) + self._network.ends_ns(src, dst, 1)
+        return self._network.latency_ns(src, dst, 1, 0)
 
     def at_server_ns(self, workers: Members, server: int, nbytes: int, *, out: bool) -> int:
         """How long these bytes of each of these workers hold the port of the server, on their way out of it or into it;

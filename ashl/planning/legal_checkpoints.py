@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from ashl.cluster.spec import Fitted
 from ashl.cluster.summing import beside_of
 from ashl.errors import UsageError
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by
-from ashl.runtime.simulators import both_ways_of
 from ashl.stage.rule import CHURN
 from ashl.stage.stage import sums_beside
 from ashl.topology.all_reduce import AllReduce
@@ -21,21 +19,11 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
     """Refuse to promise checkpoints where none can be made."""
     if every_s is None:
         return
-    if isinstance(parts.cluster, Fitted) and parts.cluster.shared is not None:
-        raise UsageError(
-            "run.checkpoint_s: the profile is of machines with too few cores for all ranks, and no checkpoint holds "
-            "what shares them; drop it"
-        )
     real, slowed = parts.runtime.name != "sim", beside_of(parts.cluster) is not None
     if slowed and not real and any(sums_beside(own.sync, own.topology, own.overlap) for own in parts.stages):
         raise UsageError(
             "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "
             "both are; drop it, or take overlap=none"
-        )
-    if both_ways_of(parts.cluster) and not real and any(own.topology.has_server for own in parts.stages):
-        raise UsageError(
-            "run.checkpoint_s: by the profile what comes to the server and what leaves it slow each other down, and no "
-            "checkpoint holds how far both are; drop it"
         )
     if real and len(stages) > 1 and any(map(in_one_round, parts.stages)):
         raise UsageError(

@@ -1,6 +1,7 @@
 """From a composed configuration to a checked plan."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -132,14 +133,16 @@ def _prepared(
     if known is not None:
         check_profile(known, config, num_workers, num_params, batch)
     stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, known))
+    num_ranks = num_workers + extra_ranks(parts["topology"], parts["sync"], parts["cluster"].node)
     taken = notes_of(known, parts["compression"], replaced, config["choices"])
+    taken += ranks_beyond_cores(parts["cluster"], parts["runtime"], num_ranks)
     specs: dict[str, Any] = {g: dict(config[g]) for g in ("model", "dataset", "task", "runtime", "planner")}
     plan = Plan(
         schema=SCHEMA,
         name=settings.name or name_of(config["choices"], parts),
         seed=settings.seed,
         num_workers=num_workers,
-        num_ranks=num_workers + extra_ranks(parts["topology"], parts["sync"], parts["cluster"].node),
+        num_ranks=num_ranks,
         num_params=num_params,
         sample_shape=data.sample_shape,
         num_classes=data.num_classes,
@@ -271,8 +274,7 @@ def predicted(
     stages = rules(plan, parts, [size_only] * len(plan.stages), deal)
     with own_faults(plan.allow_targets, AshlError):  # the run fails before it has begun
         plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
-    error = None if known is None else known.error
-    return replace(plan, predicted_s=duration_s(plan, epoch_samples), predicted_error=error)
+    return replace(plan, predicted_s=duration_s(plan, epoch_samples))
 
 
 def duration_s(plan: Plan, epoch_samples: int) -> float | None:
@@ -303,7 +305,7 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
     if cluster.num_workers not in (None, known.num_workers):
         raise UsageError(known.crowd(cluster.num_workers))
     if isinstance(cluster, Cluster):
-        if known.calibration is None and declares(cluster, known):
+        if declares(cluster, known):
             return None
         if cluster.events:
             raise UsageError(
@@ -311,8 +313,7 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
             )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
-    own = {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
-    return known.cluster(codec, shared=False) | own  # nothing is lost in the midst of shared cores
+    return known.cluster(codec) | {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
 
 
 def foretelling(
@@ -321,7 +322,7 @@ def foretelling(
     """The cluster by which is predicted what a run takes, and the profile that it is of, if it is."""
     if known is None or replaced is not None:
         return cluster, known
-    if isinstance(cluster, Cluster) and (known.calibration is None or not declares(cluster, known)):
+    if isinstance(cluster, Cluster):
         return cluster, None
     return options.of("cluster", known.cluster(codec)), known
 
@@ -341,12 +342,24 @@ def notes_of(known: Profile | None, codec: Codec, replaced: Spec | None, choices
     """What a profile is taken for, and what it has not timed."""
     notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
     own = f"{type(codec).__module__}.{type(codec).__name__}"
-    if known is not None and known.full is not None and not codec.flags.lossless and known.full.coding(own) is None:
+    if known is not None and known.codecs and not codec.flags.lossless and known.codec(own) is None:
         notes.append(
             f"the profile has not timed {choices['compression']}: encoding is taken to last as long as by the codec "
             "that it was measured with"
         )
     return notes
+
+
+def ranks_beyond_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
+    """Return the note for unpaced ranks that share this host's cores, which the nodes of a cluster do not."""
+    here = num_ranks if runtime.name == "local" else int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    cores = len(os.sched_getaffinity(0))
+    if cluster.paced or runtime.name == "sim" or here <= cores:
+        return []
+    return [
+        f"{here} ranks share {cores} core{'s' * (cores > 1)} of this host: times measured here are not those of a "
+        "cluster, where each rank has a core"
+    ]
 
 
 def check_profile(profile: Profile, config: Mapping[str, Any], num_workers: int, num_params: int, batch: int) -> None:

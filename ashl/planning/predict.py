@@ -7,14 +7,14 @@ from functools import partial
 from typing import NamedTuple
 
 from ashl.cluster.network import network
-from ashl.cluster.spec import Cluster, Fitted
+from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.cluster.summing import beside_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.chains import Uncontended, chain_among
+from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sampling import Rounds
-from ashl.runtime.simulators import simulator
 from ashl.size_only import Vector
 from ashl.stage.link import Link
 from ashl.stage.program import program
@@ -102,8 +102,7 @@ def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits, elastic=False)
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
-    what = {"overlaps": stage.sums_beside, "serves": stage.topology.has_server}
-    sim = simulator(num_ranks, speed_of(cluster, batch, seed=0), costs, seen, **what)
+    sim = simulator(num_ranks, speed_of(cluster, batch, seed=0), costs, seen, overlaps=stage.sums_beside)
     sim.run(partial(program, stages=(bounded,)), tick=lambda: None)
     return seen
 
@@ -146,7 +145,7 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     step_ns = [speed.cost_ns(rank, "compute", stage.samples_of(rank), 0) or 1 for rank in stage.workers]
     local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(stage.plan.workers, step_ns, strict=True)]
     cycles = max(8, min(CYCLES, ROUNDS // n, STEPS // sum(local_steps)))
-    drawn = replace(steady, jitter=cluster.jitter) if isinstance(cluster, Fitted) else steady  # who waits is by chance
+    drawn = replace(steady, jitter=cluster.jitter) if isinstance(cluster, Measured) and cluster.steps else steady
     seen = timed(stage, drawn, cycles * sum(local_steps), cycles, batch)
     half, whole = seen.half_and_whole()
     span_ns, waited_ns = whole.time_ns - half.time_ns, seen.waited_ns(whole) - seen.waited_ns(half)

@@ -20,7 +20,6 @@ from ashl.run.divergence import why_diverged
 from ashl.run.evaluation import Evaluation, Target, best_of, scores_of
 from ashl.run.health import Health
 from ashl.run.mean_model import ModelSet, Whole, models_of
-from ashl.run.measured import now, versions
 from ashl.run.metrics import Waited, metrics_line, values_of
 from ashl.run.view import view
 from ashl.runtime.records import (
@@ -192,10 +191,6 @@ class Monitor:
                 workers[rank] = replace(workers[rank], host=placed.host, device=placed.device)
             else:
                 known = replace(known, server_host=placed.host)
-        if known.full is not None:
-            full = known.full
-            costs = [replace(own, cores=self.hosts[rank].cores) for rank, own in enumerate(full.workers)]
-            known = replace(known, full=replace(full, workers=tuple(costs), made=now(), versions=versions()))
         return replace(known, workers=tuple(workers)).to_json()
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:

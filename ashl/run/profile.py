@@ -9,14 +9,12 @@ from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Spec
-from ashl.planning.as_fast import as_fast
 from ashl.planning.build import declared_profile
 from ashl.planning.by_part import with_parts
 from ashl.planning.make import prepared
 from ashl.run.rank import step_here_s
 from ashl.run.train import folder, is_virtual, joined, run
 from ashl.tracking.forecast import forecast, show_profile
-from ashl.tracking.jsonl import write_text
 from ashl.tracking.recorder import Recorder
 
 
@@ -25,18 +23,15 @@ def profile(
     overrides: list[str],
     *,
     quiet: bool = False,
-    full: bool = False,
     codecs: Sequence[Spec] = (),
 ) -> int:
     """Measure the cluster (in virtual time: take what it declares), plan from it, print both; returns the exit code.
 
-    Writes `profile.json` and the `plan.json` that follows from it into the run folder. With `full`, distributions and
-    costs by size are measured, too, and the encoding of `codecs` beside the chosen one.
+    Writes `profile.json` and the `plan.json` that follows from it into the run folder. The costs
+    of `codecs` are measured beside those of the chosen one.
     """
     config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
     if is_virtual(config):
-        if full:
-            raise UsageError("--full measures what is there, and runtime=sim has what is declared; take runtime=local")
         plan, parts, data = prepared(config, None, overrides)
         found = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
         assert found is not None
@@ -49,17 +44,13 @@ def profile(
         recorder.leave()
     else:
         quick = {"run": {**config["run"], "save_weights": False}, "name": "profile", "profile": None}
-        ran = run({**through_server(config, full=full, codecs=codecs), **quick}, [], quiet=True, silent=True)
+        ran = run({**through_server(config, codecs=codecs), **quick}, [], quiet=True, silent=True)
         if ran.run_dir is None:  # another process of the job is the one that writes
             return ran.code
         run_dir = ran.run_dir
         if not run_dir.joinpath("profile.json").exists():
             raise AshlError("the run ended before all was measured, so there is no profile; give stop.seconds more")
         found = read_profile(str(run_dir / "profile.json"))
-        if full:
-            run_dir.joinpath("profile.json").unlink()  # until it is whole
-            found = as_fast(found)
-            write_text(run_dir / "profile.json", found.to_json())
     plan, parts, data = prepared(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json())
     if not quiet:
@@ -78,9 +69,7 @@ def profile(
     return 0
 
 
-def through_server(
-    config: dict[str, Any], in_job: bool = False, full: bool = False, codecs: Sequence[Spec] = ()
-) -> dict[str, Any]:
+def through_server(config: dict[str, Any], in_job: bool = False, codecs: Sequence[Spec] = ()) -> dict[str, Any]:
     """The configuration of a run that measures: its links lead to a server, whatever the topology is. Raises UsageError
     where others have started the processes, and none for a server."""
     topology = config["choices"]["topology"]
@@ -94,7 +83,6 @@ def through_server(
             "_target_": "ashl.schedule.profile_only.ProfileOnly",
             "profile_steps": 20,
             "by_part": True,
-            "full": full,
             "codecs": list(codecs),
         },
         "overlap": {"_target_": "ashl.overlap.none.Serial"},

@@ -17,11 +17,11 @@ from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint, keeping
 from ashl.runtime.ahead import on_cores
 from ashl.runtime.churn import Churn
+from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.node import Node
 from ashl.runtime.packed import unpacked
 from ashl.runtime.sim import Begin, Sim
-from ashl.runtime.simulators import simulator
 from ashl.stage.program import hearing, program
 
 
@@ -36,11 +36,8 @@ class Saving(NamedTuple):
 def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved | None = None) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
-    what = {
-        "overlaps": any(stage.sums_beside for stage in job.stages),
-        "serves": any(stage.topology.has_server for stage in job.stages),
-    }
-    sim = simulation(partial(simulator, **what), plan, job, monitor)
+    overlaps = any(stage.sums_beside for stage in job.stages)
+    sim = simulation(partial(simulator, overlaps=overlaps), plan, job, monitor)
     monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
     number = 0 if saved is None else saved.number + 1
 

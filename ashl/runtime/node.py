@@ -111,10 +111,6 @@ class Kernel(Protocol):
 
     def wants_mark(self, node: Node) -> bool: ...
 
-    def used_ns(self, node: Node) -> int: ...
-
-    def throttled(self) -> int | None: ...
-
 
 class Node:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
@@ -200,16 +196,6 @@ class Node:
     def now(self) -> float:
         """Seconds on the experiment's clock."""
         return self.kernel.now_ns / 1e9
-
-    @property
-    def used(self) -> float:
-        """Seconds of a core that this rank has used so far, for whatever it does."""
-        return self.kernel.used_ns(self) / 1e9
-
-    @property
-    def throttled(self) -> int | None:
-        """How often a quota of processor time has held this rank back; None where nobody knows."""
-        return self.kernel.throttled()
 
     @property
     def stopping(self) -> str | None:

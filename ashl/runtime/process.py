@@ -33,7 +33,6 @@ from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
 from ashl.runtime.node import Node, Observer
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
-from ashl.runtime.quota import throttled
 from ashl.runtime.records import Beat, Missed
 from ashl.runtime.sum_messages import OwnSums
 
@@ -112,12 +111,6 @@ class TorchKernel:
 
     def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         return fn()
-
-    def used_ns(self, node: Node) -> int:
-        return time.process_time_ns()
-
-    def throttled(self) -> int | None:
-        return throttled()
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
         self._live += 1

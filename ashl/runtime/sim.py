@@ -72,12 +72,6 @@ class Sim:
     def wants_mark(self, node: Node) -> bool:
         return self.saving is not None and node.rank not in self.saving.marks
 
-    def used_ns(self, node: Node) -> int:
-        return sum(node.ledger.live()[kind] for kind in ("compute", "compress"))
-
-    def throttled(self) -> None:
-        """Nobody knows."""
-
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says when one is next."""
         self._at(time_ns, self._save, keep)

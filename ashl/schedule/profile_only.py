@@ -19,10 +19,9 @@ class ProfileOnly(Schedule):
     names_sync: ClassVar[bool] = True
     profile_steps: Count
     by_part: bool
-    full: bool
     codecs: tuple[dict[str, Any], ...]
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         if choices.profiled:
             raise UsageError("costs are given, so there is nothing to measure; drop profile=")
-        return profiling(choices, self.profile_steps, self.by_part, self.full, self.codecs)
+        return profiling(choices, self.profile_steps, self.by_part, self.codecs)

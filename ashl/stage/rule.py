@@ -52,7 +52,6 @@ class Rule(Contract, group="sync", strict=True):
     resizes: ClassVar[bool] = False  # whether batches change, so that weights have to follow the samples
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
     momentum_travels: ClassVar[bool] = False  # whether the optimizer's momentum goes along in every message
-    full: ClassVar[bool] = False  # whether distributions are measured, and costs by size
     codecs: ClassVar[tuple[dict[str, Any], ...]] = ()  # whose encoding is timed then, beside the chosen one's, as specs
     after_adam: ClassVar[bool] = False  # whether it goes on with the moments that Adam has left in the stage before
     by_part: ClassVar[bool] = False  # whether costs are measured by layer group, and of large messages and of sums

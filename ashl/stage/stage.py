@@ -15,10 +15,9 @@ from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
-from ashl.plan.full import Full
 from ashl.plan.line import LARGE, Line
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
-from ashl.plan.profile import Profile, WorkerProfile
+from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
 from ashl.runtime.effects import Tag
 from ashl.stage.fragment import Fragment
@@ -29,7 +28,7 @@ from ashl.stage.tally import Tally
 
 T = TypeVar("T")
 Replan = Callable[
-    [tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, Full | None],
+    [tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, tuple[CodecCost, ...]],
     tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()
@@ -63,7 +62,7 @@ class Stage:
     fragments: tuple[Fragment, ...] = ()  # of the model, where each is exchanged by itself
     size: int | None = None  # elements that are exchanged, where they are those of a fragment
     links: tuple[Link, ...] = ()  # of each such message, where a codec works in it by itself
-    timed: tuple[tuple[str, tuple[Link, ...]], ...] = ()  # codecs whose cost is measured: class, whole model and part
+    timed: tuple[tuple[str, Link], ...] = ()  # codecs whose cost is measured: class, and link of the whole model
     health_every: int | None = None  # rounds between two looks at what compression loses
     health_layers: bool = False
     health_mean: bool = False

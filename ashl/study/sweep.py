@@ -18,7 +18,6 @@ from rich.table import Table
 from ashl.config.construct import construct
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
-from ashl.plan.files import read_profile
 from ashl.planning import free_ports
 from ashl.report import terminal
 from ashl.report.compare import Comparison, compare
@@ -31,7 +30,7 @@ from ashl.study.launcher import Launch, run_elsewhere
 from ashl.study.racing import Race
 from ashl.study.slots import ENDED, Job, by_itself, here, read_summary, run_all
 from ashl.tracking import jsonl, mlflow, mlflow_study
-from ashl.tracking.console import give_or_take, seconds
+from ashl.tracking.console import seconds
 from ashl.tracking.store import ADDRESS
 from ashl.tracking.sweep_progress import SweepProgress
 
@@ -311,19 +310,11 @@ def show(grid: Grid, folder: Path) -> None:
     table = Table("run", *(["setting"] if named else grid.axes), "predicted", box=None, padding=(0, 2, 0, 0))
     for setting in grid.settings[:MAX_ROWS]:
         values = [label(setting)] if named else [setting.axes.get(key, "-") for key in grid.axes]
-        table.add_row(setting.hash, *values, f"{seconds(setting.predicted_s)}{give_or_take(error_of(setting))}")
+        table.add_row(setting.hash, *values, f"{seconds(setting.predicted_s)}")
     console.print(table)
     if len(grid.settings) > MAX_ROWS:
         console.print(f"and {len(grid.settings) - MAX_ROWS} more")
     known = [setting.predicted_s for setting in grid.settings if setting.predicted_s is not None]
     unknown = len(grid.settings) - len(known)
     rest = f", and {unknown} of which nothing is known before" if unknown else ""
-    errors = {error_of(setting) for setting in grid.settings}
-    about = seconds(sum(known)) + (give_or_take(max(filter(None, errors))) if None not in errors else "")
-    console.print(f"predicted in all: {about} on the runs' own clocks, {len(known)} runs{rest}")
-
-
-def error_of(setting: Setting) -> float | None:
-    """Within which share the setting's predicted time is, where its profile was calibrated."""
-    path = setting.config["profile"]
-    return read_profile(path).error if path and setting.predicted_s is not None else None
+    console.print(f"predicted in all: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}")

@@ -9,9 +9,8 @@ overlap count as equal. The server makes the profile, plans the stages that foll
 With `by_part` they also time both passes by layer group, and then messages of several sizes: each worker alone to the
 server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency and
 seconds per byte are fitted (`ashl.plan.line`); sizes go up for as long as there is time. What sums and steps cost each
-other is `ashl.sync.timing.beside`'s to measure, and that a gradient leaves in parts `ashl.sync.timing.parts`'.
-
-With `full` follows what `ashl.sync.timing.full` measures, of `codecs`, too.
+other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts `ashl.sync.timing.parts`', and what
+encoding and decoding cost by the chosen codec and by `codecs` `ashl.sync.timing.codecs`'.
 
 `stop.seconds` and an interrupt end it at once, without a profile.
 
@@ -30,21 +29,22 @@ from typing import Any
 import torch
 
 from ashl.cluster.spec import Beside
+from ashl.cluster.speed import LEVELS
 from ashl.compression.contract import Turn
 from ashl.learn.device import numbers
 from ashl.option import Natural, option
 from ashl.overlap.chain import passed
-from ashl.plan.full import Full
 from ashl.plan.line import LARGE, SMALL, Line, fitted
-from ashl.plan.noise import figure, is_narrow, levelled, spread
+from ashl.plan.noise import figure, is_narrow, levelled, quantiles, spread
 from ashl.plan.plan import WorkerPlan
-from ashl.plan.profile import TICK_S, WorkerProfile
+from ashl.plan.profile import TICK_S, CodecCost, WorkerProfile
 from ashl.runtime.node import Node
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.link import Ends
-from ashl.stage.rule import Loop, Members
+from ashl.stage.rule import Loop
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.sync.timing.beside import BESIDE, measured_beside, time_beside
+from ashl.sync.timing.codecs import CODEC, measured_codecs, time_codec
 from ashl.sync.timing.exchanges import (
     DOWN,
     EMPTY,
@@ -60,8 +60,6 @@ from ashl.sync.timing.exchanges import (
     time_exchange,
     time_sum,
 )
-from ashl.sync.timing.full import measured_full, timed
-from ashl.sync.timing.neighbours import neighbours
 from ashl.sync.timing.parts import PARTS, time_parts, with_parts
 from ashl.topology.ending import leave, record_end, within
 from ashl.topology.local_work import WorkerState
@@ -70,6 +68,7 @@ from ashl.topology.parameter_server import BarrierRule, ServerState
 REPEATS = 3  # of an exchange at least
 MOST = 20  # times as many repetitions at most
 SLOWED = 1.1  # a push among others that takes so many times as long shows the server's port
+DISTRIBUTION, DISTRIBUTION_S = 2_000, 4.0  # steps for their quantiles at most, and seconds after which none begins
 LINES_S = 2.0  # for the messages of several sizes to and from all workers, and as long again for sums
 
 
@@ -79,29 +78,26 @@ class Profiling(BarrierRule):
 
     steps: Natural
     by_part: bool
-    full: bool
     codecs: tuple[dict[str, Any], ...]
 
     def loop(self, stage: Stage, rank: int) -> Loop:
         return server if rank == stage.server else worker
 
-    def links(self, stage: Stage, rank: int) -> Members:
-        return neighbours(stage, rank) if self.full and rank != stage.server else ()
-
 
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Measure, and again whenever the server says so; take over the plan that it sends at the end."""
     assert isinstance(stage.sync, Profiling)
-    times = await time_steps(node, stage, state, max(1, stage.sync.steps))
+    times = await time_steps(node, stage, state, max(1, stage.sync.steps), distribution=stage.sync.by_part)
     compress_s = await repeated(partial(time_encoding, node, stage, state), REPEATS, REPEATS)
     found: tuple[float, ...] = (*figure(times), spread(times), statistics.median(compress_s))
-    passes = await time_passes(node, stage, state, len(times)) if stage.sync.by_part else None
+    passes = None
+    if stage.sync.by_part:
+        own = await time_passes(node, stage, state, min(len(times), MOST * max(1, stage.sync.steps)))
+        passes = torch.cat([torch.tensor(quantiles(times), dtype=torch.float64), own])
     try:
         while True:
             await node.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
             order = await node.recv(stage.tag("order"))
-            if stage.sync.full:
-                node.ledger.cut()  # reports look through a round, and all of this is long
             word, end_ns, *more = (int(value) for value in order.meta)
             passes, found = None, ()
             if word == SUM:
@@ -115,10 +111,12 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
             elif word == GO:
                 found = (await time_exchange(node, stage, EMPTY),)
                 found += await time_exchange(node, stage, UP), await time_exchange(node, stage, DOWN)
+            elif word == CODEC:
+                passes = await time_codec(node, stage, state, end_ns)
             elif word in (NEXT, STOP):
                 break
             else:
-                passes = await timed(node, stage, state, word, end_ns, *more)
+                raise AssertionError(f"{word} is not an order")
     except OverError as over:
         (order,) = over.order
         word, end_ns, *_ = (int(value) for value in order.meta)
@@ -129,8 +127,10 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     return word
 
 
-async def time_steps(node: Node, stage: Stage, state: WorkerState, steps: int) -> list[float]:
-    """Seconds of local steps, the first left out; at least one."""
+async def time_steps(
+    node: Node, stage: Stage, state: WorkerState, steps: int, *, distribution: bool = False
+) -> list[float]:
+    """Return the seconds of local steps, the first left out; at least one, and many for a distribution."""
     trainer, batch = stage.trainer, stage.worker(node.rank).batch
     count = 0
 
@@ -145,7 +145,12 @@ async def time_steps(node: Node, stage: Stage, state: WorkerState, steps: int) -
         return node.now - start
 
     await step()
-    return await repeated(step, steps, MOST * steps)
+    if not distribution:
+        return await repeated(step, steps, MOST * steps)
+    end_s, times = node.now + DISTRIBUTION_S, await repeated(step, steps, MOST * steps)
+    while len(times) < DISTRIBUTION and node.now < end_s and (taken_s := await step()) is not None:
+        times.append(taken_s)
+    return times
 
 
 async def time_encoding(node: Node, stage: Stage, state: WorkerState) -> float:
@@ -193,7 +198,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     record_end(node, stage, state.tally, reason)
     for rank in stage.workers:
         state.tally.drops[rank] += 1  # a round that is part of no model
-        await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0, 0))
+        await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0))
     if word == STOP:
         node.ledger.close(state.tally.end_ns)
     return word
@@ -201,9 +206,9 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
 
 async def measured(
     node: Node, stage: Stage, state: ServerState
-) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, Full | None]:
-    """(workers, seconds of applying a push, bytes per second of the server's port, what sums cost, and whoever computes
-    meanwhile, and all else that is wanted). Raises OverError."""
+) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, tuple[CodecCost, ...]]:
+    """Return (workers, seconds of applying a push, bytes per second of the server's NIC, what all-reduces cost, what
+    they and computing cost each other, what codecs cost). Raises OverError."""
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await answers(node, stage, members)
@@ -228,8 +233,8 @@ async def measured(
             beside = await with_parts(node, stage, workers, sums, beside)
     server_bytes_s = port(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(node, stage, state)
-    full = await measured_full(node, stage, state) if stage.sync.full else None
-    return levelled(workers), apply_s, server_bytes_s, sums, beside, full
+    codecs = await measured_codecs(node, stage)
+    return levelled(workers), apply_s, server_bytes_s, sums, beside, codecs
 
 
 async def with_lines(node: Node, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
@@ -277,7 +282,8 @@ def worker_profile(
     together: Sequence[tuple[float, ...]],
 ) -> WorkerProfile:
     """Of what was timed: steps with an encoding, and rows of an exchange of nothing, of a push and of a pull."""
-    (step_s, step_noise_s, spread_s, compress_s), passes = steps[:4], steps[4:]
+    (step_s, step_noise_s, spread_s, compress_s), more = steps[:4], steps[4:]
+    step_times_s, passes = more[: len(LEVELS)], more[len(LEVELS) :]
     empty, up, down = (figure(times) for times in zip(*alone, strict=True))
     latency_s = empty.median / 2  # an exchange of nothing crosses the link twice
     push_s, pull_s = (max(way.median - latency_s, latency_s, TICK_S) for way in (up, down))
@@ -302,6 +308,7 @@ def worker_profile(
         compress_s=compress_s,
         forward_s=passes[: len(passes) // 2],
         backward_s=passes[len(passes) // 2 :],
+        step_times_s=step_times_s,
     )
 
 

@@ -275,11 +275,6 @@ def milliseconds(cost: float) -> str:
     return "<0.001" if 0 < cost < 1e-6 else number(1e3 * cost)
 
 
-def give_or_take(error: float | None) -> str:
-    """What follows a prediction that is known to be within so much of the truth."""
-    return "" if error is None else f" ± {percent(error, 0 if error > 0.1 else 1)}"
-
-
 def percent(share: float | None, digits: int = 1) -> str:
     """A share as 97.3 %."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"

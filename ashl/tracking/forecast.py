@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ashl.cluster.speed import LEVELS
 from ashl.plan.noise import alike
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
-from ashl.tracking.console import MAX_ROWS, give_or_take, milliseconds, number, percent, seconds
-from ashl.tracking.full_profile import show_full
+from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
 
+SHOWN_LEVELS = (0.05, 0.5, 0.95, 1.0)  # of step times
 PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps nothing
 
 
@@ -36,10 +38,23 @@ def show_profile(console: Console, profile: Profile) -> None:
         for ranks in alike(profile.workers, cost, noise):
             listed = ", ".join(map(str, ranks[:MAX_ROWS])) + (", …" if len(ranks) > MAX_ROWS else "")
             console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {listed}")
-    if profile.full is not None:
-        show_full(console, profile.full, profile.dense_bytes)
+    show_distributions(console, profile)
     if profile.num_workers > MAX_ROWS:
         console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
+
+
+def show_distributions(console: Console, profile: Profile) -> None:
+    """Print quantiles of each worker's step, and what codecs cost for the whole model."""
+    timed = [(rank, worker.step_times_s) for rank, worker in enumerate(profile.workers) if worker.step_times_s]
+    if timed:
+        table = Table("worker", *(f"step {level:.0%}" for level in SHOWN_LEVELS), "ms", box=None, padding=(0, 2, 0, 0))
+        for rank, times in timed[:MAX_ROWS]:
+            table.add_row(str(rank), *(milliseconds(float(np.interp(own, LEVELS, times))) for own in SHOWN_LEVELS))
+        console.print(table)
+    for cost in profile.codecs:
+        name = cost.codec.rpartition(".")[2]
+        decoding = milliseconds(cost.decode_s)
+        console.print(f"{name} encodes the model in {spanned(cost.encode_s)} ms and decodes it in {decoding} ms")
 
 
 def show_hosts(console: Console, profile: Profile) -> None:
@@ -112,7 +127,7 @@ def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile 
             console.print("steps/s and waiting are not predicted: the cluster declares no costs")
             continue
         rate, waiting = number(stage.predicted_steps_per_s), percent(stage.predicted_wait_share)
-        about = f"{rate} steps/s{give_or_take(plan.predicted_error)}"
+        about = f"{rate} steps/s"
         console.print(f"predicted {about}, workers wait {waiting} of their time")
     console.print(duration(plan, epoch_samples))
     notes(console, plan)
@@ -136,7 +151,7 @@ def duration(plan: Plan, epoch_samples: int) -> str:
         return f"{steps:,} steps{ends}"
     times = dict.fromkeys(seconds(steps / rate) for rate in (max(rates), min(rates)))
     after = ", after profiling" if plan.stages[0].sync["_target_"] == PROFILING else ""
-    about = " to ".join(times) + give_or_take(plan.predicted_error)
+    about = " to ".join(times)
     return f"predicted {about} for {steps:,} steps{after}{ends}"
 
 
@@ -154,6 +169,6 @@ def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
         row = [str(rank), str(worker.local_steps), str(worker.batch), *shares, size, seconds(worker.predicted_cycle_s)]
         if before:
             costs = before.workers[rank]
-            row.append(seconds(before.common * ((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s)))
+            row.append(seconds((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s))
         table.add_row(*row)
     return table

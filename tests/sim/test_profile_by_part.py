@@ -13,13 +13,14 @@ import pytest
 from ashl.cli.app import main
 from ashl.cluster.network import network
 from ashl.cluster.spec import Beside, InParts
+from ashl.cluster.speed import LEVELS, speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.overlap.chain import FORWARD, bare, parts_of_tensors, passed
 from ashl.plan.line import LARGE, SMALL, Line, fitted
-from ashl.plan.profile import Profile
+from ashl.plan.profile import CodecCost, Profile
 from ashl.planning.build import declared_profile, layer_groups
 from ashl.planning.by_part import with_parts
 from ashl.planning.make import prepared
@@ -213,7 +214,7 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
     Path("profile.json").write_text(replace(whole, group_bytes=sizes).to_json())
     with pytest.raises(UsageError, match="the profile is of other layer groups than the model has; profile again"):
         planned(*given, "overlap=merged")
-    with pytest.raises(ValueError, match="schema is 2 where 4 was expected; profile again"):
+    with pytest.raises(ValueError, match="schema is 2 where 5 was expected; profile again"):
         Profile.from_json(json.dumps({**json.loads(whole.to_json()), "schema": 2}))
 
 
@@ -241,3 +242,53 @@ def test_a_broken_profile(change, says) -> None:
 def test_shares_of_both_passes() -> None:
     parts = parts_of_tensors([(2,), (2,), (4,)], [1, 1, 2])
     assert passed(parts) == pytest.approx([1 / 12, 1 / 6, 1 / 3, 2 / 3, 5 / 6, 1])
+
+
+def test_steps_are_drawn_from_the_measured_distribution(workplace) -> None:
+    """A step of every worker takes 1 to 3 times its median, in the mean what the quantiles say."""
+    profile = measured()
+    times = tuple(0.03 * (1 + 2 * level) / 2 for level in LEVELS)
+    workers = tuple(replace(worker, step_s=0.03, step_times_s=times) for worker in profile.workers)
+    profile = replace(profile, workers=workers)
+    assert Profile.from_json(profile.to_json()) == profile
+    speed = speed_of(construct(profile.cluster(), "cluster"), batch=32, seed=0)
+    drawn = [speed.cost_ns(0, "compute", 32, 0) / 1e9 for _ in range(4000)]
+    assert min(drawn) >= 0.015
+    assert max(drawn) <= 0.045
+    assert sum(drawn) / len(drawn) == pytest.approx(0.03, rel=0.02)
+    with pytest.raises(ValueError, match="step_times_s has 2 quantiles"):
+        replace(workers[0], step_times_s=(0.1, 0.2))
+
+
+def test_codecs_are_timed_by_name_and_cost_what_was_measured(workplace) -> None:
+    """In virtual time an encoding takes what the cluster declares, and so the profile says."""
+    topk = "ashl.compression.topk.TopK"
+    ran = simulated(
+        "schedule=profile_only",
+        "schedule.by_part=true",
+        *CLUSTER,
+        *MODEL,
+        "compression=topk",
+        "cluster.compress_s=0.25",
+    )
+    found = Profile.from_json(ran.of("profile")[0]["profile"])
+    assert [own.codec for own in found.codecs] == [topk]
+    assert found.codecs[0].encode_s == pytest.approx((0.25,) * 3)
+    cost = CodecCost(codec=topk, encode_s=(0.5, 0.6, 0.7), decode_s=0.01)
+    spec = replace(found, codecs=(cost,)).cluster(topk)
+    assert spec["encode_s"] == [0.5, 0.6, 0.7]
+    assert spec["server_step_s"] == pytest.approx(found.server_step_s + 0.01)
+    assert replace(found, codecs=(cost,)).cluster("another")["encode_s"] == [w.compress_s for w in found.workers]
+    with pytest.raises(ValueError, match="other numbers of costs of ashl"):
+        replace(found, codecs=(replace(cost, encode_s=(0.5,)),))
+
+
+def test_links_have_a_latency_for_each_direction(workplace) -> None:
+    """A message of the dense model takes what was measured, and an empty one the latency of an empty one."""
+    cluster = construct(measured().cluster(), "cluster")
+    ports, profile = network(cluster, 4), measured()
+    for rank, worker in enumerate(profile.workers):
+        nbytes = profile.dense_bytes
+        assert ports.transfer_ns(rank, 3, nbytes) == pytest.approx(worker.push_s * 1e9, rel=1e-6)
+        assert ports.transfer_ns(3, rank, nbytes) == pytest.approx(worker.pull_s * 1e9, rel=1e-6)
+        assert ports.transfer_ns(rank, 3, 0) == pytest.approx(worker.latency_s * 1e9)

@@ -1,1 +1,0 @@
-"""How far virtual time on a profile is from the real cluster: pairs of runs, compared."""

@@ -1,0 +1,257 @@
+"""Simulate ranks whose computing and collectives slow each other down while both are active.
+
+Every rank has two FIFO queues: one for what it computes, one for its share of collectives. A queue that is alone makes
+one nanosecond of progress per nanosecond; while both have work, each progresses at its own rate, as `Contention` says.
+A collective ends when the slowest of its members has done its share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, NamedTuple
+
+from ashl.cluster.network import Exchange, Ports
+from ashl.cluster.spec import Beside, Measured
+from ashl.cluster.speed import NS, Speed
+from ashl.runtime import effects as fx
+from ashl.runtime.channel import Channel, Posted
+from ashl.runtime.collected import collected
+from ashl.runtime.effects import Compute, Message, Recv
+from ashl.runtime.kernel import Task
+from ashl.runtime.node import Node, Observer
+from ashl.runtime.sim import LAST, Sim
+from ashl.runtime.sums import chunk
+
+COMPUTE, COLLECTIVE = 0, 1  # the two queues of a rank
+Work = tuple[float, Callable[[int], None]]  # nanoseconds when alone, and what is called at its end with its begin
+
+
+class Contention:
+    """The two FIFO queues of one rank, which share its machine."""
+
+    def __init__(self, beside: Beside) -> None:
+        self.rates = (1 - beside.lost, 1 / beside.slowed)  # progress of each queue while both are active
+        self.queues: tuple[deque[Work], deque[Work]] = (deque(), deque())
+        self.remaining = [0.0, 0.0]  # of the first work of each queue, in nanoseconds when alone
+        self.began_ns = [0, 0]  # when the first work of each queue began
+        self.changes = 0  # an end that was scheduled before the latest change is void
+        self._since_ns = 0
+
+    def add(self, queue: int, work: Work, now_ns: int) -> None:
+        """Append one piece of work; it begins at once if the queue is empty."""
+        self.queues[queue].append(work)
+        if len(self.queues[queue]) == 1:
+            self._begin(queue, now_ns)
+
+    def _begin(self, queue: int, now_ns: int) -> None:
+        self._advance(now_ns)
+        self.remaining[queue], self.began_ns[queue] = self.queues[queue][0][0], now_ns
+        self.changes += 1
+
+    def next_end_ns(self) -> int | None:
+        """Return when the next work ends if nothing else begins, or None where both queues are empty."""
+        ends = [self.remaining[queue] / self._rate(queue) for queue in (COMPUTE, COLLECTIVE) if self.queues[queue]]
+        return self._since_ns + max(0, round(min(ends))) if ends else None
+
+    def finish(self, now_ns: int) -> tuple[int, Callable[[int], None]]:
+        """Remove the work that ends now and begin the next of its queue; return that work's begin and its callback."""
+        self._advance(now_ns)
+        active = [queue for queue in (COMPUTE, COLLECTIVE) if self.queues[queue]]
+        queue = min(active, key=lambda queue: self.remaining[queue] / self._rate(queue))
+        _, callback = self.queues[queue].popleft()
+        began_ns = self.began_ns[queue]
+        self.changes += 1
+        if self.queues[queue]:
+            self._begin(queue, now_ns)
+        return began_ns, callback
+
+    def _advance(self, now_ns: int) -> None:
+        rates = self._rate(COMPUTE), self._rate(COLLECTIVE)
+        for queue in (COMPUTE, COLLECTIVE):
+            if self.queues[queue]:
+                self.remaining[queue] -= (now_ns - self._since_ns) * rates[queue]
+        self._since_ns = now_ns
+
+    def _rate(self, queue: int) -> float:
+        return self.rates[queue] if self.queues[1 - queue] else 1.0
+
+
+class ContendedCompute(Compute):
+    """A computation whose end is not known when it begins, because a collective may slow it down."""
+
+    __slots__ = ()
+
+
+class ContendedNode(Node):
+    """A rank of `ContendedSim`."""
+
+    __slots__ = ()
+
+    def compute(self, *args: Any, **kwargs: Any) -> ContendedCompute:
+        return ContendedCompute(*args, **kwargs)
+
+
+class Segment(NamedTuple):
+    """One part of a computation: its kind of time, its nanoseconds when alone, and what is called at its end."""
+
+    kind: str
+    alone_ns: float
+    then: Callable[[], None] | None = None
+
+
+class Segments(NamedTuple):
+    """The effect that keeps a rank's compute queue busy with one segment after the other."""
+
+    segments: tuple[Segment, ...]
+
+
+class ContendedSim(Sim):
+    """Drive the coroutines of all ranks under a virtual clock, with contention between computing and collectives."""
+
+    def __init__(
+        self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer, beside: Beside
+    ) -> None:
+        super().__init__(num_ranks, speed, network, observer)
+        self.nodes = [ContendedNode(self, rank) for rank in range(num_ranks)]
+        self._contention = [Contention(beside) for _ in range(num_ranks)]
+        self._parts_cost = beside.parts
+
+    def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        if isinstance(effect, Segments):
+            return self._run_segments(task, effect.segments, None)
+        if not isinstance(effect, ContendedCompute):
+            return super()._rare(task, effect)
+        if effect.needs:
+            return False, self._compute_with_needs(task, effect)
+        bodies = dict[int, Any]()
+        if effect.parts:
+            value = effect.fn(bodies.__setitem__)
+        else:
+            value = effect.fn() if self.ahead is None else self.ahead(effect)
+        segments = self._segments_of(task, effect, bodies, self._alone_ns(task.node.rank, effect))
+        return self._run_segments(task, segments, value)
+
+    def _alone_ns(self, rank: int, effect: Compute) -> int:
+        """Return the cost of a computation, with what it costs that it hands out its result in parts."""
+        cost, count = self._cost_ns(rank, effect.kind, effect.work, self.now_ns), len(effect.parts)
+        if self._parts_cost is None or count < 2:
+            return cost
+        return cost + round((self._parts_cost.step_s + count * self._parts_cost.part_s) * NS)
+
+    def _segments_of(
+        self, task: Task, effect: Compute, bodies: dict[int, Any], cost: int, done: float = 0.0
+    ) -> tuple[Segment, ...]:
+        """Return the segments of a computation of which the share `done` is already over."""
+        segments, encoded, encoding = list[Segment](), 0, effect.encoding
+        for k, (share, tag) in enumerate(effect.parts):
+            body, kind, alone_ns = bodies[k], "compute", cost * (share - done)
+            done = share
+            if encoding is not None:
+                segments.append(Segment("compute", alone_ns))
+                body, before = encoding.fn(k, body), encoded
+                encoded = self._cost_ns(task.node.rank, "compress", encoding.work[k], self.now_ns)
+                kind, alone_ns = "compress", encoded - before
+            segments.append(Segment(kind, alone_ns, partial(self._deliver_part, task, tag, body)))
+        return (*segments, Segment(effect.booked, cost * (1 - done)))
+
+    def _deliver_part(self, task: Task, tag: fx.Tag, body: Any) -> None:
+        self._hand_out((task, Message(task.node.rank, tag, body, (), self.now_ns)))
+
+    def _compute_with_needs(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
+        """Yield the effects of a computation that stands still where a message that it needs has not come."""
+        needed, bodies, done = [], dict[int, Any](), 0.0
+        cost = self._alone_ns(task.node.rank, effect)
+        for share, tag in effect.needs:
+            yield Segments((Segment("compute", cost * (share - done)),))
+            needed.append((yield Recv((tag,))).body)
+            done = share
+        value = effect.fn(bodies.__setitem__, needed.__getitem__)
+        yield Segments(self._segments_of(task, effect, bodies, cost, done))
+        return value
+
+    def _run_segments(self, task: Task, segments: tuple[Segment, ...], value: Any) -> tuple[bool, Any]:
+        """Queue the segments; the task goes on with `value` after the last one."""
+        contention = self._contention[task.node.rank]
+        if not contention.queues[COMPUTE] and not any(own.alone_ns or own.then for own in segments):
+            return False, value
+        for place, segment in enumerate(segments):
+            last = place + 1 == len(segments)
+            work = segment.alone_ns, partial(self._end_segment, task, segment, value, last)
+            contention.add(COMPUTE, work, self.now_ns)
+        self._schedule(contention)
+        return True, None
+
+    def _end_segment(self, task: Task, segment: Segment, value: Any, last: bool, began_ns: int) -> None:
+        if task.main:
+            task.node.ledger.mark("wait", began_ns)
+            task.node.ledger.mark(segment.kind, self.now_ns)
+        if segment.then is not None:
+            segment.then()
+        if last and not task.done:
+            self._resume(task, value)
+
+    def _schedule(self, contention: Contention) -> None:
+        if (due := contention.next_end_ns()) is not None:
+            self._at(due, self._end_work, (contention, contention.changes))
+
+    def _end_work(self, item: tuple[Contention, int]) -> None:
+        contention, changes = item
+        if changes != contention.changes:
+            return
+        began_ns, callback = contention.finish(self.now_ns)
+        self._schedule(contention)
+        callback(began_ns)
+
+    def _serve(self, channel: Channel) -> None:
+        if channel.ready and channel.free_ns <= self.now_ns:
+            self._begin(channel)
+
+    def _begin(self, channel: Channel) -> None:
+        """Carry out the next collective; it ends when all of its members have done their share."""
+        posted, group = channel.take(self.now_ns), channel.team
+        tensors = [posted.arrived[rank][1] for rank in group]
+        result, cost, moved, own = collected(posted.effect, tensors, self.network, self.now_ns)
+        cost += self._handover_ns(posted)
+        start = self.network.hold(group, cost, self.now_ns)
+        scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
+        working, channel.free_ns = set(group), LAST
+
+        def begin(_: None) -> None:
+            for rank in group:
+                self._contention[rank].add(COLLECTIVE, (cost, partial(end_share, rank)), self.now_ns)
+                self._schedule(self._contention[rank])
+
+        def end_share(rank: int, began_ns: int) -> None:
+            working.discard(rank)
+            if not working:
+                self._at(max(start + cost, self.now_ns), end, None)
+
+        def end(_: None) -> None:
+            channel.free_ns = self.now_ns
+            for place, rank in enumerate(group):
+                member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
+                ledger.traffic(start, *((moved, moved) if own is None else (own.sent[place], own.received[place])))
+                ledger.collective(start, self.now_ns, member.main)
+                self._at(self.now_ns, member, chunk(result, len(group), place) if scattered else result)
+            self._at_last(self.now_ns, self._serve, channel)
+
+        self._at(start, begin, None)
+
+    def _handover_ns(self, posted: Posted) -> int:
+        """Return what handing a collective to a thread costs: nothing where each member's main task asked for it."""
+        if self._parts_cost is None or all(member.main for member, _ in posted.arrived.values()):
+            return 0
+        return round(self._parts_cost.sum_s * NS)
+
+
+def simulator(
+    num_ranks: int, speed: Speed, costs: Exchange | Ports, observer: Observer, *, overlaps: bool = False
+) -> Sim:
+    """Return the simulator for a cluster; `overlaps`: collectives may be in flight while ranks compute."""
+    cluster = speed.cluster
+    beside = cluster.beside if overlaps and isinstance(cluster, Measured) else None
+    if beside is None or not isinstance(costs, Ports):
+        return Sim(num_ranks, speed, costs, observer)
+    return ContendedSim(num_ranks, speed, costs, observer, beside)

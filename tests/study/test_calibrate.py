@@ -1,0 +1,92 @@
+"""`ashl calibrate`: predicted beside measured, what is left out, and what is refused."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ashl.cli.app import main
+from ashl.config.compose import compose
+from ashl.run.train import train
+from ashl.study import calibrate
+from ashl.study.calibrate import Compared, interval, median_error
+from ashl.study.slots import Job
+from tests.test_profile import profile
+
+PACED = ["cluster=mixed", "cluster.num_workers=2", "model=mlp", "dataset=digits", "sync=bsp", "compression=none"]
+
+
+def compared(error: float) -> Compared:
+    return Compared("BSP", 10, 1.0, 1.0 + error, 0.1, 0.1)
+
+
+def test_the_interval_is_repeatable_and_holds_the_median() -> None:
+    rows = [compared(error) for error in (0.1, -0.2, 0.05, 0.3, -0.15)]
+    low, high = interval(rows)
+    assert median_error(rows) == pytest.approx(0.15)
+    assert low <= 0.15 <= high
+    assert interval(rows) == (low, high)
+    assert interval([compared(0.1)] * 3) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def in_this_process(
+    slots: int, jobs: Sequence[Job], show: Callable[[list[Job]], None], unwanted: Callable[[Job], bool]
+) -> Iterator[Job]:
+    """Run real runs in virtual time on the cluster that they declare."""
+    for job in jobs:
+        runtime = compose([*PACED, "runtime=sim", "runtime.gradients=false"], None)["runtime"]
+        train({**job.config, "runtime": runtime}, list(job.overrides), quiet=True, silent=True)
+        yield job
+
+
+def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(calibrate, "run_all", in_this_process)
+    command = ["calibrate", "-q", *PACED, "--seconds", "1", "run.dir=here"]
+    assert main(command) == 0
+    assert "times are off by 0.0 % in the median (95 % interval 0.0 % to 0.0 %" in capsys.readouterr().out
+    found = json.loads(Path("here/calibration.json").read_text())
+    assert [row["name"] for row in found["combinations"]] == ["BSP", "BSP ring"]
+    assert found["interval"] == pytest.approx([0.0, 0.0], abs=1e-9)
+    monkeypatch.setattr(calibrate, "run_all", lambda slots, jobs, show, unwanted: iter(jobs))
+    assert main(command) == 0, "what has ended is not run again"
+
+
+def test_ranks_beyond_the_cores_are_left_out(workplace, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    real = ["cluster=real", "cluster.num_workers=2", "model=mlp", "dataset=digits"]
+    assert main(["calibrate", "--dry-run", *real]) == 0
+    said = capsys.readouterr().out
+    assert "BSP ring: sync=bsp topology=all_reduce compression=none" in said
+    assert "left out: ASP: its 3 ranks are more than this host's 2 cores" in said
+    assert main(["calibrate", *real, "topology=parameter_server"]) == 2
+    assert "fewer than two combinations are left to compare (BSP: its 3 ranks are more than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("runtime=sim", "take runtime=local"),
+        ("seed=0,1", "give one"),
+        ("stop.steps=5", "how long runs are follows from --seconds; drop it"),
+        ("sync=qsr", "nothing of what is calibrated goes with"),
+        ("profile=none.json cluster=real cluster.num_workers=2", "cannot be read: No such file"),
+        ("profile=broken.json cluster=real cluster.num_workers=2", "is no usable profile: line 1 is not JSON"),
+        ("profile=mlp.json cluster=real cluster.num_workers=3", "2 workers and the cluster has 3"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_with_the_fix(overrides: str, words: str, workplace, capsys) -> None:
+    Path("broken.json").write_text('{"schema": 5,')
+    Path("mlp.json").write_text(replace(profile(), model="mlp", num_params=9610, dense_bytes=38440).to_json())
+    assert main(["calibrate", "-q", *overrides.split()]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_paced_processes_take_what_was_predicted(workplace, capsys) -> None:
+    slow = ["cluster.step_s=0.05", "cluster.exchange_s=0.04"]
+    assert main(["calibrate", *PACED, *slow, "--seconds", "2", "run.dir=here"]) == 0
+    assert json.loads(Path("here/calibration.json").read_text())["median_error"] < 0.15
