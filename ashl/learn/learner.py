@@ -38,6 +38,7 @@ from ashl.learn.module_state import state_of
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
+from ashl.optimizer.absent import flat
 from ashl.task.contract import ACCURACY, Task
 
 EVALUATED = 2000  # training samples that train_loss is taken over, at most
@@ -89,6 +90,8 @@ class Learner:
         self._captures = graphs and not drew
         # A user's own code may draw in some steps only, which one try does not show.
         self._draws = drew or not all(part.__module__.startswith("ashl.") for part in (made, type(task)))
+        # Whether each gradient that was computed here had an element for each parameter; None before the first one.
+        self.complete: bool | None = None
         self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
         self.epoch_samples, self.num_params = len(data.train), self._here.num_params
         self.layers = tuple(
@@ -125,6 +128,7 @@ class Learner:
 
     def gradient(self, params: Tensor, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """Mean loss over the samples, a scalar, and its gradient at `params`, a fresh float32 [d], both on the device.
+        The gradient is −0.0 in parameters without one, see `ashl.optimizer.absent`.
 
         Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
         Raises UsageError when BatchNorm gets too small a batch to normalise over.
@@ -143,8 +147,14 @@ class Learner:
         return seeded(torch_seed(self._seed, purpose, worker, step), self.device) if self._draws else nullcontext()
 
     def _differentiated(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True, materialize_grads=True)
-        return loss.detach(), _flatten_dense_tensors(gradients)
+        gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
+        return loss.detach(), self._vector(gradients, self._here.parameters)
+
+    def _vector(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+        """Return these gradients as one vector, and note whether any parameter has none."""
+        vector, lacks = flat(gradients, parameters)
+        self.complete = not lacks and self.complete is not False
+        return vector
 
     def gradient_in_parts(
         self,
@@ -176,7 +186,8 @@ class Learner:
         """Compute the loss and hand out slices of its gradient, see `gradient_in_parts`."""
         loss = self._batch_loss(params, batch, worker, step)
         halfway()
-        bounds = [0, *accumulate(p.numel() for p in self._here.parameters)]
+        parameters = self._here.parameters
+        bounds = [0, *accumulate(p.numel() for p in parameters)]
         holds = [range(bounds.index(start), bounds.index(stop)) for start, stop in parts]
         part_of = {i: k for k, tensors in enumerate(holds) for i in tensors}
         found: dict[int, Tensor] = {}
@@ -186,17 +197,17 @@ class Learner:
             k = part_of[i]
             found[i], left[k] = gradient, left[k] - 1
             if not left[k]:
-                hand_out(k, _flatten_dense_tensors([found.pop(j) for j in holds[k]]))
+                hand_out(k, self._vector([found.pop(j) for j in holds[k]], [parameters[j] for j in holds[k]]))
 
-        hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(self._here.parameters)]
+        hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(parameters)]
         try:
-            gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         finally:
             for hook in hooks:
                 hook.remove()
         for k, tensors in enumerate(holds):
             if left[k]:  # some of them take no part in the loss
-                hand_out(k, _flatten_dense_tensors([gradients[i] for i in tensors]))
+                hand_out(k, self._vector([gradients[i] for i in tensors], [parameters[i] for i in tensors]))
         return numbers([loss.detach()])[0]
 
     def passes_in_parts(

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ashl.data.batches import Batches
 from ashl.data.partition import handed
-from ashl.learn.device import HOST, numbers, to_device
+from ashl.learn.device import HOST, at_home, numbers, to_device
 from ashl.learn.learner import Learner
 from ashl.learn.pieces import Pieces
+from ashl.optimizer.absent import kept_where_absent, plus, some_absent
 from ashl.optimizer.contract import Optimizer
 from ashl.size_only import SizeOnly
 
@@ -119,7 +120,7 @@ class Trainer:
         """Loss and gradient over all of a worker's samples, added up over parts of at most about `batch`, always the
         same parts in the same order and with the same augmentation: a fixed function of `params`."""
         shard = self.batches[worker].shard
-        losses, sizes, total = [], [], torch.zeros_like(params)
+        losses, sizes, total = [], [], torch.full_like(params, -0.0)
         for step, part in enumerate(np.array_split(shard, -(-len(shard) // batch))):
             loss, grad = self.learner.gradient(params, part, worker, step)
             losses.append(loss)
@@ -135,14 +136,14 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         """g(params) − g(anchor) on the same minibatch: what the gradient over all samples at `anchor` lacks."""
         loss, grad = self.gradient(params, worker, step, span)
-        return loss, grad - self.gradient(anchor, worker, step, span)[1]
+        return loss, plus(grad, -self.gradient(anchor, worker, step, span)[1])
 
     def spread_gradient(
         self, params: Tensor, worker: int, step: int, span: range, parts: int
     ) -> tuple[float, Tensor, Tensor]:
         """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the minibatch."""
         indices = self.batches[worker].span(span.start, len(span))
-        losses, shares, total, squares = [], [], torch.zeros_like(params), torch.zeros_like(params)
+        losses, shares, total, squares = [], [], torch.full_like(params, -0.0), torch.zeros_like(params)
         for part in np.array_split(indices, min(parts, len(indices))):
             loss, grad = self.learner.gradient(params, part, worker, step)
             losses.append(loss)
@@ -164,25 +165,38 @@ class Trainer:
             loss, _, statistics = self.sweep(params, moments, None, worker)
             return (loss, *self.optimizer.step(moments, params, statistics, lr))
         loss, grad = self.gradient(params, worker, step, span)
-        return (loss, *self.optimizer.step(moments, params, grad, lr))
+        return (loss, *self.apply(params, moments, grad, lr))
 
-    def apply(self, params: Tensor, moments: Moments, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
-        """The optimizer's step on an averaged gradient."""
-        return self.optimizer.step(moments, params, grad, lr)
+    def apply(
+        self, params: Tensor, moments: Moments, grad: Tensor, lr: float, exact: bool = True
+    ) -> tuple[Moments, Tensor]:
+        """Make the optimizer's step on a gradient, or on a weighted sum of several; leave elements without one alone.
+
+        `exact`: whether the gradient came without loss, so that −0.0 marks those elements.
+        """
+        after, moved = self.optimizer.step(moments, params, grad, lr)
+        if not exact or self._none_absent(grad) or self.statistics:
+            return after, moved
+        *after, moved = kept_where_absent(grad, (*moments, params), (*after, moved))
+        return tuple(after), moved
+
+    def _none_absent(self, grad: Tensor) -> bool:
+        """Return True if each element has a gradient. A vector on an accelerator is not read where all gradients
+        computed in this process were complete: a look at it would wait for the device."""
+        return (bool(self.learner.complete) and not at_home(grad)) or not some_absent(grad)
 
     def apply_slice(
-        self, params: Tensor, moments: Moments, start: int, stop: int, grad: Tensor, lr: float
+        self, params: Tensor, moments: Moments, start: int, stop: int, grad: Tensor, lr: float, exact: bool = True
     ) -> tuple[Moments, Tensor]:
         """The same of the elements [start, stop) alone, of an optimizer that goes element by element."""
         own = tuple(moment[start:stop] if moment.dim() else moment for moment in moments)
-        return self.optimizer.step(own, params[start:stop], grad, lr)
+        return self.apply(params[start:stop], own, grad, lr, exact)
 
     def joined(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
         """The moments and the model of their slices, in order."""
-        moments = (
-            torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*(m for m, _ in slices), strict=True)
-        )
-        return tuple(moments), torch.cat([params for _, params in slices])
+        vectors = [params for _, params in slices]
+        moments = (put_together(parts, vectors) for parts in zip(*(m for m, _ in slices), strict=True))
+        return tuple(moments), torch.cat(vectors)
 
     @property
     def warmup_samples(self) -> int:
@@ -192,6 +206,13 @@ class Trainer:
     def rate(self, samples: int) -> float:
         """The learning rate after `samples` applied samples."""
         return self.optimizer.rate(samples, self.epoch_samples)
+
+
+def put_together(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
+    """Return a moment of consecutive slices as one; a number that all slices have in common stays one."""
+    if not any(part.dim() for part in parts) and len({part.item() for part in parts}) == 1:
+        return parts[0]
+    return torch.cat([part.expand_as(vector) for part, vector in zip(parts, vectors, strict=True)])
 
 
 class SizeOnlyTrainer:
@@ -278,11 +299,13 @@ class SizeOnlyTrainer:
     ) -> tuple[float, Moments, SizeOnly]:
         return 0.0, (), params
 
-    def apply(self, params: SizeOnly, moments: Moments, grad: SizeOnly, lr: float) -> tuple[Moments, SizeOnly]:
+    def apply(
+        self, params: SizeOnly, moments: Moments, grad: SizeOnly, lr: float, exact: bool = True
+    ) -> tuple[Moments, SizeOnly]:
         return (), params
 
     def apply_slice(
-        self, params: SizeOnly, moments: Moments, start: int, stop: int, grad: SizeOnly, lr: float
+        self, params: SizeOnly, moments: Moments, start: int, stop: int, grad: SizeOnly, lr: float, exact: bool = True
     ) -> tuple[Moments, SizeOnly]:
         return (), grad
 

@@ -25,7 +25,7 @@ class Adam(Scheduled):
     eps: Positive
 
     def init(self, num_params: int) -> Moments:
-        """The number of steps (a scalar tensor) and the two means, zeros [d]."""
+        """The number of steps (a scalar tensor; [d] once elements differ in it) and the two means, zeros [d]."""
         return torch.zeros((), dtype=torch.int64), torch.zeros(num_params), torch.zeros(num_params)
 
     def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
@@ -36,11 +36,23 @@ class Adam(Scheduled):
 
     def _descend(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
         count, first, second = moments[0] + 1, moments[1], moments[2]
-        steps = int(count)
         first = torch.lerp(first, grad, 1 - self.beta1)
         second = torch.mul(second, self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
-        scale = second.sqrt().div_(math.sqrt(1 - self.beta2**steps)).add_(self.eps)
-        return (count, first, second), torch.addcdiv(params, first, scale, value=-lr / (1 - self.beta1**steps))
+        moved = descended(params, first, second, lr, count, self.beta1, self.beta2, self.eps)
+        return (count, first, second), moved
+
+
+def descended(
+    params: Tensor, first: Tensor, second: Tensor, lr: float, count: Tensor, beta1: float, beta2: float, eps: float
+) -> Tensor:
+    """Return w − η·m̂/(√v̂ + ε), new, with the bias of `count` steps taken out of both means."""
+    if not count.dim():
+        steps = int(count)
+        scale = second.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
+        return torch.addcdiv(params, first, scale, value=-lr / (1 - beta1**steps))
+    steps = count.clamp(min=1).double()  # none yet: both means are zero
+    scale = second.sqrt().div_((1 - beta2**steps).sqrt().to(second.dtype)).add_(eps)
+    return torch.addcdiv(params, first / (1 - beta1**steps).to(first.dtype), scale, value=-lr)
 
 
 @option

@@ -139,7 +139,8 @@ class Snapshots(Updates):
             tally.commit(worker, int(steps), int(samples))
             zeta = stage.link.decode(state.ends, worker, message.body)
             lr = stage.trainer.rate(tally.samples)
-            state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr)
+            exact = stage.link.flags.lossless
+            state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr, exact)
             state.params = shrunk(x, lr * self.rule.l1)
             tally.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)

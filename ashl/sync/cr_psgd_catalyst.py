@@ -13,6 +13,7 @@ First-Order Optimization", NIPS 2015.
 from typing import Any
 
 from ashl.aggregate.weighted import Push
+from ashl.optimizer.absent import plus
 from ashl.option import Count, Positive, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
@@ -36,5 +37,6 @@ class CRPSGDCatalyst(CRPSGD):
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         """y takes the place of an outer optimizer's moments, which merged gradients have no other use for."""
         y = state.outer_state if state.rule_state.t else state.params
-        moments, params = stage.trainer.apply(state.params, state.moments, update + (state.params - y) * self.theta, lr)
+        update, exact = plus(update, (state.params - y) * self.theta), stage.link.flags.lossless
+        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact)
         return moments, y, params

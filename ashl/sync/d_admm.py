@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
+from ashl.optimizer.absent import plus
 from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.effects import LOST
 from ashl.runtime.node import Node
@@ -146,7 +147,7 @@ class Augmented:
         self, params: Any, moments: Any, worker: int, step: int, lr: float, span: range
     ) -> tuple[Any, Any, Any]:
         loss, grad = self.trainer.gradient(params, worker, step, span)
-        grad = grad + self.dual + (params - self.target) * self.weight
+        grad = plus(plus(grad, self.dual), (params - self.target) * self.weight)
         return (loss, *self.trainer.apply(params, moments, grad, lr))
 
 

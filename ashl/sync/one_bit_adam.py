@@ -10,12 +10,12 @@ from the paper in that bodies are gathered and not compressed a second time on t
 "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", ICML 2021, Algorithm 1.
 """
 
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 import torch
 
+from ashl.optimizer.adam import descended as stepped
 from ashl.option import option
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
@@ -46,10 +46,9 @@ class OneBitAdam(StepRule):
 def descended(stage: Stage, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1) -> Any:
     """The model after so many steps along momenta of this sum, over the variance as it is."""
     adam = stage.plan.optimizer
-    first, rest = (1 - float(adam[beta]) ** int(moments[0]) for beta in ("beta1", "beta2"))
-    scale = moments[2].sqrt().div_(math.sqrt(rest)).add_(float(adam["eps"]))
     kept = params * (1 - lr * float(adam["weight_decay"])) ** steps
-    return torch.addcdiv(kept, momentum, scale, value=-lr / first)
+    beta1, beta2, eps = (float(adam[key]) for key in ("beta1", "beta2", "eps"))
+    return stepped(kept, momentum, moments[2], lr, moments[0], beta1, beta2, eps)
 
 
 async def momentum(node: Node, stage: Stage, state: WorkerState) -> Work:

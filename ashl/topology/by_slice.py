@@ -108,7 +108,8 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
 
 def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
     start, stop = stage.once(slices)[number]
-    state.made[number] = stage.trainer.apply_slice(state.params, state.moments, start, stop, update, lr)
+    exact = stage.link.flags.lossless
+    state.made[number] = stage.trainer.apply_slice(state.params, state.moments, start, stop, update, lr, exact)
 
 
 def joined(stage: Stage, state: ServerState, update: Any, lr: float) -> tuple[Any, Any, Any]:

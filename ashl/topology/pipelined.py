@@ -97,7 +97,8 @@ async def exchanged(team: Team, stage: Stage, state: PeerState) -> bool:
             state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
             await node.send(node.rank, stage.tag("counted"))
         if not state.tally.diverged:
-            step = partial(stage.trainer.apply_slice, params, moments, message.start, message.stop, total, rate)
+            where, exact = (message.start, message.stop), stage.link.flags.lossless
+            step = partial(stage.trainer.apply_slice, params, moments, *where, total, rate, exact)
             made.append(node.alike(team.ranks, ("group", stage.index, version, k), step))
             await node.send(node.rank, stage.tag("group", k), made[-1][1])
     late = keep_in_time(node, stage, state, params, before)
