@@ -18,14 +18,14 @@ FAST_GBIT_S = 10.0  # of a link between machines: few have more
 Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 Factor = Annotated[Positive, Field(le=1e9)]  # how many times as slow
 
-FAIL, COME, PAUSE, LINK_DOWN, SERVER_FAIL = "fail", "join", "pause", "link_down", "server_fail"
-BEFALLS = (FAIL, COME, PAUSE, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
+FAIL, COME, LINK_DOWN, SERVER_FAIL = "fail", "join", "link_down", "server_fail"
+BEFALLS = (FAIL, COME, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
 
 
 @option
 class Event:
     """At `time_s`: from then on a worker computes or communicates at another slowdown factor; or it fails, or comes
-    back; or it stands still, or its link is down, for so many seconds; or (without a worker) the server fails."""
+    back; or its link is down for so many seconds; or (without a worker) the server fails."""
 
     time_s: Duration
     worker: Natural | None = None
@@ -33,7 +33,6 @@ class Event:
     link: Factor | None = None
     fail: bool = False
     join: bool = False
-    pause: Duration | None = None
     link_down: Duration | None = None
     server_fail: bool = False
 
@@ -173,8 +172,7 @@ def check_events(events: Sequence[Event], n: int) -> None:
         at, what = f"cluster.events: the event at {event.time_s:g} s", event.what
         if not what:
             raise UsageError(
-                f"{at} changes nothing; add compute=, link=, pause= or link_down=, fail: true, join: true or "
-                "server_fail: true"
+                f"{at} changes nothing; add compute=, link= or link_down=, fail: true, join: true or server_fail: true"
             )
         if SERVER_FAIL in what:
             if len(what) > 1 or event.worker is not None:

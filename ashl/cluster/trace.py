@@ -60,8 +60,8 @@ def events_in(lines: csv.DictReader, cluster: Mapping[str, Any], name: str) -> I
                 value = number(line[column], column, at)
                 if value <= 0:
                     raise UsageError(
-                        f"{at}: {column}={value:g} stands still; give a positive number, and for a while without a "
-                        "link or without computing cluster.events with link_down or pause"
+                        f"{at}: {column}={value:g} is no factor; give a positive number, and cluster.events with "
+                        "link_down for a link that is down"
                     )
                 unit = units.get(column)
                 factors[FACTORS[column]] = (

@@ -1,9 +1,8 @@
-"""What befalls the workers of a simulation: they fail and come back, or stand still for a while; or the server fails.
+"""Inject faults into a simulation: workers fail and rejoin, or the server fails.
 
 A worker that fails is gone at that instant, with all that it knew, what was on its way to it, and what it had sent that
 had not arrived; ports that were to take that in still do. Who has a link to it hears of it `detect_s` later, or when it
-is back, if that is sooner: a loss comes before the next life. A worker that stands still computes nothing and takes in
-nothing; what it had sent goes on, and so does a sum that is under way.
+is back, if that is sooner: a loss comes before the next life.
 
 At random: worker i is well for the k-th time for an Exp(mtbf_s), and away after that for an Exp(mttr_s), each the k-th
 draw of the worker's own stream, whatever the others do. A failure that would leave fewer than `min_workers` does not
@@ -23,10 +22,8 @@ from ashl.cluster.network import Ports
 from ashl.cluster.spec import Cluster, Event
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError
-from ashl.runtime.channel import Collective
-from ashl.runtime.effects import Compute, Message, PeerLostError
+from ashl.runtime.effects import Message, PeerLostError
 from ashl.runtime.kernel import Mailbox, Task
-from ashl.runtime.ledger import Span
 from ashl.runtime.records import Joined, Lost
 from ashl.runtime.teams import Teams
 
@@ -37,17 +34,12 @@ FIRST = -(2**60)  # before all else that happens at an instant
 LATE = 2  # budgets of time, after which nobody fails at random: what is done then does not count, and is to end
 
 
-class Aside(Mailbox):
-    """That of a worker which is not there to take anything in."""
+class DiscardingMailbox(Mailbox):
+    """The mailbox of a failed worker: it drops every message."""
 
-    __slots__ = ("held",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: list[Any] = []  # messages, losses that it has not heard of, and who is back
+    __slots__ = ()
 
     def put(self, message: Message) -> Task | None:
-        self.held.append(message)
         return None
 
 
@@ -67,13 +59,12 @@ class Churn:
         self.sim, self.cluster, self.min_workers, self.links, self.start = sim, cluster, min_workers, links, start
         self.served = len(sim.nodes) > len(cluster.compute)  # so that somebody goes on whatever becomes of the workers
         self._places = count(FIRST)
-        self._still: dict[int, tuple[int, Mailbox]] = {}  # who stands still, until when, and its own mailbox
-        self.teams = Teams(sim, len(cluster.compute), self._still)
+        self.teams = Teams(sim, len(cluster.compute))
         self._uninformed: set[tuple[int, int, int, str]] = set()  # (a peer, who is lost, since when, why)
         for event in cluster.events:
             if event.server_fail:
                 self._at(event.time_s, self._server_fails, event)
-            elif event.fail or event.join or event.pause:
+            elif event.fail or event.join:
                 self._at(event.time_s, self._happens, event)
         if cluster.churn is not None:
             for rank in range(len(cluster.compute)):
@@ -95,11 +86,8 @@ class Churn:
         assert event.worker is not None
         if event.fail:
             self.fail(event.worker, "declared")
-        elif event.join:
-            self.come(event.worker)
         else:
-            assert event.pause is not None
-            self.pause(event.worker, round(event.pause * 1e9))
+            self.come(event.worker)
 
     def _server_fails(self, event: Event) -> None:
         if not self.over:
@@ -140,8 +128,6 @@ class Churn:
         if rank in sim.gone or self.over:
             return
         sim.gone.add(rank)
-        if self._still.pop(rank, None) and isinstance(aside := sim._mail[rank], Aside):  # what it was told goes with it
-            self._uninformed.difference_update(item for item in aside.held if not isinstance(item, Message | int))
         for task in [task for task in sim._tasks if task.node.rank == rank]:
             sim._cancel(task)
         self._halted(rank)
@@ -167,9 +153,6 @@ class Churn:
         sim, (peer, rank, since_ns, why) = self.sim, item
         if item not in self._uninformed:
             return
-        if isinstance(aside := sim._mail[peer], Aside) and peer in self._still:
-            aside.held.append(item)  # between what came before and what comes after
-            return None
         self._uninformed.remove(item)
         loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.teams.losses[rank] - 1)
         for task, value in sim._mail[peer].lose(loss, since_ns):
@@ -190,27 +173,24 @@ class Churn:
         sim.gone.remove(rank)
         sim._mail[rank] = Mailbox()
         for peer in self.links(rank):
-            if isinstance(aside := sim._mail[peer], Aside):
-                aside.held.append(rank)
-            else:
-                aside.lost.pop(rank, None)
+            sim._mail[peer].lost.pop(rank, None)
         node = sim.nodes[rank]
         node.life = self.teams.losses[rank]
         node.ledger.limit_ns = min(other.ledger.limit_ns for other in sim.nodes)
-        node.ledger.go_on(sim.now_ns, [])
+        node.ledger.mark("down", sim.now_ns)
         sim.observer.emit(Joined(rank, sim.now_ns))
         sim._mains[rank] = sim.spawn(node, self.start(node, comes=True), main=True)
 
-    def _halted(self, rank: int) -> list[Span]:
-        """Close the books of a rank here; returns what was booked for later."""
+    def _halted(self, rank: int) -> None:
+        """Cut a rank's accounted time off at this instant."""
         sim = self.sim
         coming = [v[1].start_ns for _, _, target, v in sim._heap if target == sim._deliver and v[0] == rank]
-        return sim.nodes[rank].ledger.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
+        sim.nodes[rank].ledger.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
 
     def _forget(self, rank: int) -> None:
         """Nothing comes any more of what goes on in this rank, or is on its way to it or from it."""
         sim = self.sim
-        sim._mail[rank] = Aside()
+        sim._mail[rank] = DiscardingMailbox()
         own, kept = (sim._awake, sim._expire, sim._hand_out), []
         for time_ns, place, target, value in sim._heap:
             if target.__class__ is Task:
@@ -232,56 +212,3 @@ class Churn:
         dst, message, nbytes, tail = item
         assert isinstance(self.sim.network, Ports)
         self.sim.network.arrive(message.src, dst, nbytes, self.sim.now_ns, tail)
-
-    # --- standing still
-
-    def pause(self, rank: int, lasts_ns: int) -> None:
-        """A worker that is there stands still from now on."""
-        sim, now = self.sim, self.sim.now_ns
-        end = now + lasts_ns
-        if rank in sim.gone or self.over:
-            return
-        if rank in self._still:  # until the later of the two
-            before, _ = self._still[rank]
-            if end > before:
-                self._at_ns(before, self._stays, (rank, end))
-            return
-        self._still[rank] = end, sim._mail[rank]
-        sim._mail[rank] = Aside()
-        own, heap = (sim._awake, sim._expire, sim._hand_out), sim._heap
-        for i, (time_ns, place, target, value) in enumerate(heap):
-            task = target if isinstance(target, Task) else value[0] if target in own else None
-            if task is not None and task.node.rank == rank:
-                computes = target == sim._hand_out or (target is task and isinstance(task.waiting, Compute))
-                heap[i] = (time_ns + lasts_ns if computes else max(time_ns, end), place, target, value)
-        heapify(heap)
-        if sim._unit_free[rank] > now:
-            sim._unit_free[rank] += lasts_ns
-        late = self._halted(rank)
-        if isinstance(sim._mains[rank].waiting, Collective):  # which does not stand still
-            late = [(kind, max(start, end), until) for kind, start, until in late if until > end]
-        sim.nodes[rank].ledger.go_on(end, late)
-        self._at_ns(end, self._goes_on, (rank, end))
-
-    def _stays(self, item: tuple[int, int]) -> None:
-        rank, end = item
-        if end > self.sim.now_ns:
-            self.pause(rank, end - self.sim.now_ns)
-
-    def _goes_on(self, item: tuple[int, int]) -> None:
-        """It takes in what has come meanwhile."""
-        rank, end = item
-        until, mail = self._still.get(rank, (None, None))
-        if until != end or mail is None:
-            return  # it has failed meanwhile
-        aside = self.sim._mail[rank]
-        assert isinstance(aside, Aside)
-        self.sim._mail[rank] = mail
-        del self._still[rank]
-        for item in aside.held:
-            if isinstance(item, Message):
-                self.sim._deliver((rank, item))
-            elif isinstance(item, int):
-                mail.lost.pop(item, None)
-            else:
-                self._inform(item)

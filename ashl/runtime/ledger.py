@@ -166,21 +166,13 @@ class Ledger:
         """A collective of another task that was under way comes to nothing."""
         self._aside = [(begin, min(end, now_ns)) for begin, end in self._aside if begin < now_ns]
 
-    def halt(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> list[Span]:
-        """The rank stands still from now on: what was booked for later is taken back, and returned."""
+    def halt(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
+        """Cut off at this instant what was attributed to later times."""
         for begin_ns, end_ns in self._aside:
             if begin_ns < now_ns and end_ns > self.cursor < now_ns:
                 self._moving(begin_ns, min(end_ns, now_ns))
         self.blocked(now_ns, push_end_ns, pull_start_ns)
-        late = [(kind, max(start, now_ns), end) for kind, start, end in self._spans if end > now_ns]
         self._spans, self.cursor = clipped(self._spans, now_ns), min(self.cursor, now_ns)
-        return late
-
-    def go_on(self, now_ns: int, late: list[Span]) -> None:
-        """It goes on now, with what was booked for later."""
-        self.mark("down", now_ns)
-        for kind, start, end in late:
-            self.mark(kind, self.cursor + end - start)
 
     def close(self, end_ns: int, missing: str = "wait") -> None:
         """The experiment ended at `end_ns`: forget what came later, and what is missing up to there was waiting."""

@@ -8,7 +8,7 @@ result of a sum, or none has. All who are left then ask to regroup; once they ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heapify
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,8 @@ class Teams:
     """Stands between a simulation and its channels. `noticed` are the losses so far, in the order in which others knew
     of them: how many of these a team has taken into account is its epoch."""
 
-    def __init__(self, sim: Sim, workers: int, still: Mapping[int, tuple[int, Any]]) -> None:
-        """Who stands still goes on at the moment in `still`."""
-        self.sim, self.still = sim, still
+    def __init__(self, sim: Sim, workers: int) -> None:
+        self.sim = sim
         self.losses = Counter[int]()
         self.noticed: list[int] = []
         self._team = 0, tuple(range(workers))  # (epoch, ranks)
@@ -79,22 +78,12 @@ class Teams:
         if not channel.ready:
             return  # the team has lost a member
         type(self.sim)._begin(self.sim, channel)
-        if any(rank in self.still for rank in channel.team):
-            self._await_those_who_stand_still()
         self._under_way = [one for one in self._under_way if one[0] > self.sim.now_ns]
         self._under_way.append((channel.free_ns, channel.team))
 
-    def _await_those_who_stand_still(self) -> None:
-        heap = self.sim._heap
-        for i, (time_ns, place, target, value) in enumerate(heap):
-            if isinstance(target, Task) and (until := self.still.get(target.node.rank)):
-                heap[i] = (max(time_ns, until[0]), place, target, value)
-        heapify(heap)
-
     def _at(self, task: Task, value: Any) -> None:
-        """The task goes on at once, unless it stands still."""
-        now = self.sim.now_ns
-        self.sim._at(self.still.get(task.node.rank, (now, None))[0], task, value)
+        """Resume the task at this instant."""
+        self.sim._at(self.sim.now_ns, task, value)
 
     def lose(self, rank: int, peers: Sequence[int]) -> None:
         """A worker is gone, and these will notice."""
@@ -120,9 +109,8 @@ class Teams:
         waiting = [task for task in there if isinstance(task.waiting, Collective) and task.waiting.group == team]
         waiting = sorted((task for task in waiting if task.node.rank in ranks), key=lambda task: task.node.rank)
         for task in waiting:
-            until, _ = self.still.get(task.node.rank, (now, None))
             if task.main:
-                task.node.ledger.halt(until, until, until)
+                task.node.ledger.halt(now, now, now)
             task.node.ledger.broken(now)
             self._stuck.setdefault(task.node.rank, []).append((task, task.waiting))
         sim._heap[:] = [event for event in sim._heap if event[2] not in waiting]

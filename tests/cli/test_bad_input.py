@@ -35,7 +35,7 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
         ("cluster.jitter=-0.1", "cluster.jitter=-0.1 is not possible"),
         ("cluster.inner_bandwidth_mbit_s=9", "needs cluster.node"),
         ("'cluster.events=[{time_s: 1, worker: 4, link: 2}]'", "there are only workers 0 to 3"),
-        ("'cluster.events=[{time_s: 1, worker: 0}]'", "changes nothing; add compute=, link=, pause= or link_down="),
+        ("'cluster.events=[{time_s: 1, worker: 0}]'", "changes nothing; add compute=, link= or link_down="),
         ("cluster.step_s=null", "runtime=sim needs cluster.step_s, which is not declared"),
         ("cluster.exchange_s=null", "runtime=sim needs cluster.bandwidth_mbit_s"),
         ("cluster.server_step_s=null", "runtime=sim needs cluster.server_step_s"),

@@ -1,4 +1,4 @@
-"""Workers that fail, come back and stand still, in virtual time: what a parameter server makes of it, held against a
+"""Workers that fail and rejoin, in virtual time: what a parameter server makes of it, held against a
 reference without a server, and to the nanosecond."""
 
 from dataclasses import replace
@@ -180,23 +180,6 @@ def test_who_was_away_counts_as_the_slowest() -> None:
 ONE = ("cluster=homogeneous", "cluster.compute=[1]", "sync=asp", "stop.steps=9", "runtime.gradients=false")
 
 
-def test_a_pause_within_a_step_is_that_much_later() -> None:
-    """Alone with a server, in cycles of 0.03 s: the run ends later by the pause, and the pause is down."""
-    plan = planned(*ONE)
-    before = run(plan)
-    for time_s in (0.06, 0.0651, 0.0737):
-        after = run(with_events(plan, {"time_s": time_s, "worker": 0, "pause": 0.0123456}))
-        assert after.time_ns - before.time_ns == 12_345_600
-        assert after.ledgers[0] == before.ledgers[0] | {"down": 12_345_600}
-
-
-def test_what_comes_during_a_pause_is_taken_in_after_it() -> None:
-    """A step ends at 0.02 s, its push at 0.025 s; the reply, due at 0.03 s, is taken in at the pause's end."""
-    plan = planned(*ONE)
-    ran = run(with_events(plan, {"time_s": 0.027, "worker": 0, "pause": 0.1}))
-    assert ran.time_ns == run(plan).time_ns + 97_000_000
-
-
 def test_transfers_wait_until_the_link_is_back() -> None:
     """The second push is on its way from 0.05 s on for 0.005 s; from 0.052 s to 0.152 s nothing moves."""
     plan = planned(*ONE)
@@ -209,7 +192,7 @@ def test_failures_at_random_are_each_workers_own() -> None:
     plan = planned(*RUN, "sync=asp", "runtime.gradients=false", "stop.seconds=12")
     churn = {"churn": {"mtbf_s": 1.0, "mttr_s": 0.2}}
     ran = run(with_events(plan, **churn))
-    other = run(with_events(plan, {"time_s": 1.0, "worker": 0, "pause": 0.5}, **churn))
+    other = run(with_events(plan, {"time_s": 1.0, "worker": 0, "link_down": 0.5}, **churn))
     found = [[(r["rank"], r["time_ns"]) for r in of.of("lost") if r["rank"] == 1] for of in (ran, other)]
     assert len(found[0]) > 3
     assert found[0] == found[1]
@@ -298,8 +281,8 @@ def test_a_loss_at_any_moment(name: str) -> None:
         ([lost(7, 1.0)], "there are only workers 0 to 2"),
         ([{"time_s": 1.0, "fail": True}], "names no worker"),
         ([{"time_s": 1.0, "worker": 1, "server_fail": True}], "says server_fail, and more"),
-        ([{"time_s": 1.0, "worker": 1, "pause": 0.0}], "changes nothing"),
-        ([{"time_s": 1.0, "worker": 1, "pause": 1.0, "fail": True}], "says fail and pause at once"),
+        ([{"time_s": 1.0, "worker": 1, "link_down": 0.0}], "changes nothing"),
+        ([{"time_s": 1.0, "worker": 1, "link_down": 1.0, "fail": True}], "says fail and link_down at once"),
     ],
 )
 def test_events_that_cannot_be_are_refused(events: list[dict], said: str) -> None:

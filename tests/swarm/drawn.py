@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,20 +151,18 @@ def check_time(seen: Seen, n: int, end_ns: int) -> None:
     assert set(check_books(seen, n, end_ns).values()) == {end_ns}
 
 
-def check_books(
-    seen: Seen, n: int, end_ns: int, unheard: bool = False, missing: int = 1, still: Container[int] = ()
-) -> dict[int, int]:
+def check_books(seen: Seen, n: int, end_ns: int, unheard: bool = False, missing: int = 1) -> dict[int, int]:
     """Every instant of every worker has one class, also of those that are gone, and the rounds of a worker follow each
     other without a gap; returns when each one's last ended. Their numbers do, too, but that at each return one may be
     missing, which was merged before its worker could record it, or be there again, as its report was lost on the way;
     where they sum two may be `missing`, as what was under way when it was lost counts as dropped, begun or not; with
     `unheard` any number, where workers gossip: of whatever nobody had heard, nothing is in a model.
 
-    Who stands `still` at the end learns of it later. Only the round before the last may have been recorded as longer
+    Only the round before the last may have been recorded as longer
     than the run: the worker did not know yet.
     """
     for ledger in seen.of("ledger"):
-        assert sum(ledger["totals_ns"].values()) == end_ns or ledger["rank"] in still, ledger
+        assert sum(ledger["totals_ns"].values()) == end_ns, ledger
         assert min(ledger["totals_ns"].values()) >= 0
     cursor, following = dict.fromkeys(range(n), 0), dict.fromkeys(range(n), 0)
     returns = Counter(rank for record in seen.of("joined") for rank in [record["rank"]] * missing)

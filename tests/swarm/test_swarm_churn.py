@@ -1,4 +1,4 @@
-"""The swarm with workers that fail, come back, stand still and lose their links, at a parameter server, through one or
+"""The swarm with workers that fail, rejoin and lose their links, at a parameter server, through one or
 several stages of any sync modes: the run ends, books balance, and no push is counted twice or forgotten."""
 
 import random
@@ -24,7 +24,7 @@ FIRST = 20_000  # other clusters than those of the other swarms
 
 
 def drawn_events(rng: random.Random, n: int, until_s: float) -> list[Event]:
-    """Lives of each worker, and times at which it stands still or cannot be reached."""
+    """Draw failures and rejoins of each worker, and times at which its link is down."""
     events = []
     for worker in range(n):
         time_s, there = 0.0, True
@@ -33,8 +33,8 @@ def drawn_events(rng: random.Random, n: int, until_s: float) -> list[Event]:
             events.append(Event(time_s=time_s, worker=worker, fail=there, join=not there))
             there = not there
         for _ in range(rng.choice([0, 0, 1, 2])):
-            what = {rng.choice(["pause", "link_down"]): rng.choice([1e-9, 0.005, rng.uniform(0, until_s)])}
-            events.append(Event(time_s=rng.uniform(0, until_s), worker=worker, **what))
+            down_s = rng.choice([1e-9, 0.005, rng.uniform(0, until_s)])
+            events.append(Event(time_s=rng.uniform(0, until_s), worker=worker, link_down=down_s))
     return events
 
 

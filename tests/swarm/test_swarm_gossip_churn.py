@@ -1,4 +1,4 @@
-"""The swarm through gossip with workers that fail, come back and stand still: whatever graph and mode are drawn, the
+"""The swarm through gossip with workers that fail and rejoin: whatever graph and mode are drawn, the
 run ends, nobody waits for the dead, books balance, and what is counted was merged."""
 
 import random
