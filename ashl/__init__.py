@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_here = Path(__file__).resolve().parent
+if not (_here / "cli").is_dir():  # a checkout, where the working directory may shadow what is installed
+    __path__.append(str(_here.parent))  # in which cli/ and conf/ lie beside this folder
+
 
 def train(*overrides: str, config_dir: str | PathLike[str] | None = None, quiet: bool = True) -> Run:
     """What `ashl train` does with these overrides, as in `ashl.train("sync=bsp", "runtime=sim")`.
@@ -98,10 +102,13 @@ def _guest() -> Generator[None]:
     as Python would have them do: so it needs no `if __name__ == "__main__"`."""
     import torch
 
+    from ashl.run.streams import standard_streams
+
     main, threads = sys.modules["__main__"], torch.get_num_threads()
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield
+        with standard_streams():
+            yield
     finally:
         sys.modules["__main__"] = main
         torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ import typer
 from ashl import __version__
 from ashl.config.catalog import meant, nearest
 from ashl.errors import AshlError, UsageError, plain
+from ashl.run.streams import standard_streams
 
 from .advise import advise
 from .calibrate import calibrate
@@ -68,7 +69,7 @@ for name, command in COMMANDS.items():
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ashl {__version__}")
+        print(f"ashl {__version__}")
         raise typer.Exit
 
 
@@ -85,11 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Whatever goes wrong is one sentence on standard error; the traceback is shown with `--debug` only.
     """
-    args = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    with standard_streams():
+        return _guarded([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
+
+
+def _guarded(args: list[str]) -> int:
     try:
         code = _run(args)
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
@@ -141,7 +145,6 @@ def _sentence(error: Exception) -> str:
 def _settle() -> None:
     """Leave nothing in standard output that cannot be written: Python would complain of it at its very end."""
     try:
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

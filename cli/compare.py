@@ -63,4 +63,4 @@ def show_left_out(left_out: "Sequence[LeftOut]") -> None:
     if left_out:
         named = "; ".join(f"{out.name} ({out.reason})" for out in left_out[:MAX_NAMED])
         more = f"; and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
-        typer.echo(f"ashl: {plain(f'left out {named}{more}.')}", err=True)
+        print(f"ashl: {plain(f'left out {named}{more}.')}", file=sys.stderr)

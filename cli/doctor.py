@@ -73,7 +73,7 @@ def _compression() -> None:
     last = f"{len(stated) - len(broken)} of {len(stated)} laws are kept by {len(found)} codecs"
     if broken:
         raise AshlError(f"{last}; those on top are broken on this machine: say so in an issue, with this table")
-    typer.echo(f"\n{last}; `ashl list compression NAME` shows those of one")
+    print(f"\n{last}; `ashl list compression NAME` shows those of one")
 
 
 def _rows(found: Mapping[str, Sequence["Law"]]) -> Iterator[tuple[str, ...]]:

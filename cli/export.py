@@ -80,7 +80,7 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
     except UsageError as error:
         raise UsageError(f"{str(error).rstrip('.')}{elsewhere(folders[0], scripts)}.") from error
     if out is None:
-        typer.echo(written, nl=False)
+        print(written, end="")
         return 0
     try:
         out.write_text(written, encoding="utf-8")

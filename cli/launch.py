@@ -102,11 +102,11 @@ def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -
     size = job_size(config, where)
     if params["dry_run"]:
         for share in shared_out(where.hosts, size):
-            typer.echo(f"{share.host.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
+            print(f"{share.host.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
         dry_run(config, params["overrides"] if name == "train" else [], size)
         return 0
     if not params["quiet"] and (left := idle(where.hosts, size)):
-        typer.echo(f"ashl: nothing to do for {left}", err=True)
+        print(f"ashl: nothing to do for {left}", file=sys.stderr)
     return run_job(where, size, argv, may_lose(config))
 
 

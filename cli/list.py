@@ -56,7 +56,7 @@ def show_options(
     if markdown and option is None:
         if group is not None and group not in known:
             raise lacking("group", group, known)
-        typer.echo(_page(known, [*known] if group is None else [group], places or ()))
+        print(_page(known, [*known] if group is None else [group], places or ()))
         return
     if group is None:
         _everything(known)
@@ -161,12 +161,12 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
     alone = ", ".join(
         f"{group}={option}" for group, option in defaults().items() if group != "schedule" and option != chosen[group]
     )
-    typer.echo(
+    print(
         f"\nschedule={chosen['schedule']} names its stages' sync modes. Who names one, as in sync=asp, has "
         f"schedule=single instead,\nand in place of what the schedule brings {alone}."
     )
     show("\nKEY=VALUE", [(p.key, p.value, p.comment) for p in parameters(CONF / "config.yaml")])
-    typer.echo("\n`ashl list GROUP` explains its options, `ashl list GROUP OPTION` shows one with its parameters.")
+    print("\n`ashl list GROUP` explains its options, `ashl list GROUP OPTION` shows one with its parameters.")
 
 
 def _card(group: str, option: str, file: Path) -> None:
@@ -175,14 +175,14 @@ def _card(group: str, option: str, file: Path) -> None:
         module, attribute = docstrings(name)
         own = module and name.split(".")[-2:-1] == [option]  # it has said it all, where the class has but a line
         about = [head(file), module, "" if own and "\n" not in attribute else attribute]
-        typer.echo(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
+        print(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:
             show("\nParameters and their defaults", rows)
         if group == "compression":
             _laws(file)
-        typer.echo(f"\n{name}, from {file}")
+        print(f"\n{name}, from {file}")
     else:  # a preset, best shown as it stands
-        typer.echo(f"{group}={option}")
+        print(f"{group}={option}")
         for source in (file, *parents(file)):
-            typer.echo(f"\n{read(source).rstrip()}\n\nfrom {source}")
+            print(f"\n{read(source).rstrip()}\n\nfrom {source}")

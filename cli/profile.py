@@ -28,7 +28,7 @@ def profile(
 
     config = compose(overrides or [], config_dir)
     if cfg:
-        typer.echo(as_yaml(config), nl=False)
+        print(as_yaml(config), end="")
         return 0
     with starting(quiet):
         from ashl.run import profile as measuring

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ashl.study.grid import Grid
     from ashl.study.slots import Job
 
-TERMINATED = 128 + signal.SIGTERM  # the exit code of what SIGTERM has ended
+SHELL = 128  # plus a signal's number: the exit code of what that signal has ended
 
 
 def sweep(
@@ -67,7 +67,7 @@ def sweep(
     grid = whole_grid(typed, config_dir, strict, ctx.obj)
     if cfg:
         for setting in grid.settings:
-            typer.echo(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", nl=False)
+            print(f"---  # {' '.join(setting.overrides)}\n{as_yaml(setting.config)}", end="")
         return 0
     first = grid.settings[0].config
     folder, launch = study.folder_of(grid, first["run"]["dir"], first["name"]), None
@@ -113,23 +113,27 @@ def there(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[
 
 @contextmanager
 def interruptible(quiet: bool) -> Generator[None]:
-    """Ctrl-C and SIGTERM end a sweep in order, which then says how to go on."""
+    """Ctrl-C, SIGTERM and SIGHUP end a sweep in order, which then says how to go on."""
 
     def leave(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)  # said once is enough: the runs are leaving
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     except KeyboardInterrupt as interrupt:
         if not quiet:
-            typer.echo("interrupted: what has ended is kept; the same command runs what is missing")
+            print("interrupted: what has ended is kept; the same command runs what is missing")
         if interrupt.args:
-            raise typer.Exit(TERMINATED) from interrupt
+            raise typer.Exit(SHELL + signal.Signals[interrupt.args[0]]) from interrupt
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def refuse(options: dict[str, object]) -> None:

@@ -47,7 +47,7 @@ def train(
 
     config = compose(overrides or [], config_dir) if resume is None else resumed(resume, overrides or [], config_dir)
     if cfg:
-        typer.echo(as_yaml(config), nl=False)
+        print(as_yaml(config), end="")
         return 0
     with starting(quiet):
         from ashl.run import train as run

@@ -30,5 +30,5 @@ def ui(
 
         page = serve(store, port, host, folder)
     with page as server:
-        typer.echo(f"{server.link}\nCtrl-C ends it.")
+        print(f"{server.link}\nCtrl-C ends it.")
         server.wait()

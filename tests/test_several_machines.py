@@ -11,9 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from ashl.cluster.spec import RealCluster
+from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
 from ashl.plan.declared import declared
 from ashl.plan.profile import Profile
+from ashl.planning.make import make_plan
 from ashl.run import interface
 from ashl.run import job as jobs
 from ashl.run.handshake import Hello, alike, difference, gathered, publish, read
@@ -103,6 +105,43 @@ JOB = (process(0, "a"), process(1, "a"), process(2, "b.lan"), process(3, "c"))
 )
 def test_workers_and_a_server_find_their_processes(wanted: Wanted, found: tuple[int, ...]) -> None:
     assert placed(JOB, 3, 4, wanted) == found
+
+
+def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None:
+    assert placed(JOB, 4, 5, Wanted()) == (0, 1, 2, 3, 0)
+    assert placed(JOB, 4, 5, Wanted(("c", "a", "b", "a"), server="a")) == (3, 0, 2, 1, 0)
+    with pytest.raises(UsageError, match=r"names c: .* shares the node of process 0, a; start one process more, on c"):
+        placed(JOB, 4, 5, Wanted(server="c"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "workers", "found"),
+    [
+        ("", 3, None, 2),
+        ("", 2, 1, 1),
+        ("", 2, 2, 2),
+        ("", 3, 2, 2),
+        ("topology=all_reduce", 2, None, 2),
+        ("", 2, None, r"2 processes make 1 worker and 1 server, .*; start 3 processes, or give cluster.num_workers=2 "),
+        (
+            "",
+            1,
+            None,
+            r"1 process makes 0 workers and 1 server, and one worker learns alone; start 3 processes, or take",
+        ),
+        ("", 4, 2, r"the job has 4 processes, but 2 workers and a server need 3, or 2 where the server shares a node"),
+        ("topology=gossip sync=hop", 2, None, r"2 processes make 1 worker and 1 coordinator"),
+    ],
+)
+def test_how_many_workers_a_job_has(mode: str, size: int, workers: int | None, found: int | str) -> None:
+    """One worker beside a server learns alone: nobody wants that who does not say so."""
+    asked = [] if workers is None else [f"cluster.num_workers={workers}"]
+    config = compose(["runtime=torchrun", "cluster=real", "sync=bsp", *mode.split(), *asked], None)
+    if isinstance(found, int):
+        assert make_plan(config, world_size=size).num_workers == found
+        return
+    with pytest.raises(UsageError, match=found):
+        make_plan(config, world_size=size)
 
 
 def test_without_a_server_all_keep_their_order() -> None:

@@ -43,5 +43,5 @@ class Digits(Dataset):
 @cache
 def read(path: Path) -> np.ndarray:
     """The file's table, 64 grey levels and the digit in each row: read once for the plan and for what is run of it."""
-    with gzip.open(path, "rt") as file:
+    with gzip.open(path, "rt", encoding="ascii") as file:
         return np.loadtxt(file, delimiter=",", dtype=np.float32)

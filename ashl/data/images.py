@@ -86,7 +86,7 @@ def _alone(root: Path) -> Generator[None]:
     """One process of a machine fetches, the others wait and then find the files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / ".ashl.lock").open("w")
+        lock = (root / ".ashl.lock").open("wb")
     except OSError as error:
         raise AshlError(
             f"{root} cannot be written ({error.strerror}); take dataset.root=DIR to name another."

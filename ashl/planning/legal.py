@@ -350,7 +350,10 @@ def check_quorum(sync: Rule, num_workers: int) -> None:
 
 
 def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
-    """How many workers there are. Raises UsageError where the job's size says otherwise."""
+    """Return how many workers there are. Raises UsageError where the job's size says otherwise.
+
+    A job of as many processes as workers has its server, or coordinator, on the node of process 0, as a process more.
+    """
     cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
     num_workers, extra = cluster.num_workers, extra_ranks(topology, parts["sync"], cluster.node)
     if isinstance(cluster, RealCluster):
@@ -361,15 +364,34 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
         return num_workers
     if world_size is None:
         raise UsageError("runtime=torchrun needs a job to join: start it as `torchrun … -m ashl.cli train …`")
-    if num_workers is None and world_size - extra >= 1:
-        return world_size - extra
-    if num_workers is None or num_workers + extra != world_size:
-        beside = " and a server" if topology.has_server else " and a coordinator"
+    other = "server" if topology.has_server else "coordinator"
+    shared = 1 if extra == 1 else 0  # of the others, how many need no process of their own
+    if num_workers is None and extra and world_size - extra <= 1:
+        alone, fixes = max(0, world_size - extra), [f"start {2 + extra} processes"]
+        if shared and world_size > 1:
+            fixes += [f"give cluster.num_workers={world_size} (the {other} then shares the node of process 0)"]
+        if alone:
+            fixes += ["cluster.num_workers=1 if one worker is meant"]
         raise UsageError(
-            f"the job has {world_size} processes, but {num_workers or 1} workers{beside if extra else ''} need "
-            f"{(num_workers or 1) + extra}; change --nproc-per-node or the cluster"
+            f"{counted(world_size, 'process makes', 'processes make')} {counted(alone, 'worker', 'workers')} and "
+            f"{counted(extra, other, other + 's')}, and one worker learns alone; "
+            f"{', or '.join([*fixes, f'take a topology without a {other}'])}"
+        )
+    if num_workers is None:
+        return world_size - extra
+    if world_size - num_workers not in (extra, extra - shared):
+        beside = f" and a {other}" if extra else ""
+        less = f", or {num_workers} where the {other} shares a node" if shared else ""
+        raise UsageError(
+            f"the job has {counted(world_size, 'process', 'processes')}, but "
+            f"{counted(num_workers, 'worker', 'workers')}{beside} need {num_workers + extra}{less}; change "
+            "--nproc-per-node or the cluster"
         )
     return num_workers
+
+
+def counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def check_places(cluster: RealCluster, runtime: str, extra: int) -> None:

@@ -368,6 +368,7 @@ def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float,
     there = [rank for rank in range(plan.num_ranks) if rank not in seen.lost]
     beats = [monitor.beats.get(rank) for rank in there]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
-    if len(stuck) == len(there) and time.monotonic() - seen.lost_at > timeout_s:
+    since_s = time.monotonic() - max(seen.lost_at, seen.desk.resumed)
+    if len(stuck) == len(there) and since_s > timeout_s:
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
         raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")

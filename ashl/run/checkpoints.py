@@ -210,7 +210,7 @@ def newest(run_dir: Path, identity: str) -> Saved:
     for number in reversed(numbered(run_dir)):
         folder = keeping.folder_of(run_dir, number)
         try:
-            manifest = parsed((folder / MANIFEST).read_text())
+            manifest = parsed((folder / MANIFEST).read_text(encoding="utf-8"))
             if manifest["schema"] != SCHEMA:
                 raise ValueError(f"schema {manifest['schema']}")
             for name, digest in manifest["files"].items():
@@ -245,7 +245,7 @@ def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
         return record["end_s"] * 1e9 <= saved.ranks_ns[record["rank"]] + 1
 
     with writing(run_dir), jsonl.alone(run_dir / METRICS):
-        manifest = json.loads((saved.folder / MANIFEST).read_text())
+        manifest = json.loads((saved.folder / MANIFEST).read_text(encoding="utf-8"))
         if not manifest.get(CUT_BACK):
             left: dict[str, bytes | None] = {}
             for name, size in saved.sizes.items():

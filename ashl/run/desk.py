@@ -14,6 +14,7 @@ from ashl.run import parts, vectors
 from ashl.run.doors import ASKS, Answer, Ask, answers_to
 from ashl.run.reporter import NOTED, RECORDS, news_of, sender_of
 from ashl.run.sealed import Sealed
+from ashl.run.watch import AWAKE_S
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
 from ashl.runtime.records import Kept, Record, Snapshot, UpdateShown, loads
@@ -37,6 +38,7 @@ class Desk:
         self.away: set[int] = set()  # of whom nobody is there
         self.drained = now  # ... and when all there was had been taken out
         self.answered = now  # when the store answered last
+        self.resumed = 0.0  # when this process went on after it was stopped, as by Ctrl-Z, the ranks with it perhaps
         self.store = f"the job's store at {store.address}"
         self._store, self._sizes = store, dict.fromkeys(range(num_ranks), num_params) | dict(held or {})
         self.news = self._sent = News()
@@ -90,7 +92,12 @@ class Desk:
 
     def _loop(self) -> None:
         try:
+            last = time.monotonic()
             while not self._over:
+                now = time.monotonic()
+                if now - last > AWAKE_S:
+                    self._forgive(now, now - last)
+                last = now
                 if self._missing is None:
                     self._take_in()
                 self._send()
@@ -99,6 +106,12 @@ class Desk:
                 self._wake.clear()
         except Exception as error:
             self._error = error
+
+    def _forgive(self, now: float, stopped_s: float) -> None:
+        """While this process was stopped it could hear nobody: no rank counts as silent for that."""
+        self.resumed = now
+        for rank in self.heard:
+            self.heard[rank] += stopped_s
 
     def answer(self, number: int, answer: Answer) -> None:
         """To a newcomer."""

@@ -93,7 +93,7 @@ def opened(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[Non
     try:
         path.unlink(missing_ok=True)  # of a run whose home was killed
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(file, "w") as text:
+        with open(file, "w", encoding="utf-8") as text:
             json.dump(door._asdict(), text)
     except OSError as error:
         raise AshlError(f"cannot write {path} ({error.strerror}); choose another run.dir") from error
@@ -108,7 +108,7 @@ def found(run_dir: Path) -> Door:
     """Of a run that goes on here. Raises UsageError where there is none that this process could join."""
     path = run_dir / FILE
     try:
-        door = checked(Door, parsed(path.read_text()), "something")
+        door = checked(Door, parsed(path.read_text(encoding="utf-8")), "something")
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: {closed(run_dir)}") from None
     except PermissionError:

@@ -21,6 +21,7 @@ from ashl.learn.fingerprint import Fingerprint, differing
 from ashl.run.desk import POLL_S
 from ashl.run.sealed import Sealed
 from ashl.run.starter import Membership
+from ashl.run.watch import Awake
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text
 
@@ -97,7 +98,7 @@ def gathered(store: Sealed, job: Membership, timeout_s: float) -> tuple[Hello, .
     """Everybody's, by rank. Raises AshlError, the same in all processes, where they do not fit together, and where not
     all have come in time, naming them."""
     came: dict[int, Hello] = {}
-    end = time.monotonic() + timeout_s
+    awake = Awake()
     while len(came) < job.world_size:
         late = [rank for rank in range(job.world_size) if rank not in came]
         for rank in late:
@@ -105,7 +106,7 @@ def gathered(store: Sealed, job: Membership, timeout_s: float) -> tuple[Hello, .
                 came[rank] = read(store.get(key(rank)), rank)
         refuse(store, came)
         if len(came) < job.world_size:
-            if time.monotonic() > end:
+            if awake.passed_s() > timeout_s:
                 raise AshlError(absent(came, job.world_size, timeout_s))
             time.sleep(POLL_S)
     return tuple(came[rank] for rank in range(job.world_size))
@@ -116,9 +117,10 @@ def absent(came: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
     late = [rank for rank in range(world_size) if rank not in came]
     present = ", ".join(f"rank {rank} on {came[rank].host}" for rank in sorted(came))
     who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+    alone = ", or unset RANK and WORLD_SIZE where this process is no part of a job" if len(came) == 1 else ""
     return (
         f"{who} of the {world_size} processes did not come within {timeout_s:g} s (runtime.timeout_s); there "
-        f"{'is' if len(came) == 1 else 'are'} {present}; start all of them, each with a rank of its own"
+        f"{'is' if len(came) == 1 else 'are'} {present}; start all of them, each with a rank of its own{alone}"
     )
 
 

@@ -22,6 +22,7 @@ LOOPBACK, LOCAL = "lo", "localhost"
 SIOCGIFCONF = 0x8912  # all interfaces that have an IPv4 address
 IFREQ = 40  # bytes of one in the answer: 16 of its name, 4 of family and port, 4 of the address
 ANY_PORT = 9  # nothing is sent there
+LOOPBACK_S = 5.0  # in which a connection within this machine is made
 
 
 class Chosen(NamedTuple):
@@ -56,10 +57,22 @@ def addresses() -> dict[str, list[str]]:
         own = socket.inet_ntop(socket.AF_INET, bytes(answer[start + 20 : start + 24]))
         found.setdefault(label.partition(":")[0], []).append(own)
     with suppress(OSError):  # a machine without IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             digits, *_, name = line.split()
             found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
+
+
+def check_loopback(by: str) -> None:
+    """Raise UsageError unless processes on this machine reach each other over 127.0.0.1. `by`: what needs it."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=LOOPBACK_S).close()
+    except OSError as error:
+        raise UsageError(
+            f"{by}: processes on this machine do not reach each other over loopback, 127.0.0.1 "
+            f"({error.strerror or error}); bring it up with `ip link set {LOOPBACK} up`, or take runtime=sim"
+        ) from error
 
 
 def named(wanted: str | None) -> Chosen | None:

@@ -20,6 +20,7 @@ from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.build import Parts
 from ashl.planning.device import device_of, gpu_of, one_each
+from ashl.planning.legal import counted
 from ashl.run import interface, watch
 from ashl.run.attendance import PATIENCE_S, role
 from ashl.run.checkpoints import Saved, Savings
@@ -28,7 +29,7 @@ from ashl.run.handshake import Hello, alike, digest, gathered, hello, publish
 from ashl.run.launch import conduct
 from ashl.run.monitor import Monitor
 from ashl.run.parts import give
-from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_note, wanted_by
+from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_note, shares_a_node, wanted_by
 from ashl.run.rank import Place, play
 from ashl.run.sealed import Sealed, Secret, shared_secret
 from ashl.run.starter import Membership
@@ -46,11 +47,14 @@ class Seat(NamedTuple):
     store: Sealed
     place: Place
     notes: tuple[str, ...]  # what is worth saying of who is where
+    beside: tuple[Place, ...] = ()  # of a server, or coordinator, that has no process and is a child of process 0
 
 
 def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) -> Seat:
     """Meet the others, and find out who plays which rank. Raises AshlError, in all processes, where that cannot be."""
     runtime = parts.runtime
+    if interface.is_loopback(job.host):
+        interface.check_loopback(f"MASTER_ADDR={job.host}")
     with telling(job):
         chosen = interface.named(runtime.interface) or interface.towards(job.host, job.port)
         device = device_of(runtime, job.local_rank or 0)
@@ -80,7 +84,11 @@ def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) 
     through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
     where = job.host, job.port, secret_of(job), came[0].host
     place = Place(rank, *where, ".", config["tracking"]["events"], False, through, device, apart)
-    return Seat(job, store, place._replace(keeps=config["run"]["checkpoint_s"] is not None), note)
+    place = place._replace(keeps=config["run"]["checkpoint_s"] is not None)
+    beside = [place._replace(rank=other) for other in range(rank + 1, plan.num_ranks) if processes[other] == job.rank]
+    if beside and gpus[rank] is not None:
+        beside = [other._replace(device=HOST) for other in beside]  # the GPU is the worker's
+    return Seat(job, store, place, note, tuple(beside))
 
 
 def seated(
@@ -91,7 +99,8 @@ def seated(
     wanted = wanted_by(profile, came, wanted_places(parts), str(path))
     processes = placed(came, plan.num_workers, plan.num_ranks, wanted)
     check_profile(profile, came, processes, str(path))
-    return processes, server_notes(plan, came[processes[-1]].host, wanted, profile, str(path))
+    shared = shares_a_node(came, plan.num_ranks)
+    return processes, server_notes(plan, came[processes[-1]].host, wanted, profile, str(path), shared)
 
 
 def wanted_places(parts: Parts) -> Wanted:
@@ -100,21 +109,24 @@ def wanted_places(parts: Parts) -> Wanted:
     return Wanted(cluster.hosts, server=cluster.server_host) if isinstance(cluster, RealCluster) else Wanted()
 
 
-def foreseen(plan: Plan, parts: Parts, path: str | None) -> tuple[str, ...]:
-    """What is to be said of the server before the processes have met."""
+def foreseen(plan: Plan, parts: Parts, path: str | None, size: int) -> tuple[str, ...]:
+    """What is to be said of the server before the processes, so many, have met."""
     wanted, profile = wanted_places(parts), read_profile(path) if path else None
     host = wanted.server
     if profile is not None and profile.server_host is not None and wanted == Wanted():
         host, wanted = profile.server_host, Wanted((), f"profile={path}")
-    return server_notes(plan, host, wanted, profile, str(path))
+    return server_notes(plan, host, wanted, profile, str(path), plan.num_ranks > size)
 
 
-def server_notes(plan: Plan, host: str | None, wanted: Wanted, profile: Profile | None, path: str) -> tuple[str, ...]:
-    """On which host the server, or coordinator, is, if there is one, and what has decided it."""
+def server_notes(
+    plan: Plan, host: str | None, wanted: Wanted, profile: Profile | None, path: str, shared: bool
+) -> tuple[str, ...]:
+    """How many workers there are beside a server or coordinator, where that is, and what has decided it."""
     if plan.num_ranks == plan.num_workers:
         return ()
     who = role(plan, plan.num_workers).partition(" (")[0]
-    return (server_note(who, host, wanted, profile, path),)
+    count = f"the job is {counted(plan.num_workers, 'worker', 'workers')} and {who.replace('the', 'a', 1)}"
+    return count, server_note(who, host, wanted, profile, path, shared)
 
 
 def check_interfaces(came: tuple[Hello, ...]) -> None:
@@ -147,8 +159,8 @@ def met(job: Membership, own: Hello, text: str, timeout_s: float) -> tuple[Seale
 def within(limit_s: float, act: Callable[[], T], late: str) -> T:
     """What `act` returns or raises. What the store does cannot be interrupted, so that another thread waits for it.
     Raises AshlError where it takes longer."""
-    end = time.monotonic() + limit_s
-    outcome = watched(act, lambda: time.monotonic() > end)
+    awake = watch.Awake()
+    outcome = watched(act, lambda: awake.passed_s() > limit_s)
     if outcome is None:
         raise AshlError(late)
     return outcome
@@ -168,7 +180,7 @@ def waited_for(plan: Plan, seat: Seat | None) -> Generator[None]:
 def call_off(plan: Plan, seat: Seat, end: End) -> None:
     """All have met, and the run does not begin."""
     desk = Desk(seat.store.another(), plan.num_ranks, plan.num_params)
-    desk.close(end, here=[seat.place.rank])
+    desk.close(end, here=[place.rank for place in (seat.place, *seat.beside)])
     leave(seat.store, seat.job)
 
 
@@ -232,14 +244,17 @@ def join(
     plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat, savings: Savings, saved: Saved | None = None
 ) -> dict | None:
     """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating snapshots and writing
-    records never hold it up. Where ranks keep their parts of checkpoints, the others are given theirs of the one that
-    counts, as this process alone has the run folder. See `conduct`."""
-    place = seat.place._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
+    records never hold it up, and so is a server that has no process of its own. Where ranks keep their parts of
+    checkpoints, the others are given theirs of the one that counts, as this process alone has the run folder. See
+    `conduct`."""
+    places = [
+        place._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True) for place in (seat.place, *seat.beside)
+    ]
     if saved is not None:
-        place = place._replace(saved=str(saved.folder), since_ns=saved.time_ns)
-    for rank in set(range(plan.num_ranks)) - {place.rank} if place.keeps else ():
+        places = [place._replace(saved=str(saved.folder), since_ns=saved.time_ns) for place in places]
+    for rank in set(range(plan.num_ranks)) - {place.rank for place in places} if seat.place.keeps else ():
         give(seat.store, rank, saved)
-    return conduct(plan, run_dir, monitor, seat.store.another(), [place], savings)
+    return conduct(plan, run_dir, monitor, seat.store.another(), places, savings)
 
 
 def take_part(plan: Plan, seat: Seat) -> int:

@@ -16,6 +16,7 @@ from ashl.plan.plan import Plan
 from ashl.run.desk import PATIENCE_S
 from ashl.run.doors import ASKS, FILE, Answer, Ask, Door, answers_to, found, newest, wait_until
 from ashl.run.interface import LOOPBACK, Chosen, named
+from ashl.run.job import within
 from ashl.run.rank import Place, play
 from ashl.run.sealed import Sealed, Secret
 from ashl.runtime.news import End
@@ -52,8 +53,9 @@ def secret_of(door: Door) -> Secret:
 
 def asked(run_dir: Path, door: Door, worker: int | None) -> Answer:
     """What the run says. Raises UsageError where it is gone, and AshlError where it does not answer."""
-    secret = secret_of(door)
-    try:
+    secret, late = secret_of(door), f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try it again."
+
+    def ask() -> Answer:
         socket.create_connection((door.host, door.port), timeout=PATIENCE_S).close()  # torch would try for longer
         limit = timedelta(seconds=PATIENCE_S)
         store = Sealed(dist.TCPStore(door.host, door.port, is_master=False, timeout=limit), secret)
@@ -62,9 +64,12 @@ def asked(run_dir: Path, door: Door, worker: int | None) -> Answer:
         for _ in wait_until(PATIENCE_S):
             if item := store.pop(answers_to(number)):
                 return Answer.loads(item[1])
+        raise AshlError(late)
+
+    try:
+        return within(2 * PATIENCE_S, ask, late)  # the store of a run that is stopped never answers
     except (RuntimeError, OSError):
         raise UsageError(f"{run_dir}: the run does not go on any longer: nobody answers where its store was.") from None
-    raise AshlError(f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try it again.")
 
 
 def anew(end: End, run_dir: Path, worker: int | None) -> NoReturn:

@@ -5,9 +5,11 @@ import os
 import platform
 import signal
 import socket
+import sys
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ashl.errors import UsageError, plain
+from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning.device import device_of, gpu_of, one_each
@@ -25,7 +27,7 @@ from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk
 from ashl.run.doors import opened
 from ashl.run.handshake import publish_fingerprint
-from ashl.run.interface import LOOPBACK, Chosen, named
+from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
 from ashl.run.mean_model import held_by
 from ashl.run.monitor import Monitor
 from ashl.run.rank import Place, play_in_child
@@ -34,9 +36,13 @@ from ashl.run.watch import INTERRUPTS
 from ashl.runtime.news import End
 from ashl.runtime.plane import NEVER
 
+SHORT = "/tmp"
+SOCKET_FOLDER_BYTES = 70  # the path of a socket has at most 107, of which multiprocessing's own names take 32
+
 
 def check(plan: Plan, runtime: Any) -> None:
     """Raises UsageError where the ranks cannot be started here as they are asked for."""
+    check_loopback("runtime=local")
     named(runtime.interface)
     devices = devices_of(plan, runtime)[: plan.num_workers]
     if runtime.share_gpu is False and HOST not in devices and len(set(devices)) < len(devices):
@@ -104,7 +110,6 @@ def children(
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int], None]]]:
     """Processes for these ranks, and how a rank gets one in another life; whatever happens, none is left behind."""
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
-    context.set_forkserver_preload(["torch", "ashl.run.rank"])
     by_rank = {place.rank: place for place in places}
     processes: dict[int, BaseProcess] = {}
     everybody: list[BaseProcess] = []
@@ -113,11 +118,12 @@ def children(
         place = by_rank[rank]._replace(life=life)
         process = context.Process(target=play_in_child, args=(place, plan.to_json()), name=f"rank{rank}")
         everybody.append(process)
-        process.start()
+        with allowed_children():
+            process.start()
         processes[rank] = process
 
     try:
-        start_fork_server()
+        start_fork_server("torch", "ashl.run.rank")
         for rank in by_rank:
             start(rank, 0)
         yield processes, start
@@ -130,19 +136,64 @@ def children(
                 process.join()
 
 
-def start_fork_server() -> None:
-    """A Ctrl-C in the terminal reaches every process, as does a queue's SIGTERM, and the fork server would die of it,
-    and take its word on the ranks with it. It inherits that they are blocked; here they wait until they are not.
+def start_fork_server(*preload: str) -> None:
+    """Start Python's fork server, which imports these modules once for all processes that it makes.
 
-    Python's fork server looks for what it preloads in the working directory first: in a checkout it would find half of
-    this package. PYTHONSAFEPATH keeps it from that; the processes it makes have this one's path.
+    A Ctrl-C in the terminal reaches every process, as does a queue's SIGTERM and the SIGHUP of a terminal that closes,
+    and the fork server would die of it, and take its word on the ranks with it. It inherits that they are blocked; here
+    they wait until they are not.
+
+    Python's fork server looks for what it preloads in the working directory first, which may be a checkout where this
+    process has the installed package, or the other way round. The processes it makes have this one's path, so it is
+    given that, too.
     """
-    resource_tracker.ensure_running()  # it would unblock the signal
-    before, safe = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS), os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+    path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    own = {name: os.environ.get(name) for name in path}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
-        forkserver.ensure_running()
+        resource_tracker.ensure_running()  # which unblocks SIGINT and SIGTERM
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+        os.environ |= path
+        forkserver.set_forkserver_preload([*preload])
+        shorten_socket_paths()
+        try:
+            forkserver.ensure_running()
+        except ChildProcessError:  # this process was forked from one that has a fork server, which is not its own
+            forkserver._forkserver.__init__()
+            forkserver.set_forkserver_preload([*preload])
+            forkserver.ensure_running()
+    except OSError as error:
+        raise AshlError(
+            f"no process can be started: {error.strerror or error} (temporary files go to {tempfile.gettempdir()}); "
+            "set TMPDIR to a short path that can be written, as TMPDIR=/tmp"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if safe is None:
-            del os.environ["PYTHONSAFEPATH"]
+        for name, value in own.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def shorten_socket_paths() -> None:
+    """Have multiprocessing put its sockets under /tmp where TMPDIR is too long for their paths."""
+    own = tempfile.gettempdir()
+    if len(os.fsencode(own)) > SOCKET_FOLDER_BYTES:
+        tempfile.tempdir = SHORT
+        try:
+            util.get_temp_dir()  # which is then kept, and deleted at the end
+        finally:
+            tempfile.tempdir = own
+
+
+@contextmanager
+def allowed_children() -> Generator[None]:
+    """Let this process start others, also where it is a daemonic one of multiprocessing's: what it starts ends with
+    it (`ashl.run.rank.die_with_parent`)."""
+    process = mp.current_process()
+    daemonic, process.daemon = process.daemon, False
+    try:
+        yield
+    finally:
+        process.daemon = daemonic

@@ -21,8 +21,16 @@ def placed(came: Sequence[Hello], num_workers: int, num_ranks: int, wanted: Want
     """The rank in the job of each rank of the plan. Raises UsageError where what is wanted is not there.
 
     The workers of `wanted.hosts` take the processes of these hosts, else they keep the order of processes; a server, or
-    coordinator, is at `wanted.server`, else on the process that is left, or the last one of the node of process 0.
+    coordinator, is at `wanted.server`, else on the process that is left, or the last one of the node of process 0. In a
+    job of as many processes as workers it is process 0 that starts it, beside its own worker.
     """
+    if shares_a_node(came, num_ranks):
+        if wanted.server is not None and 0 not in fitting(came, wanted.server, "cluster.server_host"):
+            raise UsageError(
+                f"cluster.server_host names {wanted.server}: in a job of as many processes as workers the server "
+                f"shares the node of process 0, {came[0].host}; start one process more, on {wanted.server}"
+            )
+        return *placed(came, num_workers, num_workers, wanted._replace(server=None)), 0
     named = dict(enumerate(wanted.hosts or ()))
     by = dict.fromkeys(named, wanted.hosts_by)
     if num_ranks > num_workers and wanted.server is not None:
@@ -40,6 +48,11 @@ def placed(came: Sequence[Hello], num_workers: int, num_ranks: int, wanted: Want
         taken[num_workers] = left.pop(left.index((beside or left)[-1]))
     rest = iter(left)
     return tuple(taken[rank] if rank in taken else next(rest) for rank in range(num_ranks))
+
+
+def shares_a_node(came: Sequence[Hello], num_ranks: int) -> bool:
+    """Return True if the job has no process for the server, or coordinator, so that process 0 starts it as a child."""
+    return num_ranks == len(came) + 1
 
 
 def fitting(came: Sequence[Hello], name: str, by: str) -> list[int]:
@@ -118,9 +131,14 @@ def check_gpus(came: Sequence[Hello], workers: Sequence[int], share: bool) -> No
             )
 
 
-def server_note(who: str, host: str | None, wanted: Wanted, profile: Profile | None, path: str) -> str:
-    """On which host, where that is known, the server or coordinator is, and what has decided it."""
-    if wanted.server is not None:
+def server_note(
+    who: str, host: str | None, wanted: Wanted, profile: Profile | None, path: str, shared: bool = False
+) -> str:
+    """On which host, where that is known, the server or coordinator is, and what has decided it. `shared`: whether it
+    is there beside a worker, without a process of its own in the job."""
+    if shared:
+        why = "the node of process 0, which starts it, as the job has as many processes as workers"
+    elif wanted.server is not None:
         why = "as cluster.server_host says"
     elif wanted.hosts is not None:
         why = f"the process that {wanted.hosts_by} leaves"

@@ -52,7 +52,7 @@ def profile(
             raise AshlError("the run ended before all was measured, so there is no profile; give stop.seconds more")
         found = read_profile(str(run_dir / "profile.json"))
     plan, parts, data = prepared(config, world_size(config), overrides, found)
-    run_dir.joinpath("plan.json").write_text(plan.to_json())
+    run_dir.joinpath("plan.json").write_text(plan.to_json(), encoding="utf-8")
     if not quiet:
         console = Console(highlight=False)
         show_profile(console, found)

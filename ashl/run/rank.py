@@ -4,7 +4,6 @@ import multiprocessing as mp
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -40,7 +39,8 @@ from ashl.run.parts import Given, taken, through
 from ashl.run.reporter import Reporter
 from ashl.run.roll import Roll
 from ashl.run.sealed import Sealed, Secret
-from ashl.run.watch import ALONE, Watch, handled, leave
+from ashl.run.streams import redirect
+from ashl.run.watch import ALONE, INTERRUPTS, Watch, handled, leave
 from ashl.runtime import keeping
 from ashl.runtime.agreement import Agreement
 from ashl.runtime.bodies import granted_by_nccl
@@ -93,7 +93,7 @@ class Place(NamedTuple):
 
 def play_in_child(place: Place, plan_json: str) -> None:
     """The whole of a rank's process: it logs to its own file, leaves interrupts to its parent and dies with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     leave(End(play(place, plan_json).code))  # no destructors: gloo's may hang when a peer is already gone
@@ -111,15 +111,6 @@ def die_with_parent() -> None:
         os._exit(ORPHANED)
 
     threading.Thread(target=guard, daemon=True, name="guard").start()
-
-
-def redirect(path: Path) -> None:
-    """Everything that this process and its libraries print goes to a file."""
-    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for target in (sys.stdout, sys.stderr):
-        target.flush()
-        os.dup2(out, target.fileno())
-    os.close(out)
 
 
 def play(

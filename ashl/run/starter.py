@@ -48,7 +48,7 @@ def membership(env: Mapping[str, str] | None = None) -> Membership | None:
     starter = next((starter for starter in STARTERS if starter.rank in env), None)
     if starter is None:
         if "WORLD_SIZE" in env:
-            raise UsageError("WORLD_SIZE is set and RANK is not; set both, as torchrun does, or neither")
+            raise UsageError("WORLD_SIZE is set and RANK is not; set both, as torchrun does, or unset WORLD_SIZE")
         return None
     if starter.name == "srun" and env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env:
         return None  # the script that sbatch runs, which is no task of a job step
@@ -64,7 +64,10 @@ def membership(env: Mapping[str, str] | None = None) -> Membership | None:
     if starter.name == "torchrun":
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name):
-                raise UsageError(f"RANK is set and {name} is not; it says where the process of rank 0 is to be found")
+                raise UsageError(
+                    f"RANK is set and {name} is not; it says where the process of rank 0 is to be found; unset RANK "
+                    "and WORLD_SIZE where this process is no part of a job"
+                )
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         return Membership(rank, world_size, env["MASTER_ADDR"], port_of(env), local_rank, agent, attempt)
@@ -79,6 +82,13 @@ def membership(env: Mapping[str, str] | None = None) -> Membership | None:
             "`mpirun -x MASTER_ADDR=10.0.0.1 -x MASTER_PORT=29500`"
         )
     return Membership(rank, world_size, host, port, local_rank)
+
+
+def forget() -> None:
+    """Take out of the environment what a starter says: this process is part of no job."""
+    for starter in STARTERS:
+        for name in (starter.rank, *starter.size, starter.local_rank):
+            os.environ.pop(name, None)
 
 
 def natural(env: Mapping[str, str], name: str) -> int:

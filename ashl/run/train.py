@@ -1,5 +1,6 @@
 """A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code."""
 
+import signal
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ def run(
                 saving = Saving(identity(config), config["run"]["checkpoint_s"])
                 saved = saved if origin is None else rescaling.begin(origin, plan, monitor, saving)
                 pace = drive(plan, run_dir, monitor, seat, saving, saved)
+        except KeyboardInterrupt:  # a second Ctrl-C
+            pace = None
         except Exception as error:  # whatever it was, the records are finished first
             failure, pace = error, None
         finally:
@@ -298,7 +301,8 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     plan, parts, data = prepared(config, job.world_size if job else processes, overrides)
     construct(config["tracking"], "tracking", config["allow_targets"])
     if job or processes:
-        plan = replace(plan, notes=(*plan.notes, *jobs.foreseen(plan, parts, config["profile"])))
+        size = job.world_size if job else processes or 0
+        plan = replace(plan, notes=(*plan.notes, *jobs.foreseen(plan, parts, config["profile"], size)))
     if job is None or job.rank == 0:
         forecast(Console(highlight=False), plan, len(data.train))
 
@@ -350,10 +354,11 @@ def start_mlflow(
 
 @contextmanager
 def interrupts(monitor: Monitor) -> Generator[None]:
-    """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second one ends it now."""
+    """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second one ends it now. A
+    terminal that closes may send SIGHUP twice."""
 
     def handle(number: int, frame: object) -> None:
-        if monitor.stopping == "interrupted":
+        if monitor.stopping == "interrupted" and number != signal.SIGHUP:
             raise KeyboardInterrupt
         monitor.stopping = "interrupted"
 

@@ -19,7 +19,7 @@ from ashl.runtime.news import End
 
 TICK_S = 0.1
 ALONE = 76  # exit code of a home's child that has heard nothing of it
-INTERRUPTS = {signal.SIGINT, signal.SIGTERM}
+INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # Ctrl-C, a queue, a terminal that closes
 ALIKE_S = 1.0  # between silences that have one cause
 DROPPED = 78  # exit code of a worker without which the run has gone on, as it was silent for too long
 AWAKE_S = 0.5  # longer between two ticks, and the process was stopped
@@ -79,13 +79,28 @@ def leave(end: End) -> NoReturn:
     os._exit(end.code)
 
 
+class Awake:
+    """Seconds for which this process has not been stopped, if it is asked often: within `AWAKE_S`."""
+
+    def __init__(self) -> None:
+        self._last, self._passed_s = time.monotonic(), 0.0
+
+    def passed_s(self) -> float:
+        now = time.monotonic()
+        self._passed_s += min(now - self._last, AWAKE_S)
+        self._last = now
+        return self._passed_s
+
+
 @contextmanager
 def handled(handle: Callable[[int, object], None]) -> Generator[None]:
-    """Ctrl-C and SIGTERM are handled like this for a while, in the main thread."""
+    """Handle Ctrl-C, SIGTERM and SIGHUP like this for a while, in the main thread. A SIGHUP that is ignored, as under
+    nohup, stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handle) for number in INTERRUPTS}
+    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before = {number: signal.signal(number, handle) for number in INTERRUPTS - kept}
     try:
         yield
     finally:

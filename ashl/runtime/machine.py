@@ -10,7 +10,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn anew at each start of a 
 def boot() -> str:
     """Alike for the processes that share a monotonic clock."""
     try:
-        return BOOT.read_text().strip()
+        return BOOT.read_text(encoding="utf-8").strip()
     except OSError:
         return platform.node()
 

@@ -16,10 +16,12 @@ from typing import Any
 
 from ashl.errors import AshlError
 from ashl.run.attendance import KILLED
-from ashl.run.launch import start_fork_server
+from ashl.run.launch import allowed_children, start_fork_server
 from ashl.run.on_hosts import LOST, fetch, run_job, size_there
-from ashl.run.rank import die_with_parent, redirect
+from ashl.run.rank import die_with_parent
 from ashl.run.ssh import UNREACHED, Launch
+from ashl.run.starter import forget
+from ashl.run.streams import redirect
 from ashl.run.train import train
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY, UNWRITABLE
@@ -73,8 +75,7 @@ def run_all(
     those that run; what is `unwanted` then is not begun, or leaves in order. On an interrupt (or when the caller goes
     away) the running ones leave in order first. Each has a process, in which `run` brings it to its end."""
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["ashl.study.slots"])
-    start_fork_server()
+    start_fork_server("ashl.study.slots")
     waiting, running = list(reversed(jobs)), dict[Any, tuple[Job, BaseProcess]]()
     stopped: set[Any] = set()
     try:
@@ -84,7 +85,8 @@ def run_all(
                 if unwanted(job):
                     continue
                 process = context.Process(target=play, args=(job, run), name=job.folder.name)
-                process.start()
+                with allowed_children():
+                    process.start()
                 running[process.sentinel] = (job, process)
             for sentinel in wait(list(running), timeout=POLL_S):
                 job, process = running.pop(sentinel)
@@ -112,9 +114,11 @@ def stop(processes: Sequence[BaseProcess]) -> None:
 
 
 def play(job: Job, run: Callable[[Job], int]) -> None:
-    """The whole of a run's process. Ctrl-C is for the parent, which passes it on as SIGTERM."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
+    """The whole of a run's process, which is part of no job that others have started. Ctrl-C and SIGHUP are for the
+    parent, which passes them on as SIGTERM."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGHUP})
     die_with_parent()
+    forget()
     job.folder.mkdir(parents=True, exist_ok=True)
     redirect(job.folder / LOG)
     code = 1

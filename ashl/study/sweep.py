@@ -270,7 +270,7 @@ def locked(folder: Path) -> Generator[None]:
     """The folder, for one sweep at a time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed below)
+        lock = open(folder / ".lock", "wb")  # noqa: SIM115 (closed below)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise AshlError(f"cannot write to the sweep's folder {folder} ({reason}); choose another run.dir") from error

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 LOG = "mlflow.log"  # in the run folder: what went wrong; the lock on it says that the writer lives
 ARTIFACTS = (SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html")
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "diverged": "FAILED", "interrupted": "KILLED"}
+ROOT = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # of MLflow's default experiment: a path with quotes would break its SQL
 PERIOD_S = 1.0  # between two readings of metrics.jsonl
 LAST_WORDS_S = 60  # what a writer may take once its input is closed; a parent that still lives usually waits less
 MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000  # MLflow's limits: two for one call, one for a value's characters
@@ -80,7 +81,7 @@ def start(
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=stores.ENVIRONMENT | os.environ,
+                env=stores.ENVIRONMENT | ({ROOT: job["artifacts"]} if job["artifacts"] else {}) | os.environ,
                 start_new_session=True,  # Ctrl-C is for the run; the writer has yet to log how it ended
             )
     except OSError as error:
@@ -367,7 +368,7 @@ def _locked(path: Path) -> bool:
 
 def _summary(run_dir: Path) -> dict:
     try:
-        return json.loads((run_dir / SUMMARY).read_text())
+        return json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {"status": "failed", "exit_reason": "the run's process ended without a summary"}
 

@@ -128,7 +128,7 @@ class Study:
         parent = self.replaced(known, name, "setting", params | {"seed": seeds}, self.run_dir)
         parent.log_params()
         folders = [Path(line["run_dir"]) for line in lines]
-        summaries = [json.loads((folder / SUMMARY).read_text()) for folder in folders]
+        summaries = [json.loads((folder / SUMMARY).read_text(encoding="utf-8")) for folder in folders]
         ends = middle([dict(mlflow.finals(summary)) for summary in summaries])
         rows = zip(*(jsonl.tail(folder / METRICS, 0)[0] for folder in folders), strict=False)
         parent.log_metrics(point for row in rows for point in mlflow.points(middle(row)))

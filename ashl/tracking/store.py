@@ -67,7 +67,7 @@ def schema_lock(uri: str) -> Generator[None, None, None]:
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(path.name + ".lock"), "w") as file:
+    with open(path.with_name(path.name + ".lock"), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

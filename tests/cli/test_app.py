@@ -4,8 +4,10 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,8 @@ from ashl.cli.table import folded
 from ashl.cli.train import starting
 from ashl.config import catalog
 from ashl.errors import AshlError, DataMissingError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -348,3 +352,59 @@ def test_a_paragraph_of_a_card_is_filled_anew_and_a_list_keeps_its_columns(monke
         *["            word word word word word"] * 3,
         "            word word ends.",
     ]
+
+
+# --- in a checkout ---------------------------------------------------------------------------------------------------
+
+UNINSTALLED = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+"""  # as a sitecustomize.py: what an editable installation finds, a plain one does not
+
+
+def in_checkout(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess:
+    """A command of Python's in the checkout, whose ashl/ then shadows what is installed."""
+    (tmp_path / "sitecustomize.py").write_text(UNINSTALLED)
+    path = os.pathsep.join([str(tmp_path), *([env.pop("PYTHONPATH")] if "PYTHONPATH" in env else [])])
+    own = os.environ | {"PYTHONPATH": path} | env
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=own, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.parametrize("module", ["ashl", "ashl.cli"])
+def test_modules_run_in_a_checkout_that_is_not_what_is_installed(module: str, tmp_path: Path) -> None:
+    done = in_checkout(tmp_path, "-m", module, "train", "--cfg", "sync=bsp")
+    assert done.returncode == 0, done.stderr
+    assert "sync: bsp" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["ashl"], ["ashl.cli"], ["torch.distributed.run", "--nproc-per-node=2", "-m", "ashl.cli"]]
+)
+def test_training_in_a_checkout_after_a_plain_installation(command: list[str], tmp_path: Path) -> None:
+    place = tmp_path / "site"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(place),
+        ".",
+    ]
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "tests"), symlinks=True)
+    subprocess.run(pip, cwd=source, check=True)
+    assert (place / "ashl/cli/app.py").exists()
+    overrides = ["topology=all_reduce", "sync=bsp", "cluster=homogeneous", "cluster.num_workers=2", "stop.steps=6"]
+    where = f"run.dir={tmp_path / 'run'}"
+    own = {"PYTHONPATH": str(place), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
+    done = in_checkout(tmp_path, "-m", *command, "train", *overrides, where, **own)
+    assert done.returncode == 0, done.stderr
+    assert "finished" in done.stdout
+    assert not (tmp_path / "run/mlflow.log").exists(), "its writer found ashl, too"

@@ -181,9 +181,11 @@ def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, m
     check_records(workplace / "run", "failed")
 
 
-@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["SIGHUP", *(pytest.param(f"SIG{name}", marks=pytest.mark.slow) for name in ("INT", "TERM"))]
+)
 def test_a_signal_to_all_processes_of_a_run(how: str, workplace) -> None:
-    """As of a terminal, and of a queue that takes its machine back: ranks and fork server leave it to their parent."""
+    """As of a terminal, a terminal that closes, and a queue: ranks and fork server leave it to their parent."""
     process = subprocess.Popen(
         [sys.executable, "-m", "ashl.cli", "train", *LONG], cwd=workplace, start_new_session=True
     )

@@ -53,7 +53,7 @@ def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.Capt
     assert summaries(workplace / "study") == whole
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupt_says_how_to_go_on(
     number: int, code: int, workplace: Path, capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:

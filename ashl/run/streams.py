@@ -1,0 +1,119 @@
+"""Standard input, output and error of a process, made usable in whatever state its parent leaves them.
+
+A daemon or a cron job may start with closed descriptors: then the next file that is opened takes number 1 and receives
+what is printed. A terminal may show ASCII only, or close while the process goes on.
+"""
+
+import errno
+import io
+import os
+import sys
+import unicodedata
+from codecs import register_error
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+SPELLED = {
+    "·": "*", "×": "x", "−": "-", "–": "-", "─": "-", "‖": "||", "…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=",
+    "≠": "!=", "±": "+/-", "√": "sqrt ", "∞": "inf", "∇": "grad ", "∈": "in", "⌈": "ceil(", "⌉": ")", "⌊": "floor(",
+    "⌋": ")", "⟨": "<", "⟩": ">", "«": "<<", "»": ">>", "⊗": "(x)", "⊕": "(+)", "ᵀ": "^T", "²": "^2", "³": "^3",
+    "⁄": "/",
+}  # fmt: skip
+ASCII_ONLY = "ashl.ascii"  # name of the error handler
+
+
+def spell(character: str) -> str:
+    """Return a character in ASCII: α is alpha, Γ is Gamma, é is e; what has no spelling is a question mark."""
+    if character.isascii():
+        return character
+    if character in SPELLED:
+        return SPELLED[character]
+    parts = unicodedata.normalize("NFKD", character)
+    if parts != character:
+        return "".join(map(spell, parts))
+    name = unicodedata.name(character, "").split()
+    if name[:2] in (["GREEK", "SMALL"], ["GREEK", "CAPITAL"]):
+        return name[3].lower() if name[1] == "SMALL" else name[3].capitalize()
+    return "" if unicodedata.combining(character) else "?"
+
+
+def spell_failed(error: UnicodeError) -> tuple[str, int]:
+    """Replace what an encoding cannot show, as the handler `errors=ASCII_ONLY` of a stream."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(map(spell, error.object[error.start : error.end])), error.end
+
+
+register_error(ASCII_ONLY, spell_failed)
+
+
+class Terminal(io.FileIO):
+    """A terminal's descriptor. Once the terminal is closed, writing to it fails with EIO: then it is /dev/null."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return super().write(data)
+
+
+def open_descriptors() -> None:
+    """Open on /dev/null what is closed of the descriptors 0 to 2, which child processes inherit."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)
+            if opened != number:
+                os.close(opened)
+            os.set_inheritable(number, True)
+
+
+def usable(stream: TextIO | None) -> TextIO:
+    """Return a stream that takes any text at any time, in place of this one."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's
+        return stream
+    if isinstance(stream.buffer, io.BufferedWriter) and stream.isatty():
+        raw = Terminal(stream.fileno(), "wb", closefd=False)
+        return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, ASCII_ONLY, line_buffering=True)
+    stream.reconfigure(errors=ASCII_ONLY)
+    return stream
+
+
+@contextmanager
+def standard_streams() -> Generator[None]:
+    """Have standard streams that take any text, for a while."""
+    open_descriptors()
+    before = sys.stdout, sys.stderr
+    errors = [getattr(stream, "errors", None) for stream in before]
+    sys.stdout, sys.stderr = map(usable, before)
+    try:
+        yield
+    finally:
+        for stream, own, handler in zip(before, (sys.stdout, sys.stderr), errors, strict=True):
+            if stream is None:
+                own.close()
+            elif isinstance(stream, io.TextIOWrapper) and not stream.closed:
+                own.flush()
+                stream.reconfigure(errors=handler)
+        sys.stdout, sys.stderr = before
+
+
+def redirect(path: Path) -> None:
+    """Send everything that this process and its libraries print to a file."""
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if stream := getattr(sys, name):
+            stream.flush()
+        os.dup2(out, number)
+        setattr(sys, name, open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False))  # noqa: SIM115
+    os.close(out)

@@ -1,0 +1,201 @@
+"""Where a command runs: closed streams, terminals that show ASCII only or close, long TMPDIR, no loopback, daemons."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ashl.cli import list as lists
+from ashl.cli.app import main
+from ashl.config.catalog import catalog
+from ashl.run import streams
+from ashl.run.desk import Desk
+from ashl.run.starter import STARTERS, forget
+from ashl.run.watch import handled
+from ashl.tracking import jsonl
+from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = ["cluster=homogeneous", "cluster.compute=[1,1]", "sync=bsp", "stop.steps=6", "model.hidden=[8]", "tracking=none"]
+ASHL = [sys.executable, "-P", "-m", "ashl.cli"]
+
+
+# --- terminals
+
+
+def test_every_letter_of_ours_has_a_spelling_in_ascii() -> None:
+    files = [file for folder in ("ashl", "cli", "conf") for file in (ROOT / folder).rglob("*.*")]
+    files = [file for file in files if file.suffix in (".py", ".yaml")]
+    letters = {letter for file in files for letter in file.read_text(encoding="utf-8") if not letter.isascii()}
+    assert len(letters) > 50
+    assert [letter for letter in letters if "?" in streams.spell(letter) or not streams.spell(letter).isascii()] == []
+
+
+def in_ascii(monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
+    """What a command prints on a terminal that shows ASCII only."""
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(args) == 0, args
+    out.flush()
+    return out.buffer.getvalue().decode("ascii")
+
+
+def test_every_page_of_list_in_ascii(monkeypatch) -> None:
+    monkeypatch.setattr(lists, "_laws", lambda file: None)  # measured, in plain letters
+    pages = [
+        [],
+        *([group] for group in catalog()),
+        *([g, option] for g, options in catalog().items() for option in options),
+    ]
+    assert len(pages) > 150
+    for page in pages:
+        assert in_ascii(monkeypatch, "list", *page).strip()
+    assert "w <- w - gamma*Sigma_i w" in in_ascii(monkeypatch, "list", "sync", "bsp")
+
+
+def test_a_terminal_that_closes_is_written_to_in_vain() -> None:
+    """Where it is not the one that sends SIGHUP, as after `disown`."""
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stream:
+        usable = streams.usable(stream)
+        usable.write("seen\n")
+        usable.flush()
+        assert os.read(ours, 100) == b"seen\r\n"
+        os.close(ours)
+        usable.write("unseen\n")
+        usable.flush()
+        usable.detach()
+
+
+# --- real processes
+
+
+def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(tmp_path) -> None:
+    place, long = tmp_path / "o'brien's \"runs\"", tmp_path / ("x" * 90)
+    place.mkdir()
+    long.mkdir()
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    command = [*closed, *ASHL, "train", "-q", *REAL, "tracking=mlflow", "runtime.timeout_s=30"]
+    assert (
+        subprocess.run(command, cwd=place, timeout=PATIENCE_S, env=os.environ | {"TMPDIR": str(long)}).returncode == 0
+    )
+    (summary,) = place.glob("runs/*/*/summary.json")
+    assert jsonl.whole(summary)["status"] == "finished"
+    assert (place / "runs/mlflow.db").exists()
+    assert not list(long.iterdir())
+    assert not (summary.parent / "mlflow.log").exists(), "MLflow took it"
+
+
+DAEMON = f"""
+import multiprocessing as mp, sys
+import ashl
+
+def train(name):
+    run = ashl.train("run.dir=" + name, *{REAL!r})
+    sys.exit(0 if run.summary["status"] == "finished" else 1)
+
+if __name__ == "__main__":
+    ashl.train("run.dir=first", *{REAL!r})
+    child = mp.get_context("fork").Process(target=train, args=("second",), daemon=True)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+def test_a_daemonic_process_forked_from_one_that_has_trained(tmp_path) -> None:
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    done = subprocess.run(
+        [sys.executable, "daemon.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "first/summary.json").exists()
+    assert (tmp_path / "second/summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "job", [{}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}]
+)
+def test_without_loopback(job, tmp_path) -> None:
+    apart = ["unshare", "-n" if os.geteuid() == 0 else "-rn"]
+    probe = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"NOT TRIED: no network namespace can be made here: {probe.stderr.strip()}")
+    command = [*apart, *ASHL, "train", "-q", *REAL, "runtime.timeout_s=10"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, env=os.environ | job)
+    by = "MASTER_ADDR=localhost" if job else "runtime=local"
+    assert done.stderr == (
+        f"ashl: {by}: processes on this machine do not reach each other over loopback, 127.0.0.1 "
+        "(Network is unreachable); bring it up with `ip link set lo up`, or take runtime=sim\n"
+    )
+    assert done.returncode == 2
+
+
+def test_what_is_left_over_of_a_job(monkeypatch) -> None:
+    """A run of a sweep is part of no job, whatever the shell has kept of one."""
+    for starter in STARTERS:
+        for name in (starter.rank, *starter.size, starter.local_rank):
+            monkeypatch.setenv(name, "1")
+    forget()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys()
+
+
+# --- signals, and jobs that are stopped
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sighup_is_handled_unless_it_is_ignored_as_under_nohup(ignored, monkeypatch) -> None:
+    heard = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with handled(lambda number, frame: heard.append(number)):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert heard == ([signal.SIGTERM] if ignored else [signal.SIGHUP, signal.SIGTERM])
+
+
+def test_ranks_are_not_silent_while_the_controller_is_stopped(monkeypatch) -> None:
+    desk = Desk.__new__(Desk)
+    desk.heard, desk.drained, desk.resumed = {0: 100.0, 1: 102.0}, 102.0, 0.0
+    desk._forgive(162.0, 60.0)
+    assert desk.heard == {0: 160.0, 1: 162.0}
+    assert desk.resumed == 162.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "sync=ssp",
+        "sync=bsp run.checkpoint_s=2",
+        "sync=bsp topology=all_reduce",
+        "sync=ad_psgd topology=gossip",
+        "topology=partial_all_reduce sync=ripples_smart sync.group_size=2",
+    ],
+)
+def test_a_job_that_is_stopped_and_goes_on(mode: str, workplace) -> None:
+    """As by Ctrl-Z and `fg`: all of its processes, for longer than runtime.timeout_s."""
+    command = [*ASHL, "train", *LONG, *mode.split(), "runtime.timeout_s=2"]
+    process = subprocess.Popen(command, cwd=workplace, start_new_session=True)
+    run = workplace / "run"
+    try:
+        wait_for(lambda: under_way(run) and len(ranks_of(run)) >= 2)
+        for _ in range(3):
+            os.killpg(process.pid, signal.SIGSTOP)
+            time.sleep(3)
+            os.killpg(process.pid, signal.SIGCONT)
+            time.sleep(2.5)
+        recorded = (run / "events.jsonl").stat().st_size
+        wait_for(lambda: (run / "events.jsonl").stat().st_size > recorded)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+    finally:
+        process.kill()
+    assert check_records(run, "interrupted")["lost_workers"] == []
