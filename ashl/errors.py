@@ -41,3 +41,16 @@ class DataMissingError(AshlError):
     """A data set is not where it was looked for."""
 
     exit_code = 3
+
+
+class OwnFaultError(AshlError):
+    """A part of the user's own failed: its model, task, data set or optimizer, and no code of ashl."""
+
+    def __init__(self, part: str, place: str, reason: str, hint: str) -> None:
+        """`place` is the item, the worker and the step."""
+        super().__init__(part, place, reason, hint)
+        self.part, self.place, self.reason, self.hint = part, place, reason, hint
+
+    def __str__(self) -> str:
+        place, hint = f", {self.place}" if self.place else "", f"; {self.hint}" if self.hint else ""
+        return f"{self.part} failed, not ashl{place}: {self.reason}{hint}"

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ashl.errors import AshlError, UsageError
+from ashl.config.faults import SMALLER, brief, short_of_memory
+from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import Contract, refuse_unasked, refuse_untyped
 
 KINDS = {  # by which a class is known to be of a group
@@ -144,14 +145,18 @@ def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Gene
     """What a class of the user's own raises in here is reported as theirs, with file and line; it is no bug of ours."""
     try:
         yield
+    except OwnFaultError as error:
+        raise kind(str(error)) from error.__cause__
     except AshlError:
         raise
     except Exception as error:
+        if short_of_memory(error):
+            raise AshlError(f"{SMALLER} ({brief(error)})") from error
         if isinstance(error, NotImplementedError) and (lacks := unsaid(error, allow)):
             raise kind(f"an option of your own failed, not ashl: {lacks}") from error
         if not place_of(error, allow):
             raise
-        raise kind(f"an option of your own failed, not ashl: {fault(error, allow)}") from error
+        raise kind(f"{option_of(error, allow)} failed, not ashl: {fault(error, allow)}") from error
 
 
 def has(cls: type, name: str) -> bool:
@@ -174,6 +179,16 @@ def unsaid(error: NotImplementedError, allow: Sequence[str]) -> str:
         return ""
     hook = frame.f_code.co_name
     return f"'{cls.__module__}.{cls.__name__}' does not say {hook!r}; it has no default, so give the class one"
+
+
+def option_of(error: Exception, allow: Sequence[str]) -> str:
+    """The option of the user's own in whose code an exception came up."""
+    own = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        cls = type(frame.f_locals.get("self"))
+        if cls.__module__.split(".")[0] in allow:
+            own = f"{getattr(cls, '_group', '')} {cls.__module__}.{cls.__qualname__}".strip()
+    return own or "an option of your own"
 
 
 def place_of(error: Exception, allow: Sequence[str]) -> str:

@@ -26,6 +26,11 @@ class Batches:
         return self if shard is self._shard else Batches(shard, self._batch, self._seed, self._worker, self._shuffle)
 
     @property
+    def size(self) -> int:
+        """Samples in a minibatch, as planned."""
+        return self._batch
+
+    @property
     def shard(self) -> np.ndarray:
         """All samples of the worker, in an order that never changes."""
         return self._shard

@@ -90,6 +90,8 @@ class Data:
     sample_shape: tuple[int, ...]
     num_classes: int  # number of outputs of the model: classes, values or the vocabulary
     augment: Literal["none", "crop_flip"] = "none"  # applied to training batches by the learner
+    source: str = ""  # dotted name of the user's own that made it, where it is plain torch
+    notes: tuple[str, ...] = ()  # what its user should know before the run
 
 
 @option

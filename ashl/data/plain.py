@@ -1,7 +1,7 @@
 """A data set as plain torch has it: a map-style `torch.utils.data.Dataset`, or a function that returns two of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from ashl.config.construct import Maker, arguments
+from ashl.config.faults import hint_for, reason, short_of_memory
 from ashl.data.dataset import Data, Dataset, Split
-from ashl.errors import UsageError
+from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import known_fields, option
+
+A_FEW = 5  # classes that a note names
+MOST_TOKENS = 10**7  # words of a vocabulary
 
 
 @option
@@ -45,15 +49,24 @@ class PlainDataset(Dataset):
 
     def data_of(self, *halves: Any) -> Data:
         """Return the data of a training half and a test half. Raises UsageError."""
-        train, test = (split_of(half, self.make.__name__) for half in halves)
+        name = self.make.__name__
+        train, test = (split_of(half, name) for half in halves)
         inputs, targets = train.batch(np.zeros(1, np.int64))
+        notes: tuple[str, ...] = ()
         if targets.is_floating_point():
             outputs = math.prod(targets.shape[1:])
-        else:  # as many as there are classes or, where inputs are tokens, words
+        elif targets.ndim == 1:
+            outputs, notes = classes_of([train.targets, test.targets], name)
+        else:  # tokens: as many as there are words in targets and inputs
             known = [half.targets for half in (train, test)]
             known += [half.inputs[torch.arange(len(half))] for half in (train, test) if not inputs.is_floating_point()]
             outputs = int(max(part.max() for part in known)) + 1
-        return Data(train, test, sample_shape=tuple(inputs.shape[1:]), num_classes=outputs)
+            if outputs > MOST_TOKENS:
+                raise UsageError(
+                    f"dataset: a token of {name} is {outputs - 1}; number tokens from 0 on, up to {MOST_TOKENS - 1}"
+                )
+        shape, source = tuple(inputs.shape[1:]), f"{self.make.__module__}.{name}"
+        return Data(train, test, sample_shape=shape, num_classes=outputs, source=source, notes=notes)
 
 
 def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:
@@ -72,25 +85,67 @@ class Items:
         self._half, self._name = half, name
 
     def __getitem__(self, index: Tensor, /) -> Tensor:
-        items = [tensor_of(self._half[number][0], f"{self._name}'s input {number}") for number in index.tolist()]
+        items = [
+            tensor_of(item_of(self._half, number, self._name)[0], f"{self._name}'s input {number}")
+            for number in index.tolist()
+        ]
         return stacked(items, f"{self._name}'s inputs")
+
+
+def classes_of(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...]]:
+    """How many outputs these classes need, and a note about numbers without a sample.
+
+    Raises UsageError where fewer than half of the numbers are classes: each would cost memory and learn nothing.
+    """
+    present = [int(value) for value in torch.unique(torch.cat(list(halves))) if value >= 0]
+    outputs = max(present, default=-1) + 1
+    missing = outputs - len(present)
+    if outputs <= 0:
+        raise UsageError(f"dataset: {name} has no class; number classes from 0 on")
+    if missing > len(present):
+        raise UsageError(
+            f"dataset: the classes of {name} are {len(present)} numbers from {present[0]} to {present[-1]}; number "
+            f"them from 0 to {len(present) - 1}, as torch.unique(targets, return_inverse=True)[1] does"
+        )
+    if not missing:
+        return outputs, ()
+    here = set(present)
+    absent = [number for number in range(outputs) if number not in here]
+    named = ", ".join(map(str, absent[:A_FEW])) + (", ..." if len(absent) > A_FEW else "")
+    return outputs, (f"no sample of {name} is of class {named}; the model has {outputs} outputs all the same",)
 
 
 def split_of(half: Any, name: str) -> Split:
     """One half. Raises UsageError where it is not a sequence of pairs (input, target)."""
     try:
-        count, first = len(half), half[0]
+        count = len(half)
+        first = half[0]
     except (TypeError, IndexError, KeyError) as error:
-        raise UsageError(f"dataset: {name} needs a length and items by number, and at least one ({error})") from error
+        raise UsageError(
+            f"dataset: {name} needs a length and items by number, and at least one ({reason(error)})"
+        ) from error
     if not isinstance(first, tuple | list) or len(first) != 2:
         raise UsageError(f"dataset: an item of {name} should be a pair (input, target)")
-    targets = [tensor_of(half[number][1], f"{name}'s target {number}") for number in range(count)]
+    targets = [tensor_of(item_of(half, number, name)[1], f"{name}'s target {number}") for number in range(count)]
     together = stacked(targets, f"{name}'s targets")
     if together.is_floating_point() and together.ndim == 1:
         together = together[:, None]  # as a model has its one output
-    if not together.is_floating_point() and together.ndim == 1 and int(together.min()) < 0:
-        raise UsageError(f"dataset: a class of {name} is {int(together.min())}; number them from 0 on")
     return Split(Items(half, name), together)
+
+
+def item_of(half: Any, number: int, name: str) -> Any:
+    """An item. Raises UsageError where there is none, or is no pair."""
+    try:
+        item = half[number]
+    except AshlError:
+        raise
+    except Exception as error:
+        if short_of_memory(error):
+            raise
+        raise OwnFaultError(f"dataset {name}", f"item {number}", reason(error), hint_for(error)) from error
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise UsageError(f"dataset: item {number} of {name} is {type(item).__name__}; make it a pair (input, target)")
+    return item
 
 
 def tensor_of(value: Any, what: str) -> Tensor:

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
+from ashl.config.faults import Guard, hint_for, short_of_memory
 from ashl.data.augment import crop_flip, crops
 from ashl.data.dataset import Data, Split
 from ashl.data.rng import Purpose, permutation, stream, torch_seed
-from ashl.errors import UsageError
+from ashl.errors import OwnFaultError, UsageError
 from ashl.learn.allocator import keep_pages
 from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
@@ -44,6 +46,8 @@ from ashl.task.contract import ACCURACY, Task
 EVALUATED = 2000  # training samples that train_loss is taken over, at most
 CALIBRATION = (8, 128)  # batches, and samples in each, that BatchNorm's statistics are estimated from
 RESIDENT = 2**32  # bytes of samples that are kept on the device, at most
+REENTRANT = "CheckpointFunctionBackward"  # torch's node of a checkpoint with use_reentrant=True
+EVALUATING, TRYING = "in an evaluation", "as it was tried out"
 CHUNK = 2**21  # elements of inputs or outputs that one evaluation batch holds, at most; bounds the memory
 
 
@@ -80,19 +84,26 @@ class Learner:
         self.start = start
         made = model_option.make if isinstance(model_option, PlainModel) else type(model_option)
         self._name = made.__name__
+        source = ("dataset", data.source)
+        model, judge = ("model", named(made)), ("task", named(type(task)))
+        self._of_data, self._of_forward = (source,), (model, source)
+        self._of_loss, self._of_backward = (judge, model, source), (model, judge, source)
         self._here = Replica(self._build, device, graphs)  # to be tried out
         self._train, self._test = on_device(data.train, device), on_device(data.test, device)
         # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
         self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())
         self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
+        self._counts = counts_of(task, data.train, "train"), counts_of(task, data.test, "test")
+        self.counts = None if self._counts[0] is None else self._counts[0].numpy()
         drew, self._width = self._try_out()
         self._here = Replica(self._build, device, graphs)  # the first has changed its state while it was tried out
-        self._captures = graphs and not drew
+        self._captures = graphs and not drew and self.counts is None
         # A user's own code may draw in some steps only, which one try does not show.
         self._draws = drew or not all(part.__module__.startswith("ashl.") for part in (made, type(task)))
         # Whether each gradient that was computed here had an element for each parameter; None before the first one.
         self.complete: bool | None = None
-        self._subset = permutation(len(data.train), 0, Purpose.SUBSET)[:EVALUATED]
+        order = permutation(len(data.train), 0, Purpose.SUBSET)
+        self._subset = (order if self.counts is None else order[self.counts[order] > 0])[:EVALUATED]
         self.epoch_samples, self.num_params = len(data.train), self._here.num_params
         self.layers = tuple(
             (name, tuple(p.shape)) for name, p in self._here.module.named_parameters() if p.requires_grad
@@ -126,28 +137,38 @@ class Learner:
         found = {f"the model's {name}": fingerprint(value) for name, value in state.items()}
         return found | fingerprint_of_data(self._data)
 
-    def gradient(self, params: Tensor, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
-        """Mean loss over the samples, a scalar, and its gradient at `params`, a fresh float32 [d], both on the device.
-        The gradient is −0.0 in parameters without one, see `ashl.optimizer.absent`.
+    def gradient(
+        self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Mean loss over the samples, a scalar, and its gradient at `params`, a fresh float32 [d], both on the device
+        and both times `share`. The gradient is −0.0 in parameters without one, see `ashl.optimizer.absent`.
 
         Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
-        Raises UsageError when BatchNorm gets too small a batch to normalise over.
+        Raises UsageError when BatchNorm gets too small a batch to normalise over, and OwnFaultError.
         """
-        batch = self._moved(indices, worker, step)
+        place, batch = place_of(worker, step), self._moved(indices, worker, step)
         with self._drawing(Purpose.MODEL, worker, step):
             if not self._captures:
-                return self._differentiated(self._batch_loss(params, batch, worker))
+                loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
+                return self._differentiated(loss, place)
             self._enter(params)
-            return self._here.graphs.run(
-                lambda inputs, targets: self._differentiated(self._loss(self._forward, inputs, targets, worker)), *batch
-            )
+
+            def captured(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+                return self._differentiated(self._loss(self._forward, inputs, targets, place), place)
+
+            return self._here.graphs.run(captured, *batch)
+
+    def _share(self, indices: np.ndarray, share: float) -> float:
+        """The share of a batch; 0 where no target of it counts."""
+        return share if self.counts is None or self.counts[indices].any() else 0.0
 
     def _drawing(self, purpose: Purpose, worker: int = 0, step: int = 0) -> AbstractContextManager:
         """Where the model may draw, what is drawn inside follows from (seed, purpose, worker, step) alone."""
         return seeded(torch_seed(self._seed, purpose, worker, step), self.device) if self._draws else nullcontext()
 
-    def _differentiated(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
+    def _differentiated(self, loss: Tensor, place: str) -> tuple[Tensor, Tensor]:
+        with Guard(self._of_backward, place):
+            gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
         return loss.detach(), self._vector(gradients, self._here.parameters)
 
     def _vector(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
@@ -165,13 +186,14 @@ class Learner:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
         halfway: Callable[[], None] = lambda: None,
+        share: float = 1.0,
     ) -> float:
         """The same; returns the loss, and calls `hand_out(k, slice)` as soon as backward has come to all of the tensors
         in the elements [start, stop) = parts[k], from the thread of the backward pass. Parts are of whole tensors.
         Parameters in pieces are waited for as the forward pass comes to them."""
         batch = self._moved(indices, worker, step)
         with self._drawing(Purpose.MODEL, worker, step):
-            return self._in_parts(params, batch, worker, step, parts, hand_out, halfway)
+            return self._in_parts(params, batch, worker, step, parts, hand_out, halfway, self._share(indices, share))
 
     def _in_parts(
         self,
@@ -182,9 +204,10 @@ class Learner:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
         halfway: Callable[[], None],
+        share: float,
     ) -> float:
         """Compute the loss and hand out slices of its gradient, see `gradient_in_parts`."""
-        loss = self._batch_loss(params, batch, worker, step)
+        loss = self._batch_loss(params, batch, worker, step, share)
         halfway()
         parameters = self._here.parameters
         bounds = [0, *accumulate(p.numel() for p in parameters)]
@@ -201,7 +224,8 @@ class Learner:
 
         hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(parameters)]
         try:
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            with Guard(self._of_backward, place_of(worker, step)):
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -263,15 +287,18 @@ class Learner:
                 work[places[id(max(own, key=Tensor.numel))]] += counted.get(name, 0) - inside
         return tuple(work)
 
-    def _batch_loss(self, params: Tensor | Pieces, batch: tuple[Tensor, Tensor], worker: int, step: int = 0) -> Tensor:
-        """The mean loss over a batch at `params`, ready to be differentiated."""
+    def _batch_loss(
+        self, params: Tensor | Pieces, batch: tuple[Tensor, Tensor], worker: int, step: int, share: float
+    ) -> Tensor:
+        """The mean loss over a batch at `params` times `share`, ready to be differentiated."""
         self._enter(params)
         forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, worker, step)
-        return self._loss(forward, *batch, worker)
+        loss = self._loss(forward, *batch, place_of(worker, step), counted=share != 0)
+        return loss if share in (0, 1) else loss * share
 
     def _moved(self, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
         """A batch to learn from, augmented."""
-        inputs, targets = self._batch(self._train, indices, worker, step)
+        inputs, targets = self._batch(self._train, indices, worker, step, place_of(worker, step))
         if self._data.augment == "crop_flip":
             moves = crops(len(indices), stream(self._seed, Purpose.AUGMENT, worker, step))
             inputs = crop_flip(inputs, to_device(moves, self.device))
@@ -284,16 +311,29 @@ class Learner:
         if not self._here.trains:
             self._here.train()
 
-    def _loss(self, forward: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, worker: int) -> Tensor:
+    def _loss(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        place: str,
+        counted: bool = True,
+    ) -> Tensor:
+        """The mean loss of a batch; 0, without a gradient, where no target of it counts."""
         try:
-            return self._task.loss(forward(inputs), targets)
-        except ValueError as error:
+            with Guard(self._of_forward, place):
+                outputs = forward(inputs)
+        except (ValueError, OwnFaultError) as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise UsageError(
-                f"Model {self._name} normalises over the batch, and worker {worker}'s batch of {len(inputs)} is too "
-                "small for that; take dataset.batch_size=2 or more."
+                f"Model {self._name} normalises over the batch, and the batch of {len(inputs)} of {place} is too small "
+                "for that; take dataset.batch_size=2 or more."
             ) from error
+        if not counted:
+            return outputs.new_zeros((), requires_grad=True)  # which no parameter takes part in
+        with Guard(self._of_loss, place):
+            return self._task.loss(outputs, targets)
 
     def samples(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs [features, samples] and targets [values, samples], float32; classes as 0 and 1."""
@@ -339,10 +379,13 @@ class Learner:
         state = self._here.module.state_dict()
         return {name: to_host(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
 
-    def _batch(self, split: Split, indices: np.ndarray, worker: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
+    def _batch(
+        self, split: Split, indices: np.ndarray, worker: int = 0, step: int = 0, place: str = EVALUATING
+    ) -> tuple[Tensor, Tensor]:
         """A batch; what is drawn while samples are read is drawn from (seed, worker, step) alone."""
         if not isinstance(split.inputs, Tensor):
-            with seeded(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST):
+            guard = Guard(self._of_data, place)
+            with guard, seeded(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST):
                 inputs, targets = split.batch(indices)
         elif self.device == HOST:
             return split.batch(indices)
@@ -352,37 +395,68 @@ class Learner:
 
     def _build(self, *, untrained: bool = False) -> nn.Module:
         start = None if untrained else self.start
-        return make_module(self._option, self._data.sample_shape, self._data.num_classes, self._seed, start)
+        module = make_module(self._option, self._data.sample_shape, self._data.num_classes, self._seed, start)
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            raise UsageError(
+                f"Model {self._name} has lazy layers, whose parameters have no size yet; give them their sizes, as "
+                "nn.Linear(16, 4) in place of nn.LazyLinear(4)."
+            )
+        return module
 
     def _try_out(self) -> tuple[bool, int]:
-        """Runs the module once to see that it fits the data and the task; returns whether it draws random numbers in
-        training, and how many outputs a sample has."""
+        """Computes a gradient and an evaluation of two samples to see that the module fits the data and the task.
+        Returns whether it draws random numbers in training, and how many outputs a sample has."""
         name, shape = self._name, "x".join(map(str, self._data.sample_shape))
         if not self._here.parameters or any(p.dtype != torch.float32 for p in self._here.parameters):
             raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
         inputs, targets = self._batch(self._train, np.zeros(2, np.int64))
         expected = self._task.expected(targets, self._data.num_classes)
-        with torch.no_grad(), seeded(0, self.device) as generator:
+        with seeded(0, self.device) as generator:
             before = generator.get_state()
-            try:
-                output = self._forward(inputs)
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                reason = str(error).split("\n")[0]
-                raise UsageError(
-                    f"Model {name} cannot take samples of shape {shape} ({reason}); take another."
-                ) from error
+            output = self._tried(inputs)
             if not isinstance(output, Tensor) or (expected is not None and output.shape != expected):
-                got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise UsageError(
-                    f"Model {name} returns {got} for two samples of shape {shape}, and should return "
+                    f"Model {name} returns {shape_of(output)} for two samples of shape {shape}, and should return "
                     f"{expected or 'a tensor'}."
                 )
             draws = not torch.equal(before, generator.get_state())
-            loss = self._task.loss(output, targets)
+            with Guard(self._of_loss, TRYING):
+                loss = self._task.loss(output, targets)
         if not isinstance(loss, Tensor) or loss.shape != ():
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"Task {type(self._task).__name__} returns {got} as loss, and should return one number.")
+            raise UsageError(
+                f"Task {type(self._task).__name__} returns {shape_of(loss)} as loss, and should return one number."
+            )
+        if has_node(loss, REENTRANT):
+            raise UsageError(
+                f"Model {name} has a reentrant checkpoint, whose parameters would get no gradient here; pass "
+                "use_reentrant=False to torch.utils.checkpoint."
+            )
+        with Guard(self._of_backward, TRYING):
+            torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
+        self._here.eval()
+        with torch.no_grad(), seeded(0, self.device):
+            evaluated = self._tried(inputs)
+        self._here.train()
+        if shape_of(evaluated) != shape_of(output):
+            raise UsageError(
+                f"Model {name} returns {shape_of(evaluated)} in evaluation mode and {shape_of(output)} in training; "
+                "let its forward return the same in both."
+            )
         return draws, output[0].numel()
+
+    def _tried(self, inputs: Tensor) -> Any:
+        """What the module returns for these samples. Raises UsageError where it cannot take them."""
+        with Guard(self._of_forward, TRYING):
+            try:
+                return self._forward(inputs)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                if short_of_memory(error):
+                    raise
+                shape, said = "x".join(map(str, self._data.sample_shape)), str(error).split("\n")[0]
+                raise UsageError(
+                    f"Model {self._name} cannot take samples of shape {shape} ({said}); "
+                    f"{hint_for(error) or 'take another'}."
+                ) from error
 
     def _forward(self, inputs: Tensor) -> Tensor:
         if self._channels_last and inputs.ndim == 4:
@@ -424,7 +498,8 @@ class Learner:
         batches, size = CALIBRATION
         size = min(size, self._chunk(), len(self._subset))
         for part in np.split(self._subset[: len(self._subset) // size * size], len(self._subset) // size)[:batches]:
-            self._forward(self._batch(self._train, part)[0])
+            with Guard(self._of_forward, EVALUATING):
+                self._forward(self._batch(self._train, part)[0])
         for norm, momentum in zip(self._here.norms, momenta, strict=True):
             norm.momentum = momentum
 
@@ -434,19 +509,76 @@ class Learner:
     def _score(
         self, split: Split, indices: np.ndarray, *, judged: bool = False, shift: int = 0
     ) -> tuple[float, float | None]:
-        """Mean loss over the samples named and, where they are `judged`, the task's metric. With a `shift`, each sample
-        has the target of the one that comes so many before it."""
-        losses, judged = 0.0, judged and self._task.metric != ""
+        """Mean loss over the samples' targets that count and, where they are `judged`, the task's metric. With a
+        `shift`, each sample has the target of the one that comes so many before it."""
+        losses, total, judged = 0.0, 0.0, judged and self._task.metric != ""
+        counts = self._counts[split is self._test]
         sums: Tensor | float = 0.0
         for part in chunks(indices, self._chunk()):
             inputs, targets = self._batch(split, part)
-            outputs = self._forward(inputs)
+            with Guard(self._of_forward, EVALUATING):
+                outputs = self._forward(inputs)
             targets = targets.roll(shift, 0) if shift else targets
-            losses += numbers([self._task.loss(outputs, targets)])[0] * len(targets)
+            count = len(targets) if counts is None else float(counts[torch.from_numpy(part)].sum())
+            if count:
+                with Guard(self._of_loss, EVALUATING):
+                    losses += numbers([self._task.loss(outputs, targets)])[0] * count
+            total += count
             if judged:
-                sums += self._task.scores(outputs, targets).double().reshape(len(targets), -1).sum(0)
-        metric = self._task.value(to_host(sums) / len(indices)) if isinstance(sums, Tensor) else None
-        return losses / len(indices), metric
+                with Guard(self._of_loss, EVALUATING):
+                    sums += self._task.scores(outputs, targets).double().reshape(len(targets), -1).sum(0)
+        metric = self._value(sums, len(indices)) if isinstance(sums, Tensor) else None
+        return losses / total, metric
+
+    def _value(self, sums: Tensor, count: int) -> float:
+        """The task's metric, of the sums of so many samples' scores."""
+        with Guard(self._of_loss, EVALUATING):
+            return float(self._task.value(to_host(sums) / count))
+
+
+def place_of(worker: int, step: int) -> str:
+    """Where an exception happened, for its sentence."""
+    return f"worker {worker}, step {step}"
+
+
+def has_node(output: Tensor, name: str) -> bool:
+    """Return True if the graph behind a tensor has a node of this name."""
+    left, seen = [output.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == name:
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
+
+
+def shape_of(value: Any) -> Any:
+    """The shape of a tensor, and the kind of anything else."""
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def named(made: Any) -> str:
+    """The dotted name of a class or a function."""
+    return f"{made.__module__}.{made.__qualname__}"
+
+
+def counts_of(task: Task, split: Split, half: str) -> Tensor | None:
+    """How many targets of each sample count, float64 [n]; None where all samples count alike.
+
+    Raises UsageError where no target of the half counts.
+    """
+    counts = task.counts(split.targets)
+    if counts is None:
+        return None
+    counts = to_host(counts).double()
+    if not counts.any():
+        raise UsageError(
+            f"dataset: no target of its {half} half counts, all are task.ignore_index={task.ignore_index}; give it some"
+        )
+    return None if bool((counts == counts[0]).all()) else counts
 
 
 def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:

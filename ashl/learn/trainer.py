@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ashl.config.faults import Guard
 from ashl.data.batches import Batches
 from ashl.data.partition import handed
 from ashl.learn.device import HOST, at_home, numbers, to_device
-from ashl.learn.learner import Learner
+from ashl.learn.learner import Learner, named, place_of
 from ashl.learn.pieces import Pieces
 from ashl.optimizer.absent import kept_where_absent, plus, some_absent
 from ashl.optimizer.contract import Optimizer
@@ -32,24 +33,61 @@ class Trainer:
         optimizer: Optimizer,
         deal: Callable[[Sequence[float]], list[Batches]],
         shares: Sequence[float],
+        in_rounds: bool = False,
     ) -> None:
-        """`deal` gives each worker its batches, from everybody's share of the data."""
-        self.learner, self.optimizer, self.deal = learner, optimizer, deal
+        """`deal` gives each worker its batches, from everybody's share of the data; with `in_rounds` all workers are at
+        the same step."""
+        self.learner, self.optimizer, self.deal, self.in_rounds = learner, optimizer, deal, in_rounds
         self.batches = deal(shares)
+        self._of_step = (("optimizer", named(type(optimizer))),)
+        self._last: tuple[Any, float] = (None, 1.0)  # the mean density of the last step that was asked for
         self.epoch_samples = learner.epoch_samples
         self.num_params = learner.num_params
         self.dense_bytes = 4 * learner.num_params
 
     def reshard(self, shares: Sequence[float]) -> Trainer:
         """The same with other shares of the data."""
-        return Trainer(self.learner, self.optimizer, self.deal, shares)
+        return Trainer(self.learner, self.optimizer, self.deal, shares, self.in_rounds)
 
     def handed(self, gone: frozenset[int]) -> Trainer:
         """The same while these workers are away, and their samples are with the others."""
         other = copy.copy(self)
         shards = handed([batches.shard for batches in self.batches], gone)
         other.batches = [own.over(shard) for own, shard in zip(self.batches, shards, strict=True)]
+        other._last = (None, 1.0)
         return other
+
+    @property
+    def weighs(self) -> bool:
+        """Return True if some samples have more targets that count than others."""
+        return self.learner.counts is not None
+
+    def share(self, worker: int, steps: range, weights: Sequence[float] | None = None) -> float:
+        """Return the density of the targets that count in these minibatches over its mean over all workers.
+
+        A mean loss times its share, weighted by samples, is the mean over all targets that count. In rounds, densities
+        are those of the same steps; else those of the whole shards. `weights` are those of the workers, by default
+        their batch sizes. Returns 1 where every sample counts alike.
+        """
+        counts = self.learner.counts
+        if counts is None:
+            return 1.0
+
+        steps = steps if self.in_rounds else range(0)
+        own = density(counts, self.batches[worker], steps)
+        asked = (steps, None if weights is None else tuple(weights))
+        if self._last[0] != asked:
+            weighed = [float(batches.size) for batches in self.batches] if weights is None else weights
+            each = zip(weighed, self.batches, strict=True)
+            mean = sum(weight * density(counts, batches, steps) for weight, batches in each) / sum(weighed)
+            self._last = asked, mean
+        return own / self._last[1] if self._last[1] else 1.0
+
+    def _share_of(self, worker: int, step: int, span: range | None) -> float:
+        """The share of one minibatch; of one of another size than planned, that of the shard."""
+        size = self.batches[worker].size
+        planned = span is None or span == range(step * size, (step + 1) * size)
+        return self.share(worker, range(step, step + 1) if planned else range(0))
 
     def blank(self, size: float) -> Tensor:
         """A body of this share of the model's size, to measure with."""
@@ -84,7 +122,7 @@ class Trainer:
         of samples."""
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
-        return self.learner.gradient(params, indices, worker, step)
+        return self.learner.gradient(params, indices, worker, step, self._share_of(worker, step, span))
 
     def gradient_in_parts(
         self,
@@ -98,7 +136,8 @@ class Trainer:
         """The loss on what lies at `span` in the worker's stream of samples; slices of the gradient are handed out as
         soon as they are there, see `Learner.gradient_in_parts`."""
         indices = self.batches[worker].span(span.start, len(span))
-        return self.learner.gradient_in_parts(params, indices, worker, step, parts, hand_out)
+        share = self._share_of(worker, step, span)
+        return self.learner.gradient_in_parts(params, indices, worker, step, parts, hand_out, share=share)
 
     def passes_in_parts(
         self,
@@ -121,15 +160,21 @@ class Trainer:
         same parts in the same order and with the same augmentation: a fixed function of `params`."""
         shard = self.batches[worker].shard
         losses, sizes, total = [], [], torch.full_like(params, -0.0)
+        whole, share = self._counted(shard), self.share(worker, range(0))
         for step, part in enumerate(np.array_split(shard, -(-len(shard) // batch))):
-            loss, grad = self.learner.gradient(params, part, worker, step)
+            loss, grad = self.learner.gradient(params, part, worker, step, share)
             losses.append(loss)
-            sizes.append(len(part))
-            total.add_(grad, alpha=len(part) / len(shard))
+            sizes.append(self._counted(part))
+            total.add_(grad, alpha=sizes[-1] / whole)
         mean = 0.0
         for loss, size in zip(numbers(losses), sizes, strict=True):
-            mean += loss * size / len(shard)
+            mean += loss * size / whole
         return mean, total
+
+    def _counted(self, indices: np.ndarray) -> float:
+        """The targets of these samples that count, at least 1; the number of samples where all count alike."""
+        counts = self.learner.counts
+        return len(indices) if counts is None else max(1.0, float(counts[indices].sum()))
 
     def reduced_gradient(
         self, params: Tensor, anchor: Tensor, worker: int, step: int, span: range
@@ -144,10 +189,11 @@ class Trainer:
         """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the minibatch."""
         indices = self.batches[worker].span(span.start, len(span))
         losses, shares, total, squares = [], [], torch.full_like(params, -0.0), torch.zeros_like(params)
+        share = self._share_of(worker, step, span)
         for part in np.array_split(indices, min(parts, len(indices))):
-            loss, grad = self.learner.gradient(params, part, worker, step)
+            loss, grad = self.learner.gradient(params, part, worker, step, share)
             losses.append(loss)
-            shares.append(len(part) / len(indices))
+            shares.append(self._counted(part) / self._counted(indices))
             grad = grad * shares[-1]
             total += grad
             squares.addcmul_(grad, grad)
@@ -164,17 +210,26 @@ class Trainer:
         if self.statistics:
             loss, _, statistics = self.sweep(params, moments, None, worker)
             return (loss, *self.optimizer.step(moments, params, statistics, lr))
-        loss, grad = self.gradient(params, worker, step, span)
-        return (loss, *self.apply(params, moments, grad, lr))
+        batches = self.batches[worker]
+        indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
+        loss, grad = self.learner.gradient(params, indices, worker, step)
+        return (loss, *self.apply(params, moments, grad, lr, place=place_of(worker, step)))
 
     def apply(
-        self, params: Tensor, moments: Moments, grad: Tensor, lr: float, exact: bool = True
+        self,
+        params: Tensor,
+        moments: Moments,
+        grad: Tensor,
+        lr: float,
+        exact: bool = True,
+        place: str = "at a merge",
     ) -> tuple[Moments, Tensor]:
         """Make the optimizer's step on a gradient, or on a weighted sum of several; leave elements without one alone.
 
         `exact`: whether the gradient came without loss, so that −0.0 marks those elements.
         """
-        after, moved = self.optimizer.step(moments, params, grad, lr)
+        with Guard(self._of_step, place):
+            after, moved = self.optimizer.step(moments, params, grad, lr)
         if not exact or self._none_absent(grad) or self.statistics:
             return after, moved
         *after, moved = kept_where_absent(grad, (*moments, params), (*after, moved))
@@ -215,11 +270,18 @@ def put_together(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.expand_as(vector) for part, vector in zip(parts, vectors, strict=True)])
 
 
+def density(counts: np.ndarray, batches: Batches, steps: range) -> float:
+    """Targets that count per sample in these minibatches of a worker; in its whole shard where there are none."""
+    parts = [batches.indices(step) for step in steps] or [batches.shard]
+    return float(np.mean([counts[part].mean() for part in parts]))
+
+
 class SizeOnlyTrainer:
     """Nothing inside: for timing thousands of workers without gradients. Vectors are sizes."""
 
     warmup_samples = 0
     device = HOST
+    weighs = False
 
     def __init__(self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0) -> None:
         self.statistics = statistics
@@ -299,8 +361,17 @@ class SizeOnlyTrainer:
     ) -> tuple[float, Moments, SizeOnly]:
         return 0.0, (), params
 
+    def share(self, worker: int, steps: range, weights: Sequence[float] | None = None) -> float:
+        return 1.0
+
     def apply(
-        self, params: SizeOnly, moments: Moments, grad: SizeOnly, lr: float, exact: bool = True
+        self,
+        params: SizeOnly,
+        moments: Moments,
+        grad: SizeOnly,
+        lr: float,
+        exact: bool = True,
+        place: str = "",
     ) -> tuple[Moments, SizeOnly]:
         return (), params
 

@@ -383,5 +383,6 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     trainers = []
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         optimizer = with_horizon(own.optimizer, plan.limits.epochs).for_layers(learner.layers)
-        trainers.append(Trainer(learner, optimizer, batches, [worker.data_share for worker in stage.workers]))
+        shares = [worker.data_share for worker in stage.workers]
+        trainers.append(Trainer(learner, optimizer, batches, shares, own.sync.in_rounds))
     return Job(parts, data, learner, rules(plan, parts, trainers, deal))

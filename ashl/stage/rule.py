@@ -66,8 +66,8 @@ class Rule(Contract, group="sync", strict=True):
         gradients are merged. Moments are None where each worker keeps its own. `state` stays as it is."""
         if self.exchange == "difference":
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
-        exact = stage.link.flags.lossless
-        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact)
+        exact, place = stage.link.flags.lossless, f"at merge {state.version}"
+        moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
         return moments, state.outer_state, params
 
     def sums_whole(self, stage: Stage, tally: Tally) -> bool:

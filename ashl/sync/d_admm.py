@@ -135,6 +135,7 @@ class Augmented:
     dual: Any
     weight: float
     target: Any
+    weighs: ClassVar[bool] = False  # models are averaged, without weights
 
     def rate(self, samples: int) -> float:
         return self.trainer.rate(samples)

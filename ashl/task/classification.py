@@ -1,17 +1,19 @@
 """Classification: cross entropy is learned, accuracy is reported.
 
 Rule: loss = −log softmax(outputs)[class], accuracy = share of samples whose largest output is that of their class.
+Samples of the class `ignore_index` do not count.
 Source: Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.
 """
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ashl.errors import UsageError
 from ashl.option import option
-from ashl.task.contract import ACCURACY, Task
+from ashl.task.contract import ACCURACY, Task, refuse_negative
 
 
 @option
@@ -19,6 +21,7 @@ class Classification(Task):
     """One of several classes."""
 
     metric: ClassVar[str] = ACCURACY
+    ignore_index: int
 
     def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
         if targets.is_floating_point():
@@ -32,7 +35,16 @@ class Classification(Task):
         return len(targets), num_classes
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs, targets)
+        return functional.cross_entropy(outputs, targets, ignore_index=self.ignore_index)
+
+    def counts(self, targets: Tensor) -> Tensor | None:
+        refuse_negative(targets, self.ignore_index)
+        return super().counts(targets)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.argmax(dim=1) == targets
+        """[whether it is right, whether it counts]."""
+        counted = targets != self.ignore_index
+        return torch.stack([(outputs.argmax(dim=1) == targets) & counted, counted], dim=1)
+
+    def value(self, means: Tensor) -> float:
+        return (means[0] / means[1]).item()

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ashl.errors import UsageError
 from ashl.option import Contract
 
 ACCURACY = "accuracy"  # the metric that `stop.target_accuracy` and stages that end by accuracy ask for
@@ -17,6 +18,7 @@ class Task(Contract, group="task", strict=True):
 
     metric: ClassVar[str] = ""
     higher_is_better: ClassVar[bool] = True
+    ignore_index: ClassVar[int] = -100  # whole-number targets of this value do not count, as in torch's cross_entropy
 
     def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
         """The shape that outputs for these targets have; None = whatever the loss takes. Raises UsageError for targets
@@ -27,6 +29,14 @@ class Task(Contract, group="task", strict=True):
         """The mean loss over a batch, a scalar []."""
         raise NotImplementedError
 
+    def counts(self, targets: Tensor) -> Tensor | None:
+        """How many targets of each sample count, [n]; None where all do. Batches are weighed by it in the loss of an
+        evaluation and between workers. Raises UsageError for targets that cannot be learned."""
+        if targets.is_floating_point():
+            return None
+        kept = targets != self.ignore_index
+        return None if bool(kept.all()) else kept.reshape(len(targets), -1).sum(1)
+
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """What the metric is made of, for each sample: [b] or [b, k]."""
         raise NotImplementedError
@@ -34,3 +44,15 @@ class Task(Contract, group="task", strict=True):
     def value(self, means: Tensor) -> float:
         """The metric, of the means of the scores over all samples, float64 [k]."""
         return means[0].item()
+
+
+def refuse_negative(targets: Tensor, ignore_index: int) -> None:
+    """Raises UsageError for a class below 0 that is not the one to be ignored."""
+    if targets.is_floating_point():
+        return
+    wrong = targets[(targets < 0) & (targets != ignore_index)]
+    if len(wrong):
+        raise UsageError(
+            f"dataset: a class is {int(wrong.min())}; number classes from 0 on, or mark what does not count with "
+            f"{ignore_index} (task.ignore_index)"
+        )

@@ -1,7 +1,7 @@
 """Language modelling: cross entropy of each next token is learned, perplexity or accuracy is reported.
 
 Rule: loss = mean over tokens of −log softmax(outputs)[token], perplexity = exp(that mean over the whole test set);
-tokens of target −100 do not count. Source: Jelinek et al., "Perplexity: a measure of the difficulty of speech
+tokens of target `ignore_index` do not count. Source: Jelinek et al., "Perplexity: a measure of the difficulty of speech
 recognition tasks", JASA 62, 1977.
 """
 
@@ -13,9 +13,7 @@ from torch.nn import functional
 
 from ashl.errors import UsageError
 from ashl.option import option
-from ashl.task.contract import ACCURACY, Task
-
-IGNORED = -100  # torch's own mark of a target that does not count
+from ashl.task.contract import ACCURACY, Task, refuse_negative
 
 
 @option
@@ -23,6 +21,7 @@ class LanguageModel(Task):
     """The next token at every place: targets are the inputs, one place on."""
 
     metric: Literal["perplexity", "accuracy"]
+    ignore_index: int
 
     @property
     def higher_is_better(self) -> bool:
@@ -37,15 +36,21 @@ class LanguageModel(Task):
         return *targets.shape, num_classes
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=self.ignore_index)
+
+    def counts(self, targets: Tensor) -> Tensor | None:
+        refuse_negative(targets, self.ignore_index)
+        return super().counts(targets)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """[sum over the sample's tokens, their number]."""
+        counted = targets != self.ignore_index
         if self.metric == ACCURACY:
-            found = (outputs.argmax(dim=2) == targets).double()
+            found = ((outputs.argmax(dim=2) == targets) & counted).double()
         else:
-            found = functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").double()
-        return torch.stack([found.sum(1), (targets != IGNORED).sum(1).double()], dim=1)
+            of = outputs.transpose(1, 2), targets
+            found = functional.cross_entropy(*of, ignore_index=self.ignore_index, reduction="none").double()
+        return torch.stack([found.sum(1), counted.sum(1).double()], dim=1)
 
     def value(self, means: Tensor) -> float:
         ratio = means[0] / means[1]

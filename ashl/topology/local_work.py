@@ -23,6 +23,7 @@ from ashl.runtime.node import Node
 from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Body, Ends, Link
+from ashl.stage.rule import WEIGHTS
 from ashl.stage.stage import Stage
 from ashl.topology.estimate import draw, estimated
 
@@ -135,7 +136,19 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     total, body = 0.0, local - params if grads is None else grads
     for loss in numbers(losses):
         total += loss
+    if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.carries:
+        share = share_of(stage, node.rank, range(state.step - steps, state.step))
+        body, total = body * share, total * share
     return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps, version)
+
+
+def share_of(stage: Stage, rank: int, steps: range) -> float:
+    """How much the samples of a worker's local steps count beside those of the others, see `Trainer.share`."""
+    weights = [0.0] * stage.num_workers
+    for worker, weight in zip(stage.workers, stage.team_weights, strict=True):
+        weights[worker] = weight
+    alike = len({stage.round_steps[worker] for worker in stage.workers}) == 1
+    return stage.trainer.share(rank, steps if alike else range(0), weights)
 
 
 async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:

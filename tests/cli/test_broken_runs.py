@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -174,8 +175,8 @@ def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, m
     code = main(["train", *[word for word in LONG if "hidden" not in word], *own])
     said = "ValueError: something is wrong with me"
     where = f"{workplace / 'fragile_models.py'}, line 13"
-    why = f"an option of your own failed, not ashl: {said} and more of it ({where})"
-    assert capsys.readouterr().err == f"ashl: worker 1: {why}; its log is run/rank1.log\n"
+    why = rf"model fragile_models\.Fragile failed, not ashl, worker 1, step \d+: {said} and more of it \({where}\)"
+    assert re.fullmatch(rf"ashl: worker 1: {why}; its log is run/rank1\.log\n", capsys.readouterr().err)
     assert code == 1
     assert said in (workplace / "run/rank1.log").read_text()
     check_records(workplace / "run", "failed")

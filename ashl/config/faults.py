@@ -1,0 +1,105 @@
+"""Whose fault an exception is: a part of the user's own, or ashl.
+
+`Guard` stands around each call of a model, a loss, a metric, a data set or an optimizer. What they raise becomes one
+sentence with the part, the worker and the step, the exception and, for the common ones, the fix. Only what ashl's own
+parts raise, and what ashl's own code raises on the way, stays as it is.
+"""
+
+import re
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ashl.errors import AshlError, OwnFaultError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+MACHINERY = ("ashl.runtime.", "ashl.stage.", "ashl.topology.", "ashl.learn.pieces")  # called back by hooks
+LIBRARIES = ("site-packages", "dist-packages", "lib/python")  # parts of paths that hold no file of the user's
+NO_MEMORY = ("allocate memory", "out of memory", "OutOfMemory", "MemoryError")
+SMALLER = "there is not enough memory; take a smaller dataset.batch_size or a smaller model"
+HINTS = (  # words of an exception, and the fix
+    ("use_reentrant", "pass use_reentrant=False to torch.utils.checkpoint"),
+    (
+        "LazyModule|uninitialized parameter|UninitializedParameter",
+        "give lazy layers their sizes, as nn.Linear(16, 4) in place of nn.LazyLinear(4)",
+    ),
+    (
+        "does not require grad",
+        "the loss has no gradient: look for torch.no_grad(), .detach(), .data or .item() in forward and loss",
+    ),
+    ("more than 1 value per channel", "a norm needs more than one value; take dataset.batch_size=2 or more"),
+    ("inplace operation", "an operation in place changes what the backward pass needs; write x = x + y, not x += y"),
+    ("index out of range in self", "an index is beyond an embedding's size; make num_embeddings larger"),
+    (r"Target -?\d+ is out of bounds", "a target is beyond the model's outputs; give the model more outputs"),
+    ("only for scalar outputs|only be implicitly created for scalar", "the loss should be one number; take its mean"),
+    ("|".join(NO_MEMORY), SMALLER),
+)
+
+
+class Guard:
+    """Reports what is raised inside as the fault of the first of `parts` that is the user's own.
+
+    `parts` are (group, dotted name), the one that is called first; `place` says worker and step.
+    """
+
+    __slots__ = ("parts", "place")
+
+    def __init__(self, parts: tuple[tuple[str, str], ...], place: str = "") -> None:
+        self.parts, self.place = parts, place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, OwnFaultError) and self.place not in error.place:
+            error.place = f"{error.place}, {self.place}"
+        if not isinstance(error, Exception) or isinstance(error, AshlError) or called_back(trace):
+            return
+        if short_of_memory(error):
+            raise AshlError(f"{self.place or self.parts[0][0]}: {SMALLER} ({brief(error)})") from error
+        own = next((part for part in self.parts if part[1] and not part[1].startswith("ashl.")), None)
+        if own is None:
+            return
+        group, name = self.parts[0]
+        doing = "" if own == self.parts[0] else f" with {group} {name.removeprefix('ashl.')}"
+        raise OwnFaultError(f"{own[0]} {own[1]}{doing}", self.place, reason(error), hint_for(error)) from error
+
+
+def called_back(trace: TracebackType | None) -> bool:
+    """Return True if ashl's own machinery, called by a hook inside, raised the exception."""
+    return any(frame.f_globals.get("__name__", "").startswith(MACHINERY) for frame, _ in traceback.walk_tb(trace))
+
+
+def brief(error: BaseException) -> str:
+    """The kind of an exception and its message on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def reason(error: Exception) -> str:
+    """The same, with the user's file and line where it came from."""
+    place = users_line(error)
+    return brief(error) + (f" ({place})" if place else "")
+
+
+def users_line(error: Exception) -> str:
+    """File and line of the innermost frame that belongs neither to ashl nor to an installed library; "" if none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        library = file.startswith("<frozen") or any(part in file for part in LIBRARIES)
+        if not library and not Path(file).is_relative_to(PACKAGE):
+            found = f"{file}, line {line}"
+    return found
+
+
+def hint_for(error: BaseException) -> str:
+    """The fix of a common fault; "" for any other."""
+    text = brief(error)
+    return next((hint for words, hint in HINTS if re.search(words, text)), "")
+
+
+def short_of_memory(error: BaseException) -> bool:
+    """Return True if memory could not be had, of the host or of a device."""
+    return isinstance(error, MemoryError) or any(words in brief(error) for words in NO_MEMORY)
