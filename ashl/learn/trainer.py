@@ -17,7 +17,7 @@ from ashl.data.partition import handed
 from ashl.learn.device import HOST, at_home, numbers, to_device
 from ashl.learn.learner import Learner, named, place_of
 from ashl.learn.pieces import Pieces
-from ashl.optimizer.absent import kept_where_absent, plus, some_absent
+from ashl.optimizer.absent import kept_where_absent, marks, plus, some_absent
 from ashl.optimizer.contract import Optimizer
 from ashl.size_only import SizeOnly
 
@@ -238,7 +238,9 @@ class Trainer:
     def _none_absent(self, grad: Tensor) -> bool:
         """Return True if each element has a gradient. A vector on an accelerator is not read where all gradients
         computed in this process were complete: a look at it would wait for the device."""
-        return (bool(self.learner.complete) and not at_home(grad)) or not some_absent(grad)
+        if at_home(grad):
+            return not some_absent(grad)
+        return bool(self.learner.complete) or not numbers([marks(grad).any()])[0]
 
     def apply_slice(
         self, params: Tensor, moments: Moments, start: int, stop: int, grad: Tensor, lr: float, exact: bool = True

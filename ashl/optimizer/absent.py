@@ -20,6 +20,7 @@ from torch._utils import _flatten_dense_tensors
 from ashl.size_only import SizeOnly
 
 ABSENT = -(2**31)  # the bits of −0.0 as an int32, below those of all other numbers
+HOST = torch.device("cpu")
 
 
 def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, bool]:
@@ -35,7 +36,7 @@ def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tu
         vector = torch.cat([dense(*both) for both in zip(gradients, parameters, strict=True)])
     if lacks:
         return vector, True
-    if len(gradients) == 1 or not vector.is_cpu:
+    if len(gradients) == 1 or vector.device != HOST:
         return vector + 0.0, False
     values = vector.numpy()
     np.add(values, 0.0, out=values)  # −0.0 + 0.0 = +0.0; half the time that torch takes
@@ -49,18 +50,19 @@ def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     return (gradient.to_dense() if gradient.layout != torch.strided else gradient).flatten() + 0.0
 
 
+def marks(gradient: Tensor) -> Tensor:
+    """Return which elements of this vector have no gradient, bool [d]."""
+    return gradient.view(torch.int32) == ABSENT
+
+
 def some_absent(gradient: Tensor) -> bool:
-    """Return True if an element of this vector has no gradient."""
-    if gradient.is_cpu:
-        return gradient.numpy().view(np.int32).min() == ABSENT
-    return bool(gradient.view(torch.int32).min() == ABSENT)
+    """Return True if an element of this vector, which lies in the host's memory, has no gradient."""
+    return gradient.numpy().view(np.int32).min() == ABSENT  # in a third of the time that `marks` takes
 
 
 def kept_where_absent(gradient: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return `after`, with `before` in the elements without a gradient. A number becomes a vector of numbers."""
-    absent = gradient.view(torch.int32) == ABSENT
-    if bool(absent.all()):
-        return tuple(before)
+    absent = marks(gradient)
     return tuple(torch.where(absent, old, new) for old, new in zip(before, after, strict=True))
 
 
@@ -68,4 +70,4 @@ def plus(gradient: Any, more: Any) -> Any:
     """Return gradient + more. An element without a gradient has none in the sum either, where `more` is zero."""
     if isinstance(gradient, SizeOnly) or isinstance(more, SizeOnly):
         return gradient
-    return torch.where((gradient.view(torch.int32) == ABSENT) & (more == 0), gradient, gradient + more)
+    return torch.where(marks(gradient) & (more == 0), gradient, gradient + more)
