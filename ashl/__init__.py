@@ -30,14 +30,17 @@ def train(*overrides: str, config_dir: str | PathLike[str] | None = None, quiet:
     Returns the run: its `summary`, its `metrics` and `events` as pandas frames, its `model()`. Raises AshlError also
     where the run failed or diverged, and KeyboardInterrupt; the records are complete by then.
     """
+    from ashl.config.catalog import own_folder
     from ashl.config.compose import compose
+    from ashl.config.override import command_line
     from ashl.run.train import run
     from ashl.study.frames import Run
 
     _check_texts(overrides)
-    config = compose(overrides, None if config_dir is None else Path(config_dir))
+    config = compose(overrides, folder := own_folder(config_dir))
+    command = str(command_line("train", overrides, folder))
     with _guest():
-        ran = run(config, list(overrides), quiet=quiet, silent=quiet)
+        ran = run(config, list(overrides), quiet=quiet, silent=quiet, command=command)
     return Run(ran.run_dir or Path(), ran.summary or {})
 
 
@@ -56,7 +59,9 @@ def sweep(
     """
     from functools import partial
 
+    from ashl.config.catalog import own_folder
     from ashl.config.compose import compose
+    from ashl.config.override import command_line
     from ashl.errors import UsageError
     from ashl.report.records import read
     from ashl.study import sweep as study
@@ -66,12 +71,22 @@ def sweep(
     _check_texts(overrides)
     if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
         raise UsageError(f"jobs={jobs!r} is no number of runs at a time; give 1 or more, or None for all cores.")
-    folder = None if config_dir is None else Path(config_dir)
+    folder = own_folder(config_dir)
     grid = make_grid(grid_lines(overrides, folder), partial(compose, config_dir=folder))
     first = grid.settings[0].config
     place = study.folder_of(grid, first["run"]["dir"], first["name"])
     with _guest():
-        study.sweep(grid, overrides, place, slots=jobs, rerun_failed=rerun_failed, race=race, quiet=quiet, silent=quiet)
+        study.sweep(
+            grid,
+            overrides,
+            place,
+            command=command_line("sweep", overrides, folder),
+            slots=jobs,
+            rerun_failed=rerun_failed,
+            race=race,
+            quiet=quiet,
+            silent=quiet,
+        )
     return Runs(read([place]))
 
 

@@ -7,9 +7,11 @@ import typer
 from .sweep import interruptible
 from .table import console
 from .train import ConfigDir, Debug, Overrides, starting
+from .typed import typed
 
 
 def advise(
+    ctx: typer.Context,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     target: Annotated[float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")] = None,
@@ -36,6 +38,7 @@ def advise(
             overrides or [],
             config_dir,
             console(),
+            command=typed(ctx),
             target=target,
             budget_s=budget,
             slots=jobs,

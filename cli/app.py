@@ -10,6 +10,7 @@ import typer
 
 from ashl import __version__
 from ashl.config.catalog import meant, nearest
+from ashl.config.override import command_text
 from ashl.errors import AshlError, UsageError, plain
 from ashl.run.streams import standard_streams
 
@@ -110,7 +111,7 @@ def _guarded(args: list[str]) -> int:
 
 def _run(args: list[str]) -> int:
     if "=" in args[0] and not args[0].startswith("-"):
-        raise UsageError(f"{args[0]} is no command; write `ashl train {' '.join(args)}`.")
+        raise UsageError(f"{args[0]} is no command; write `{command_text('train', *args)}`.")
     try:
         return app(args, prog_name="ashl", standalone_mode=False) or 0
     except typer.Abort as abort:  # what Typer makes of an EOFError, wherever that came from

@@ -1,6 +1,5 @@
 """`ashl compare`: a leaderboard of finished runs, and a report with the figures."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from ashl.errors import plain
 
 from .table import console
 from .train import Debug
+from .typed import typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ MAX_NAMED = 10
 
 
 def compare(
+    ctx: typer.Context,
     folders: Folders,
     baseline: Annotated[
         str | None, typer.Option(metavar="SETTING", help="Compare with this one; default: BSP, else the slowest.")
@@ -49,8 +50,7 @@ def compare(
     from ashl.report.terminal import show
 
     ordered = ordering(sort)
-    command = f"ashl {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["compare"] else ""
-    found = compared(folders, out=out, target=target, hold=hold, baseline=baseline, command=command)
+    found = compared(folders, out=out, target=target, hold=hold, baseline=baseline, command=str(typed(ctx)))
     show_left_out(found.board.left_out)
     screen = console()
     show(screen, found.board, rows=ordered(found.board), top=top)

@@ -17,6 +17,7 @@ from ashl.errors import UsageError
 from ashl.run.hosts import copied_environment, idle, read_hosts, shared_out
 
 from .train import Debug, resumed, starting
+from .typed import TYPED_LAUNCH, launched
 
 if TYPE_CHECKING:
     from ashl.run.ssh import Launch
@@ -74,7 +75,14 @@ def launch(
 
     columns = str(shutil.get_terminal_size().columns)
     where = Launch(
-        found, split(ssh), python, folder or os.getcwd(), {"COLUMNS": columns, **copied}, np, port, verbose=verbose
+        found,
+        split(ssh),
+        python,
+        folder or os.getcwd(),
+        {"COLUMNS": columns, **copied, TYPED_LAUNCH: shlex.join(launched(ctx))},
+        np,
+        port,
+        verbose=verbose,
     )
     if name == "sweep":
         for option in [option for option in ("launcher", "sweeper", "jobs") if params.get(option)]:

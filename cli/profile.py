@@ -7,9 +7,11 @@ import typer
 from ashl.errors import UsageError
 
 from .train import Cfg, ConfigDir, Debug, DryRun, Overrides, as_yaml, starting
+from .typed import typed
 
 
 def profile(
+    ctx: typer.Context,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
@@ -42,4 +44,4 @@ def profile(
     if codec and not measured:
         raise UsageError("--codec times how a compression encodes, and runtime=sim has what is declared; drop it")
     codecs = specs_of("compression", codec or [], overrides or [], config_dir)
-    return measuring.profile(config, overrides or [], quiet=quiet, codecs=codecs)
+    return measuring.profile(config, overrides or [], quiet=quiet, codecs=codecs, command=typed(ctx))

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ashl.config.override import key_of
+from ashl.config.override import CommandLine, key_of
 from ashl.errors import UsageError
 
 from .train import ConfigDir, Debug, Overrides, as_yaml, starting
+from .typed import typed as typed_line
 
 if TYPE_CHECKING:
     from ashl.run.ssh import Launch
@@ -60,7 +61,8 @@ def sweep(
         plugins.settings(launcher, sweeper, theirs)
     if sweeper:
         refuse({"--race": race, "--strict": strict, "--cfg": cfg, "--dry-run": dry_run, "--baseline": baseline})
-        return search(typed, theirs, config_dir, launcher, sweeper, jobs, rerun_failed=rerun_failed, quiet=quiet)
+        line = typed_line(ctx)
+        return search(line, typed, theirs, config_dir, launcher, sweeper, jobs, rerun_failed=rerun_failed, quiet=quiet)
     with starting(quiet):
         from ashl.study import sweep as study
 
@@ -79,8 +81,19 @@ def sweep(
         launch = partial(plugins.bring, launcher=launcher, overrides=[*slots, *theirs])
     with interruptible(quiet):
         run = there(ctx.obj, grid, config_dir) if ctx.obj else None
-        how = {"rerun_failed": rerun_failed, "race": race, "quiet": quiet}
-        summaries = study.sweep(grid, typed, folder, slots=jobs, launch=launch, baseline=baseline, run=run, **how)
+        summaries = study.sweep(
+            grid,
+            typed,
+            folder,
+            command=typed_line(ctx),
+            slots=jobs,
+            rerun_failed=rerun_failed,
+            race=race,
+            quiet=quiet,
+            baseline=baseline,
+            launch=launch,
+            run=run,
+        )
     return int(any(summary["status"] == "failed" for summary in summaries))
 
 
@@ -143,6 +156,7 @@ def refuse(options: dict[str, object]) -> None:
 
 
 def search(
+    line: CommandLine,
     typed: list[str],
     theirs: list[str],
     config_dir: Path | None,
@@ -185,6 +199,7 @@ def search(
             asked,
             corners,
             explore,
+            line,
             ["--sweeper", sweeper, *typed, *theirs],
             folder=study.folder_of([sweeper, *typed], corners.settings[0].config),
             slots=1 if launcher else jobs or default,

@@ -8,17 +8,20 @@ from typing import Annotated
 
 import typer
 
+from ashl.config.catalog import CONFIG_DIR
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 
 from .complete import complete
+from .typed import typed
 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings, as in sync=bsp optimizer.lr=0.05.", autocompletion=complete),
 ]
 ConfigDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="A folder with options of your own, as sync/mine.yaml.")
+    Path | None,
+    typer.Option(metavar="DIR", envvar=CONFIG_DIR, help="A folder with options of your own, as sync/mine.yaml."),
 ]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration and stop.")]
 OF_WORKERS = ("cluster.num_workers", "cluster.compute", "cluster.link", "cluster.node", "cluster.hosts")
@@ -28,6 +31,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def train(
+    ctx: typer.Context,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
@@ -55,7 +59,7 @@ def train(
     if dry_run:
         run.dry_run(config, overrides or [])
         return 0
-    return run.train(config, overrides or [], quiet=quiet, resume=resume)
+    return run.train(config, overrides or [], quiet=quiet, resume=resume, command=str(typed(ctx)))
 
 
 @contextmanager

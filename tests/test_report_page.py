@@ -80,7 +80,7 @@ def test_a_large_study_stays_small(tmp_path) -> None:
     assert len(found.board.rows) == 210
     assert len(page) < 300_000
     assert "The best 7 of 210 settings and the baseline." in page
-    assert "10 more settings are in `ashl export`" in page
+    assert f"10 more settings are in the export: `ashl export {tmp_path}/s`" in page
 
 
 def test_long_runs_of_many_workers_stay_small(tmp_path) -> None:

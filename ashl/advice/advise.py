@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ashl.advice.answer import Answered, announce, answered, report, show, show_field
+from ashl.advice.answer import HOSTS, Answered, Follows, announce, answered, hosts_of, report, show, show_field
 from ashl.advice.candidates import Asked, Field, asked, field_of
 from ashl.advice.contest import Place, final, judged, race_grid, tuned
 from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
-from ashl.config.override import key_of
+from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.run.profile import profile as measure
@@ -39,6 +39,7 @@ def advise(
     config_dir: Path | None,
     console: Console,
     *,
+    command: CommandLine,
     target: float | None,
     budget_s: float,
     slots: int | None,
@@ -58,7 +59,7 @@ def advise(
     if dry_run:
         show_field(console, field)
         return
-    command, folder = " ".join(["ashl advise", *overrides]), folder_of(field, wanted)
+    folder = folder_of(field, wanted)
     place = Place(folder, command, wanted.fixed, slots or len(os.sched_getaffinity(0)), deadline, console, quiet)
     with locked(folder):
         began_s, load = deadline.spent_s, loaded(field, place)
@@ -68,7 +69,7 @@ def advise(
         tries = tuned(field, scale, place, TUNING * budget_s)
         scale = judged(field, scale, place)
         grid, wait_s = race_grid(field, tries, scale, place), lambda: max(1.0, deadline.left_s / 2)
-        with copied_to_mlflow(grid, folder, command, console, wait_s) as to_mlflow:
+        with copied_to_mlflow(grid, folder, str(command), console, wait_s) as to_mlflow:
             found, unreached = final(field, tries, scale, place, RACING * budget_s, to_mlflow)
             if found is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
@@ -77,9 +78,10 @@ def advise(
                     f"{needed_s:.0f} would do, and the same command goes on"
                 )
             known = evidence(field, found.board, unreached, scale, load, wanted.rates, place, began_s)
-            result = answered(field, tries, scale, found, unreached, known, real, deadline)
+            follows = Follows(command, real, folder / HOSTS)
+            result = answered(field, tries, scale, found, unreached, known, follows, deadline)
             keep(folder, result, scale, known.slower)
-            report(folder, command, field, found, result)
+            report(folder, str(command), field, found, result)
     show(console, field, result, folder, explain=explain)
 
 
@@ -159,6 +161,8 @@ def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
 
 
 def keep(folder: Path, result: Answered, scale: Scale, slower: float) -> None:
-    """Write the plan of the winner, and all that was printed, for machines."""
+    """Write the plan of the winner, a file of hosts to fill in, and all that was printed, for machines."""
     (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
+    if not (folder / HOSTS).exists():  # it may be filled in
+        (folder / HOSTS).write_text(hosts_of(result.plan), encoding="utf-8")
     jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": slower, **result.record})

@@ -1,7 +1,6 @@
 """What the race says: as a record for machines, and in words and tables."""
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ashl.advice.contest import Tuned
 from ashl.advice.evidence import Evidence
 from ashl.advice.flips import Racer, flips_of
 from ashl.advice.scale import Scale
-from ashl.config.override import key_of
+from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.make import make_plan
@@ -31,6 +30,8 @@ from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
 FLIPPED = 5  # candidates whose times elsewhere are predicted
+HOSTS = "hosts.txt"
+OWN = ("optimizer.lr", "seed", "run.dir")  # keys that the answer gives, or that belong to one run
 WORDS = ("candidate", "rule", "because")  # columns of text
 LEAST_S = 3.0  # of the budget is left when that ends, or a twentieth of it
 
@@ -44,6 +45,43 @@ class Answered:
     lines: tuple[tuple[str, str], ...]
     plan: Plan
     record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Follows:
+    """Which commands follow from the answer.
+
+    Args: command is what was typed; real is what holds for a run on processes; hosts is the file that `ashl launch`
+    reads.
+    """
+
+    command: CommandLine
+    real: Sequence[str]
+    hosts: Path
+
+    def here(self, chosen: Sequence[str]) -> tuple[str, str]:
+        """Return where the run on this machine takes place, in words, and its command."""
+        kept = [text for text in self.real if key_of(text) not in OWN]
+        where = "here" if "cluster=real" in kept else "here, emulated"
+        where = "here, in virtual time" if "runtime=sim" in kept else where
+        return where, self.command.followed_by("train", *kept, *chosen)
+
+    def on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
+        """Return the command on several machines: without the cluster that was declared, or measured on this one."""
+        typed = [text for text in self.command.words if "=" in text and key_of(text) == "profile"]
+        rest = [text for text in self.real if key_of(text) not in (*OWN, "profile")]
+        rest = [text for text in rest if key_of(text).partition(".")[0] not in ("cluster", "runtime")]
+        before = ("ashl", "launch", "--hosts", str(self.hosts), "--")
+        line = CommandLine(("train",), self.command.config_dir, before)
+        return line.followed_by("train", *typed, *rest, *chosen, f"cluster.num_workers={num_workers}")
+
+
+def hosts_of(plan: Plan) -> str:
+    """The file of hosts with as many slots as the run has ranks, on this machine, to be filled in."""
+    return (
+        "# A line for each machine, as ssh knows it: `node1`, or `node1 slots=2` for two ranks on it.\n"
+        f"localhost slots={plan.num_ranks}\n"
+    )
 
 
 def show_field(console: Console, field: Field) -> None:
@@ -100,13 +138,13 @@ def answered(
     found: Comparison,
     unreached: Target | None,
     known: Evidence,
-    real: Sequence[str],
+    follows: Follows,
     deadline: Deadline,
 ) -> Answered:
     """Put the outcome of the race into words.
 
-    Args: unreached is the target that was asked for, where no setting reached it; real is what was typed, for the run
-    that follows.   Raises: AshlError if whole runs of enough candidates did not reach the target.
+    Args: unreached is the target that was asked for, where no setting reached it.
+    Raises: AshlError if whole runs of enough candidates did not reach the target.
     """
     board = found.board
     first, *others = board.ranked
@@ -115,9 +153,10 @@ def answered(
     if not math.isfinite(first.spread.middle):
         raise AshlError(nobody(board, describe(board.target) if board.target else board.measure.title, deadline))
     own, rate = named(field, first), first.runs[0].config["optimizer.lr"]
-    kept = [text for text in real if key_of(text) not in ("optimizer.lr", "seed", "run.dir")]
     evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
-    command = shlex.join(["ashl", "train", *kept, *evaluated, *own.overrides, f"optimizer.lr={rate:g}"])
+    chosen = [*evaluated, *own.overrides, f"optimizer.lr={rate:g}"]
+    where, command = follows.here(chosen)
+    launch = follows.on_hosts(chosen, own.plan.num_workers)
     plan = make_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
     notes = [*notes_of(scale), *known.notes(field)]
@@ -127,7 +166,7 @@ def answered(
     lines = [("flips", text) for text, _ in flips]
     lines += [("", "as far as learning needs as many steps there as here")] if flips else []
     lines += [("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")]
-    lines += [("run it", command)]
+    lines += [("run it", f"{where}: {command}"), ("", f"on your machines: {launch}")]
     if sure is not None and not known.missing:
         lines.insert(0, ("sure", f"{percent(sure)}, that {first.label} is better than {others[0].label} on average"))
     record = {
@@ -144,6 +183,7 @@ def answered(
         "flips": [each for _, each in flips],
         "notes": notes,
         "command": command,
+        "launch": launch,
         "expected": {"value": first.spread.middle, "bytes_up": up, "bytes_down": down},
         "spent_s": deadline.spent_s,
         "budget_s": deadline.budget_s,

@@ -13,7 +13,7 @@ from rich.console import Console
 from ashl.advice.candidates import RATE, Candidate, Field, LeftOut
 from ashl.advice.scale import Scale
 from ashl.config.identity import config_hash
-from ashl.config.override import key_of
+from ashl.config.override import CommandLine, key_of
 from ashl.errors import UsageError
 from ashl.plan.plan import TARGETS
 from ashl.report.compare import Comparison, compare
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     """Where and with what means the race is run."""
 
     folder: Path
-    command: str
+    command: CommandLine
     fixed: Sequence[str]  # what holds for all runs
     slots: int
     deadline: Deadline
@@ -97,7 +97,7 @@ def run(
     """Race what is missing of a grid in its folder, as long as the budget lets it. With more `seeds` than there are in
     the grid, nobody is dropped for what may be chance, and nobody stays as the baseline."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = begun(grid, place.fixed, folder, keep_dropped=True)
+    record = begun(grid, place.fixed, folder, keep_dropped=True, command=place.command)
     waiting = [setting for setting in grid.settings if open_in(folder, setting, record)]
     if not waiting or place.deadline.spent_s >= until_s:
         return
@@ -271,9 +271,9 @@ def compared(place: Place) -> tuple[Comparison | None, Target | None]:
     outcomes = list[tuple[Comparison, Target | None]]()
     for folder in (place.folder, place.folder / TUNING):
         with suppress(UsageError):
-            found, target = compare([folder], command=place.command), None
+            found, target = compare([folder], command=str(place.command)), None
             if found.board.target is not None and not math.isfinite(found.board.ranked[0].spread.middle):
-                found, target = compare([folder], command=place.command, own_target=False), found.board.target
+                found, target = compare([folder], command=str(place.command), own_target=False), found.board.target
             outcomes.append((found, target))
     several = (outcome for outcome in outcomes if len(outcome[0].board.ranked) > 1)
     return next(several, outcomes[-1] if outcomes else (None, None))

@@ -5,6 +5,7 @@ Read without Hydra and without importing what the options name, so that completi
 
 import ast
 import importlib.util
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder
 from itertools import takewhile
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +23,7 @@ from ashl.errors import UsageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 MERGE = "tag:yaml.org,2002:merge"  # what YAML calls `<<`
+CONFIG_DIR = "ASHL_CONFIG_DIR"  # the environment's word for --config-dir
 A_FEW = 12  # names that a sentence may list
 CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())  # where installed, in a checkout
 
@@ -34,6 +37,12 @@ class Parameter:
     key: str
     value: str
     comment: str
+
+
+def own_folder(config_dir: str | PathLike[str] | None) -> Path | None:
+    """The folder of the user's own options: the one given, else the one that the environment names."""
+    found = config_dir or os.environ.get(CONFIG_DIR)
+    return Path(found) if found else None
 
 
 def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ashl.config.catalog import CONF, Catalog, catalog, check_keys, lacking, nearest, parameters
 from ashl.config.construct import found
-from ashl.config.override import key_of
+from ashl.config.override import command_line, key_of
 from ashl.config.workers import sized
 from ashl.errors import UnusedKeyError, UsageError
 
@@ -50,7 +50,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
     named = {key_of(text) for text in overrides}
     if any(key.partition(".")[0] == "sync" for key in named) and "schedule" not in named:
         overrides = [*overrides, "schedule=single"]
-    changes = [_change(text, known) for text in overrides]
+    changes = [_change(text, known, config_dir) for text in overrides]
     last = {change.key_or_group: change.value() for change in changes if change.key_or_group in known}
     groups = tuple(f"{group}={option}" for group, option in sorted(last.items()))
     values = [change for change in changes if change.key_or_group not in known]
@@ -207,7 +207,7 @@ def _plain(config: DictConfig, *, resolve: bool = False) -> dict:
     return plain
 
 
-def _change(text: str, known: Catalog) -> Override:
+def _change(text: str, known: Catalog, config_dir: Path | None) -> Override:
     """One override, parsed; UsageError for what is not a single change of one key."""
     change = parsed(text, known)
     key, _, value = text.lstrip("+~").partition("=")
@@ -221,7 +221,8 @@ def _change(text: str, known: Catalog) -> Override:
         raise UsageError(f"{text}: lines of a sweep stand in a preset; here give values, as in sync=bsp,asp.")
     if change.is_sweep_override():
         brackets = f", or write a list as '{key}=[{value}]'" if "(" not in value and key not in known else ""
-        raise UsageError(f"{text} gives several values where train takes one; use `ashl sweep {text}`{brackets}.")
+        sweep = command_line("sweep", [text], config_dir)
+        raise UsageError(f"{text} gives several values where train takes one; use `{sweep}`{brackets}.")
     if key in known and str(change.value()) not in known[key] and not (value == "null" and key in PRESETS):
         raise lacking(key, value, known[key])
     return change
@@ -233,7 +234,7 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
     known = catalog(config_dir)
     change = parsed(text, known)
     if change.is_delete() or not change.is_sweep_override():
-        _change(text, known)
+        _change(text, known, config_dir)
         return [text]
     key = text.partition("=")[0]
     if not change.is_discrete_sweep():
@@ -252,7 +253,7 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
         raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
     singles = [f"{key}={value}" for value in values]
     for single in singles:
-        _change(single, known)
+        _change(single, known, config_dir)
     return singles
 
 

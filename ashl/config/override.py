@@ -1,6 +1,43 @@
-"""KEY=VALUE, as it is typed."""
+"""KEY=VALUE and whole commands, as they are typed."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
 
 
 def key_of(override: str) -> str:
     """The key; a leading `+` or `++` means nothing here."""
     return override.lstrip("+").partition("=")[0]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command of ashl as it was typed; as text, quoted for a shell.
+
+    Args: words is the command's name and what follows it; config_dir is the folder of the user's own options, which
+    the environment may have named; before is `ashl`, with `launch` and its options where hosts run the command.
+    """
+
+    words: tuple[str, ...]
+    config_dir: str | None = None
+    before: tuple[str, ...] = ("ashl",)
+
+    def __str__(self) -> str:
+        name, *rest = self.words
+        return self.followed_by(name, *rest)
+
+    def followed_by(self, name: str, *words: object) -> str:
+        """Return a command that follows from this one: on the same hosts, with the same folder of options."""
+        own = [] if self.config_dir is None else ["--config-dir", self.config_dir]
+        return shlex.join([*self.before, name, *own, *map(str, words)])
+
+
+def command_line(name: str, words: Sequence[str], config_dir: str | PathLike[str] | None = None) -> CommandLine:
+    """Return the command that does what a function of the package was asked for."""
+    return CommandLine((name, *words), None if config_dir is None else fspath(config_dir))
+
+
+def command_text(*words: object) -> str:
+    """Return a command of ashl that needs no options of the user's own, quoted for a shell."""
+    return shlex.join(["ashl", *map(str, words)])

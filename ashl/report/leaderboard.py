@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from statistics import fmean, median, stdev
 from typing import Any
 
+from ashl.config.override import command_text
 from ashl.errors import UsageError
 from ashl.planning import free_ports
 from ashl.report.measure import (
@@ -366,10 +367,9 @@ def _pace_note(rows: Sequence[Row]) -> list[str]:
 
 def _target_note(study: Study, target: Target, behind: int) -> list[str]:
     most = f"all but {behind} of the settings reach" if behind else "all reach"
-    where = f"ashl compare {study.folder} " if study.folder else ""
-    return [
-        f"These runs had no target: this one is the best that {most}; another one: {where}--target {target.accuracy:g}"
-    ]
+    other = ("--target", f"{target.accuracy:g}")
+    another = command_text("compare", study.folder, *other) if study.folder else " ".join(other)
+    return [f"These runs had no target: this one is the best that {most}; another one: {another}"]
 
 
 def _race_note(study: Study) -> list[str]:

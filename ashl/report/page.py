@@ -10,6 +10,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from ashl import __version__
+from ashl.config.override import command_line, command_text
 from ashl.report import crossover, crossover_map, curves, gantt, pareto, shares, small_multiples, staleness
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.phrases import Answer, answer
@@ -94,7 +95,7 @@ def page(
     title = f"ashl: {what}"
     sections = [
         _answer(said),
-        _table(board, home),
+        _table(board, home, study.folder),
         *(_section(title, figure, note) for title, figure, note in drawn),
         *map(_said_table, said.tables),
         _list("Ended badly", board.ended_badly),
@@ -170,7 +171,8 @@ def _answer(said: Said) -> str:
 
 
 def _line(text: str) -> str:
-    return f"<code>{escape(text)}</code>" if text.startswith("ashl ") else escape(text)
+    where, found, command = text.partition("ashl ")
+    return f"{escape(where)}<code>{escape(found + command)}</code>" if found else escape(text)
 
 
 def _said_table(table: SaidTable) -> str:
@@ -182,7 +184,7 @@ def _said_table(table: SaidTable) -> str:
     return _section(table.title, body)
 
 
-def _table(board: Leaderboard, home: Path) -> str:
+def _table(board: Leaderboard, home: Path, folder: Path | None) -> str:
     """The leaderboard; of a long one, the rest can be unfolded."""
     shown = board.rows[:UNFOLDED]
     columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
@@ -193,7 +195,8 @@ def _table(board: Leaderboard, home: Path) -> str:
         else ""
     )
     more = len(board.rows) - len(shown) - len(folded)
-    note = method(board) + (f" {more} more settings are in `ashl export`." if more else "")
+    export = f": `{command_text('export', folder)}`" if folder else ""
+    note = method(board) + (f" {more} more settings are in the export{export}." if more else "")
     return _section("Leaderboard", _rows(board, shown, columns, home) + rest, note)
 
 
@@ -244,12 +247,10 @@ def _list(title: str, found: Sequence[LeftOut]) -> str:
 
 
 def _origin(study: Study, command: str) -> str:
-    swept = (
-        ["ashl sweep " + " ".join(map(str, study.sweep["overrides"]))]
-        if study.sweep and study.sweep.get("overrides")
-        else []
-    )
-    lines = [f"<code>{escape(text)}</code>" for text in dict.fromkeys(filter(None, [command, *swept]))]
+    made = [study.runs[0].command] if len(study.runs) == 1 and study.sweep is None else []
+    if study.sweep and (overrides := study.sweep.get("overrides")):
+        made = [study.sweep.get("command") or str(command_line("sweep", [str(text) for text in overrides]))]
+    lines = [f"<code>{escape(text)}</code>" for text in dict.fromkeys(filter(None, [command, *made]))]
     lines.append(escape(", ".join([f"ashl {__version__}", f"Python {platform.python_version()}", f"torch {_torch()}"])))
     return f"<section><h2>How this was made</h2>{''.join(f'<p>{line}</p>' for line in lines)}</section>"
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
 
 SWEEP, SUMMARY, CONFIG, OVERRIDES = "sweep.json", "summary.json", "config.yaml", "overrides.yaml"
+COMMAND = "command.txt"  # what was typed, for a shell
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
@@ -85,6 +87,17 @@ class Run:
             return {key_of(text): text.partition("=")[2] for text in lines or ()}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
             return {}
+
+    @cached_property
+    def command(self) -> str:
+        """The command that runs it again, quoted for a shell: as typed, or as its sweep's folder and its own overrides
+        say; empty where neither is known."""
+        try:
+            return (self.folder / COMMAND).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            train = (jsonl.whole(self.folder.parent / SWEEP) or {}).get("train")
+        own = [f"{key}={value}" for key, value in self.typed.items() if key not in ("run.dir", "sweep")]
+        return f"{train} {shlex.join(own)}" if train else ""
 
     @cached_property
     def metrics(self) -> tuple[Mapping[str, Any], ...]:

@@ -149,6 +149,6 @@ def server_note(
     if better is None:
         return text
     return (
-        f"{text}; by profile={path} the link of {better} is no worse, perhaps better: `ashl profile "
-        f"cluster.server_host={better}` would tell"
+        f"{text}; by profile={path} the link of {better} is no worse, perhaps better: a profile with "
+        f"cluster.server_host={better} would tell"
     )

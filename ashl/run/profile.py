@@ -1,10 +1,12 @@
 """`ashl profile`: a cluster measured, or as it is declared, and the plan that follows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ashl.config.override import CommandLine, command_line, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
@@ -24,6 +26,7 @@ def profile(
     *,
     quiet: bool = False,
     codecs: Sequence[Spec] = (),
+    command: CommandLine | None = None,
 ) -> int:
     """Measure the cluster (in virtual time: take what it declares), plan from it, print both; returns the exit code.
 
@@ -62,11 +65,18 @@ def profile(
         forecast(console, plan, len(data.train), found)
         console.print(f"run folder  {run_dir}", soft_wrap=True, markup=False)
         console.print(
-            f"use it with `ashl train profile={run_dir / 'profile.json'}` or plan={run_dir / 'plan.json'}",
+            f"use it with `{uses(command, overrides, 'profile', run_dir)}`\n"
+            f"or with     `{uses(command, overrides, 'plan', run_dir)}`",
             soft_wrap=True,
             markup=False,
         )
     return 0
+
+
+def uses(command: CommandLine | None, overrides: Sequence[str], key: str, run_dir: Path) -> str:
+    """The command that trains what was profiled, from the profile or from the plan (`key`) that lies there."""
+    own = [text for text in overrides if key_of(text) not in ("profile", "plan", "run.dir", "name")]
+    return (command or command_line("profile", overrides)).followed_by("train", *own, f"{key}={run_dir / key}.json")
 
 
 def through_server(config: dict[str, Any], in_job: bool = False, codecs: Sequence[Spec] = ()) -> dict[str, Any]:

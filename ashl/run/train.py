@@ -22,6 +22,7 @@ from ashl.planning.device import device_of
 from ashl.planning.legal_checkpoints import in_lockstep, in_one_round
 from ashl.planning.make import prepared
 from ashl.report.compare import REPORT, compare
+from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
 from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, VIRTUAL, Saved, Savings
@@ -59,9 +60,10 @@ def train(
     quiet: bool = False,
     silent: bool = False,
     resume: Path | None = None,
+    command: str = "",
 ) -> int:
     """The exit code of `run`."""
-    return run(config, overrides, quiet=quiet, silent=silent, resume=resume).code
+    return run(config, overrides, quiet=quiet, silent=silent, resume=resume, command=command).code
 
 
 def run(
@@ -71,9 +73,10 @@ def run(
     quiet: bool = False,
     silent: bool = False,
     resume: Path | None = None,
+    command: str = "",
 ) -> Ran:
     """Plan, run, record. `resume` is the folder of a run to go on with from its checkpoint; `quiet` shows no progress,
-    `silent` not even the outcome.
+    `silent` not even the outcome. `command` is what was typed, for its records; a run of a sweep has none of its own.
 
     Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
     KeyboardInterrupt when it was interrupted; the records are complete by then.
@@ -93,7 +96,7 @@ def run(
         saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan, parts)
         run_dir = resume or folder(config, plan)
         recorder = Recorder(run_dir, tracking.events, sizes)
-        write_inputs(recorder, config, overrides, None if saved else plan)
+        write_inputs(recorder, config, overrides, None if saved else plan, command)
     console = Console(highlight=False)
     if not quiet:
         notes(console, plan)
@@ -106,7 +109,7 @@ def run(
         rounds=tracking.events,
         weights=config["run"]["save_weights"] is not False,
     )
-    writer = start_mlflow(tracking, run_dir, plan, config, overrides)
+    writer = start_mlflow(tracking, run_dir, plan, config, command)
     failure: Exception | None = None
     with interrupts(monitor):
         try:
@@ -328,20 +331,25 @@ def folder(config: Mapping[str, Any], plan: Plan) -> Path:
     raise AshlError(f"{base} and a thousand more like it exist; choose another run.dir")
 
 
-def write_inputs(recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan | None) -> None:
+def write_inputs(
+    recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan | None, command: str
+) -> None:
     recorder.document("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     recorder.document("overrides.yaml", yaml.safe_dump(overrides))
+    if command:
+        recorder.document(COMMAND, f"{command}\n")
     if plan is not None:  # else it is there already, perhaps planned anew during the run
         recorder.document("plan.json", plan.to_json())
 
 
 def start_mlflow(
-    tracking: Tracking, run_dir: Path, plan: Plan, config: dict[str, Any], overrides: list[str]
+    tracking: Tracking, run_dir: Path, plan: Plan, config: dict[str, Any], command: str
 ) -> mlflow.Writer | None:
     if tracking.sink == "none":
         return None
-    command = " ".join(["ashl train", *overrides])
-    tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config), "mlflow.note.content": f"`{command}`"}
+    tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config)}
+    if command:
+        tags["mlflow.note.content"] = f"`{command}`"
     return mlflow.start(
         run_dir,
         store=RUNS,

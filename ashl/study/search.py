@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from ashl.config.identity import config_hash
-from ashl.config.override import key_of
+from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.study import sweep
@@ -96,7 +96,8 @@ def search(
     asked: Search,
     corners: Grid,
     explore: Callable[[Path], Sequence[str]],
-    command: Sequence[str],
+    command: CommandLine,
+    typed: Sequence[str],
     *,
     folder: Path,
     slots: int,
@@ -111,17 +112,16 @@ def search(
     keys = [*(axis.key for axis in asked.axes), *(["seed"] if len(asked.seeds) > 1 else [])]
     document = {"search": asdict(asked), "folder": str(folder), "keys": keys, "slots": slots}
     with sweep.locked(folder):
-        tried = Tried(folder, keys, command)
+        tried = Tried(folder, keys, typed, command)
         for path in [folder / digest for digest in tried.settings if rerun_failed]:
             if not sweep.ended(path, rerun_failed):
                 sweep.clear(path)
         console = Console(highlight=False)
         if not quiet:
             console.print(f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False)
-        typed = " ".join(["ashl sweep", *command])
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         with (
-            sweep.copied_to_mlflow(corners, folder, typed, console) as to_mlflow,
+            sweep.copied_to_mlflow(corners, folder, str(command), console) as to_mlflow,
             at_work(folder, {ASKED: document}, explore) as (place, process),
         ):
             ended = False
@@ -131,7 +131,7 @@ def search(
                     tried.take_in(place, progress, to_mlflow)
             finally:
                 progress.close()
-            sweep.conclude(folder, typed, console)
+            sweep.conclude(folder, command, console)
         if process.returncode:
             raise AshlError(f"the sweeper gave up ({last_words(place)}); its output is in {place}")
         shutil.rmtree(place, ignore_errors=True)
@@ -141,8 +141,8 @@ def search(
 class Tried:
     """The settings that were tried, in `sweep.json`: those of an earlier search in this folder too."""
 
-    def __init__(self, folder: Path, keys: Sequence[str], command: Sequence[str]) -> None:
-        self.folder, self.keys, self.command = folder, keys, command
+    def __init__(self, folder: Path, keys: Sequence[str], typed: Sequence[str], command: CommandLine) -> None:
+        self.folder, self.keys, self.typed, self.command = folder, keys, typed, command
         self.settings: dict[str, Setting] = {}
         self.skipped: dict[str, Skipped] = {}
         self.running: dict[str, Setting] = {}
@@ -179,7 +179,9 @@ class Tried:
         settings = tuple(self.settings.values())
         axes = {key: list(dict.fromkeys(s.axes[key] for s in settings if key in s.axes)) for key in self.keys}
         grid = Grid(axes, settings, tuple(self.skipped.values()), {}, 0)
-        jsonl.write_json(self.folder / sweep.SWEEP, sweep.document(grid, self.command, self.folder.name, []))
+        jsonl.write_json(
+            self.folder / sweep.SWEEP, sweep.document(grid, self.typed, self.folder.name, [], self.command)
+        )
 
 
 def number_of(path: Path) -> int:

@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import math
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ashl.config.construct import construct
-from ashl.config.override import key_of
+from ashl.config.override import CommandLine, command_text, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.planning import free_ports
 from ashl.report import terminal
@@ -60,22 +59,25 @@ def sweep(
     quiet: bool,
     silent: bool = False,
     baseline: str | None = None,
+    command: CommandLine,
     launch: Launch | None = None,
     run: Callable[[Job], int] | None = None,
 ) -> list[dict[str, Any]]:
     """Run what is missing, or with `race` as much of it as decides, here or where `launch` brings it; returns the
-    summaries. `run` brings a run to its end, in a process of its own. `baseline` is the setting that the others are
-    compared with; `quiet` shows no progress, `silent` not even the outcome. Raises AshlError where the folder cannot be
-    used or the launcher fails, and KeyboardInterrupt when interrupted: what has ended by then is kept."""
+    summaries.
+
+    Args: command is what was typed; run brings a run to its end, in a process of its own; baseline is the setting that
+    the others are compared with; quiet shows no progress, silent not even the outcome.   Raises: AshlError where the
+    folder cannot be used or the launcher fails, and KeyboardInterrupt: what has ended by then is kept.
+    """
     with locked(folder):
-        record = begun(grid, overrides, folder, keep_dropped=race)
+        record = begun(grid, overrides, folder, keep_dropped=race, command=command)
         missing = [s for s in grid.settings if not ended(folder / s.hash, rerun_failed)]
         console = Console(highlight=False, quiet=silent)
         if not quiet:
             announce(console, grid, folder, len(missing))
-        command = " ".join(["ashl sweep", *overrides])
         progress = SweepProgress(console, len(missing), quiet=quiet)
-        with copied_to_mlflow(grid, folder, command, console) as to_mlflow:
+        with copied_to_mlflow(grid, folder, str(command), console) as to_mlflow:
             own = partial(run_all, slots or slots_for(grid), run=run or here)
             run_jobs = partial(run_elsewhere, folder, launch) if launch else own
             stays = kept_in(grid, baseline)
@@ -84,10 +86,12 @@ def sweep(
         return [summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None]
 
 
-def begun(grid: Grid, overrides: Sequence[str], folder: Path, *, keep_dropped: bool) -> dict[str, Any]:
+def begun(
+    grid: Grid, overrides: Sequence[str], folder: Path, *, keep_dropped: bool, command: CommandLine
+) -> dict[str, Any]:
     """The sweep's record, written; with `keep_dropped`, whom an earlier race in this folder has dropped stays out."""
     before = jsonl.whole(folder / SWEEP) or {}
-    record = document(grid, overrides, folder.name, before.get("dropped", []) if keep_dropped else [])
+    record = document(grid, overrides, folder.name, before.get("dropped", []) if keep_dropped else [], command)
     jsonl.write_json(folder / SWEEP, record)
     return record
 
@@ -130,26 +134,27 @@ def kept_in(grid: Grid, baseline: str | None) -> str:
     return next(plain, "")
 
 
-def conclude(folder: Path, command: str, console: Console, baseline: str | None = None) -> None:
+def conclude(folder: Path, command: CommandLine, console: Console, baseline: str | None = None) -> None:
     """The answer: who wins, by how much, how sure; on the terminal, and as a report in the sweep's folder."""
     try:
-        found = compare([folder], command=command, baseline=baseline)
+        found = compare([folder], command=str(command), baseline=baseline)
     except UsageError as error:  # nothing has ended as it should
         console.print(str(error), soft_wrap=True, markup=False)
         return
     terminal.show(console, found.board)
     console.print(found.places, soft_wrap=True, markup=False)
-    if line := winner(found):
+    if line := winner(found, command):
         console.print(f"winner  {line}", soft_wrap=True, markup=False)
 
 
-def winner(found: Comparison) -> str:
+def winner(found: Comparison, command: CommandLine) -> str:
     """The command that runs the first of the table again; "" where nobody has got there."""
     first = found.board.ranked[0]
     if not math.isfinite(first.spread.middle):
         return ""
     overrides = next(s["overrides"] for s in (found.study.sweep or {})["settings"] if s["hash"] == first.runs[0].hash)
-    return shlex.join(["ashl", "train", *(text for text in overrides if key_of(text) not in ("run.dir", "sweep"))])
+    own = [text for text in overrides if key_of(text) not in ("run.dir", "sweep")]
+    return command.followed_by("train", *own)
 
 
 @contextmanager
@@ -174,8 +179,8 @@ def copied_to_mlflow(
         if warning:
             Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
         elif link:
-            shown = f"ashl ui {folder}" if link.startswith(ADDRESS) else link
-            console.print(f"MLflow  {shown}", soft_wrap=True, markup=False)
+            page = command_text("ui", folder) if link.startswith(ADDRESS) else link
+            console.print(f"MLflow  {page}", soft_wrap=True, markup=False)
 
 
 def run_on(
@@ -239,7 +244,9 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def document(grid: Grid, overrides: Sequence[str], name: str, dropped: list[dict[str, Any]]) -> dict[str, Any]:
+def document(
+    grid: Grid, overrides: Sequence[str], name: str, dropped: list[dict[str, Any]], command: CommandLine
+) -> dict[str, Any]:
     """What `sweep.json` says: the grid as asked for, its settings and where they lie, and what is not in it and why."""
     settings = [
         {
@@ -256,6 +263,8 @@ def document(grid: Grid, overrides: Sequence[str], name: str, dropped: list[dict
         "schema": SCHEMA,
         "name": name,
         "overrides": list(overrides),
+        "command": str(command),
+        "train": command.followed_by("train"),
         "axes": grid.axes,
         "settings": settings,
         "skipped": [{"overrides": s.overrides, "reason": s.reason} for s in grid.skipped],

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ashl.config.override import command_text
 from ashl.tracking import stages
 from ashl.tracking.store import ADDRESS
 
@@ -148,7 +149,7 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
     if summary.get("workers"):
         console.print(_workers(summary))
     if link and link.startswith(ADDRESS):
-        link = f"ashl ui {run_dir}"
+        link = command_text("ui", run_dir)
     for label, value in (("run folder", str(run_dir)), ("MLflow", link)):
         if value:  # unwrapped, so that it can be copied or clicked
             console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)

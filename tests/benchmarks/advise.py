@@ -23,7 +23,7 @@ from ashl.advice.advise import advise
 from ashl.advice.candidates import Field, asked, field_of
 from ashl.advice.contest import Place, grid_of, rates_of, setting_of
 from ashl.advice.scale import RATES, Scale
-from ashl.config.override import key_of
+from ashl.config.override import command_line, key_of
 from ashl.study.slots import read_summary, run_all
 from ashl.study.sweep import begun, fill
 from ashl.tracking import jsonl
@@ -34,6 +34,7 @@ CLUSTERS = ("one_slow", "ashl_paper", "homogeneous", "mixed", "four_nodes")
 SEEDS, SLOTS, BUDGET_S = (1, 2, 3), 2, 1500.0
 TASK = ["runtime=sim", "tracking=none", "tracking.events=none", "stop.epochs=30"]
 TARGET = ["stop.target_accuracy=0.95", "stop.target_hold=2"]
+LINE = command_line("advise", TASK)
 
 Times = dict[tuple[str, str], list[float]]  # by candidate and learning rate: seconds to the target
 
@@ -48,13 +49,14 @@ def cost(folder: Path) -> tuple[float, int, int]:
 def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Path) -> Times:
     """Every candidate at every rate, each run to its end."""
     folder.mkdir()
-    place = Place(folder, "", fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
+    place = Place(folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
     scale = Scale(1.0, RATES, every_s)
     pairs = [(own, rate, seed) for own in field.candidates for rate in rates_of(own, scale) for seed in SEEDS]
     settings = [setting_of(own, place, scale, rate, seed, ("optimizer.lr", "seed")) for own, rate, seed in pairs]
     grid = grid_of(settings, ())
     progress = SweepProgress(place.console, len(settings), quiet=True)
-    fill(grid, begun(grid, fixed, folder, keep_dropped=False), folder, settings, partial(run_all, SLOTS), progress)
+    record = begun(grid, fixed, folder, keep_dropped=False, command=place.command)
+    fill(grid, record, folder, settings, partial(run_all, SLOTS), progress)
     times: Times = {}
     for setting in settings:
         reached_s = (read_summary(folder / setting.hash) or {}).get("time_to_target_s")
@@ -73,7 +75,7 @@ def main(clusters: list[str], typed: list[str]) -> None:
             folder, fixed = Path(place), [f"cluster={cluster}", *TASK, *TARGET, *typed]
             fixed = list({key_of(text): text for text in fixed}.values())
             how = {"target": None, "budget_s": BUDGET_S, "slots": SLOTS, "explain": True, "dry_run": False}
-            advise([*fixed, f"run.dir={folder}/advice"], None, console, **how, quiet=True)
+            advise([*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True)
             record = jsonl.whole(folder / "advice" / "advice.json") or {}
             field = field_of(asked(fixed, None), None, lambda name: None)
             times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")

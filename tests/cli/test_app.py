@@ -32,8 +32,8 @@ def run(monkeypatch):
     stand_in = SimpleNamespace(
         calls=calls,
         result=0,
-        train=lambda config, overrides, quiet, resume: (
-            calls.append((config, overrides, quiet, resume)) or stand_in.result
+        train=lambda config, overrides, quiet, resume, command: (
+            calls.append((config, overrides, quiet, resume, command)) or stand_in.result
         ),
         dry_run=lambda config, overrides: calls.append(config),
     )
@@ -91,8 +91,9 @@ def test_misuse_is_one_sentence_and_two(args: str, says: str, capsys, workplace)
 def test_train_hands_over(run) -> None:
     run.result = 3
     assert main(["train", "sync=bsp", "-q", "seed=4"]) == 3
-    config, overrides, quiet, resume = run.calls[0]
+    config, overrides, quiet, resume, command = run.calls[0]
     assert (config["seed"], overrides, quiet, resume) == (4, ["sync=bsp", "seed=4"], True, None)
+    assert command == "ashl train sync=bsp seed=4"
 
 
 def test_dry_run_trains_nothing(run) -> None:

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from ashl.config.compose import alternatives, compose
+from ashl.config.override import command_line
 from ashl.errors import UsageError
 from ashl.study.grid import MAX_POINTS, Grid, grid_lines, make_grid
 from ashl.study.sweep import begun, fill, folder_of, show
@@ -146,7 +147,6 @@ def test_of_what_is_not_missing_mlflow_hears_as_far_as_it_has_run(tmp_path: Path
     (tmp_path / ran.hash).mkdir()
     (tmp_path / ran.hash / "summary.json").write_text('{"status": "finished", "exit_reason": "steps"}')
     progress = SweepProgress(Console(quiet=True), 0, quiet=True)
-    fill(
-        found, begun(found, [], tmp_path, keep_dropped=True), tmp_path, [], lambda *_: iter(()), progress, heard.append
-    )
+    record = begun(found, [], tmp_path, keep_dropped=True, command=command_line("sweep", []))
+    fill(found, record, tmp_path, [], lambda *_: iter(()), progress, heard.append)
     assert heard == [ran]

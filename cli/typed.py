@@ -1,0 +1,60 @@
+"""The command line that is being run, for the reports of what it did and for the commands that follow from it."""
+
+import os
+import shlex
+from typing import Any  # a context: of Typer or of Click, by its version
+
+import typer
+
+from ashl.config.override import CommandLine
+
+MUTE = ("debug", "quiet", "cfg", "dry_run", "verbose")  # they change nothing that is computed
+CONFIG_DIR = "config_dir"
+TYPED_LAUNCH = "ASHL_LAUNCHED"  # variable of the ranks: how `ashl launch` was typed, up to the command that they run
+
+
+def typed(ctx: typer.Context) -> CommandLine:
+    """Return the command of this context. Its options come first, as some shells' completion wants it."""
+    config_dir = ctx.params.get(CONFIG_DIR)
+    before = shlex.split(os.environ.get(TYPED_LAUNCH, "")) or ["ashl"]
+    if ctx.parent is not None and ctx.parent.info_name == "launch":
+        before = launched(ctx.parent)
+    words = [str(ctx.info_name), *options(ctx), *arguments(ctx)]
+    return CommandLine(tuple(words), None if config_dir is None else str(config_dir), tuple(before))
+
+
+def launched(ctx: Any) -> list[str]:
+    """Return what `ashl launch` was typed with, up to the command that it runs."""
+    return ["ashl", "launch", *options(ctx), "--"]
+
+
+def options(ctx: Any) -> list[str]:
+    """Return the options that were given, but for the folder of the user's own options."""
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        name, value = parameter.name, ctx.params.get(parameter.name or "")
+        if name is None or parameter.param_type_name != "option" or name in (*MUTE, CONFIG_DIR) or not given(ctx, name):
+            continue
+        option = max(map(str, parameter.opts), key=len)
+        if isinstance(value, bool):
+            words += [option] if value else []
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += [option, str(one)]
+    return words
+
+
+def arguments(ctx: Any) -> list[str]:
+    """Return the arguments that were given."""
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        if parameter.param_type_name == "argument" and parameter.name:
+            value = ctx.params.get(parameter.name)
+            words += map(str, value) if isinstance(value, list | tuple) else [] if value is None else [str(value)]
+    return words
+
+
+def given(ctx: Any, name: str) -> bool:
+    """Return True if the command line, and not a default, has set a parameter."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
