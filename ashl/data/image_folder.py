@@ -1,5 +1,8 @@
 """The user's own images, a folder per class."""
 
+import os
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -9,11 +12,14 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ashl.data.dataset import Data, Dataset, Split, missing, resolve
-from ashl.data.vision import load_torchvision
 from ashl.errors import AshlError, DataMissingError
 from ashl.option import Count, Natural, option
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, customary for photographs
+KINDS = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+SIXTEEN_BITS = ("PNG", "PPM")  # formats whose integers Pillow may give 32 bits of room
+LEFT_BEHIND = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
+A_FEW = 5  # names that a sentence lists
 EXPECTED = "train/<class>/*.jpg and test/<class>/*.jpg"
 
 
@@ -43,12 +49,37 @@ class Decoder:
         return image
 
     def _decode(self, path: str) -> Tensor:
-        try:
-            with Image.open(path) as file:
-                image = ImageOps.fit(file.convert("RGB"), (self._size, self._size), Image.Resampling.BILINEAR)
-        except OSError as error:
-            raise AshlError(f"{path} is not a readable image ({error}); repair or delete it.") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images, and of transparency in palettes
+            try:
+                with Image.open(path) as file:
+                    image = ImageOps.fit(in_colour(file), (self._size, self._size), Image.Resampling.BILINEAR)
+            except MemoryError:
+                raise
+            except Exception as error:  # decoders raise what they like
+                fault = " ".join(str(error).split()) or type(error).__name__
+                raise AshlError(
+                    f"{path} is not a readable image ({fault}); repair it, reduce it, or delete it."
+                ) from error
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def in_colour(file: Image.Image) -> Image.Image:
+    """Return an image as 8-bit RGB; of 16 bits the upper eight, of float values 0 … 1 times 255.
+
+    Raises ValueError for values of another range: nothing says what they mean.
+    """
+    if file.mode.startswith("I;16") or (file.mode == "I" and file.format in SIXTEEN_BITS):
+        values = np.asarray(file).astype(np.int64)
+        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+    if file.mode == "F":
+        levels = np.asarray(file)
+        if not (np.isfinite(levels).all() and levels.min() >= 0 and levels.max() <= 1):
+            raise ValueError(f"its float values go from {levels.min():g} to {levels.max():g}, and should from 0 to 1")
+        return Image.fromarray(np.round(levels * 255).astype(np.uint8)).convert("RGB")
+    if file.mode == "I":
+        raise ValueError("it has 32-bit integers; save it with 8 or 16 bits")
+    return file.convert("RGB")
 
 
 @option
@@ -65,21 +96,66 @@ class ImageFolder(Dataset):
         root = resolve(self.root)
         if not ((root / "train").is_dir() and (root / "test").is_dir()):
             raise missing("image_folder", root, EXPECTED, download=False)
-        (train, classes), (test, test_classes) = (self._split(root / half) for half in ("train", "test"))
-        if classes != test_classes:
-            differing = ", ".join(sorted(set(classes) ^ set(test_classes)))
+        unused = Counter[str]()
+        train, test = (listed(root / half, unused) for half in ("train", "test"))
+        if train.keys() != test.keys():
+            differing = ", ".join(sorted(train.keys() ^ test.keys()))
             raise DataMissingError(
                 f"{root}/train and {root}/test must hold the same classes; they differ in {differing}."
             )
+        kinds = ", ".join(f"{count} {kind}" for kind, count in unused.most_common(A_FEW))
+        notes = (f"dataset: files in the folders of classes that are not used: {kinds}",) if kinds else ()
         shape = (3, self.image_size, self.image_size)
-        return Data(train, test, shape, len(classes), augment=self.augment)
+        return Data(self._split(train), self._split(test), shape, len(train), augment=self.augment, notes=notes)
 
-    def _split(self, folder: Path) -> tuple[Split, list[str]]:
-        try:
-            found = load_torchvision().datasets.ImageFolder(folder)
-        except FileNotFoundError as error:  # no classes, or a class without images
-            raise missing("image_folder", folder.parent, EXPECTED, download=False) from error
-        paths = [path for path, _ in found.samples]
-        return Split(
-            Decoder(paths, self.image_size, self.cache_mb), torch.tensor(found.targets), MEAN, STD
-        ), found.classes
+    def _split(self, paths: dict[str, list[str]]) -> Split:
+        """The images of one half, by class."""
+        targets = [number for number, files in enumerate(paths.values()) for _ in files]
+        every = [path for files in paths.values() for path in files]
+        return Split(Decoder(every, self.image_size, self.cache_mb), torch.tensor(targets), MEAN, STD)
+
+
+def listed(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
+    """Return the images of each class of one half, classes and images by name, and count other files by kind.
+
+    Hidden folders, as of notebooks and of archives, are no classes. Raises DataMissingError.
+    """
+    found: dict[str, list[str]] = {}
+    for name in sorted(place.name for place in folder.iterdir() if place.is_dir() and not is_hidden(place.name)):
+        found[name], others = images_in(folder / name)
+        if not found[name]:
+            held = f"only files of the kinds {', '.join(sorted(others)[:A_FEW])}" if others else "and no other file"
+            raise DataMissingError(
+                f"{folder / name} has no image, {held}; images are {' '.join(KINDS)}. Add some, or delete the folder "
+                "in train and test."
+            )
+        unused += others
+    if not found:
+        raise missing("image_folder", folder.parent, EXPECTED, download=False)
+    return found
+
+
+def images_in(folder: Path) -> tuple[list[str], Counter[str]]:
+    """Return the paths of the images of a class, in its subfolders too, in torchvision's order, and how many other
+    files of each kind there are. Hidden files are left out. Links are followed, each folder once."""
+    seen, found = set[str](), list[tuple[str, list[str]]]()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        new = real not in seen
+        seen.add(real)
+        folders[:] = [name for name in folders if new and not is_hidden(name)]
+        found += [(root, names)] if new else []
+    images, others = list[str](), Counter[str]()
+    for root, names in sorted(found):
+        for name in sorted(name for name in names if not is_hidden(name)):
+            kind = os.path.splitext(name)[1].lower()
+            if kind in KINDS:
+                images.append(os.path.join(root, name))
+            else:
+                others[kind or name] += 1
+    return images, others
+
+
+def is_hidden(name: str) -> bool:
+    """Return True for what programs leave beside a user's own files."""
+    return name.startswith(".") or name in LEFT_BEHIND
