@@ -27,7 +27,7 @@ from ashl.task.regression import Regression
 from ashl.topology.all_reduce import AllReduce, StepRule
 from ashl.topology.gossip import Gossip
 from ashl.topology.halos import Halos
-from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule, Updates
+from ashl.topology.parameter_server import UPDATES, BarrierRule, ParameterServer, ServerRule, Updates
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
 
@@ -81,8 +81,11 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
                 f"{', '.join(sorted(CARGO))}"
             )
     if sync is not None and not isinstance(sync, topology.asks):
+        barrier = isinstance(sync, BarrierRule)
         why = {
-            AllReduce: "a sum over all workers cannot start before the last one has come, so nobody can be ahead",
+            AllReduce: "its rule is asked where pushes come, at a server"
+            if barrier
+            else "a sum over all workers cannot start before the last one has come, so nobody can be ahead",
             Gossip: "its workers share no model that they could wait for",
         }.get(type(topology), f"{sync_name} has no rule for it")
         other = INSTEAD.get(type(topology), "sync=bsp or sync=local_sgd")

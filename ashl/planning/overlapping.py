@@ -33,6 +33,7 @@ from ashl.planning.by_part import as_measured
 from ashl.planning.chains import chain_of
 from ashl.planning.legal import carried_by
 from ashl.stage.rule import DELAY, OVERLAP, Rule, Topology
+from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
 
 
@@ -151,6 +152,8 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "it has messages of its own, which need the answer to the last ones", "sync=bsp"
     elif DELAY not in carried_by(own.topology, own.sync):
         why, instead = "what it exchanges is no update that could land later", "sync=local_sgd"
+    elif changes(own):
+        why, instead = "its rounds change, and the next one is begun before", "topology=parameter_server"
     elif type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "its sweeps need the model that the last one made", "optimizer=sgd"
     elif overlap.needs_steps and own.sync.exchange != "difference":
@@ -209,6 +212,11 @@ def by_slice(own: StageParts) -> bool:
     return own.overlap.by_slice or (own.topology.has_server and isinstance(own.overlap, Priority))
 
 
+def changes(own: StageParts) -> bool:
+    """Whether under all-reduce a merge says what the next round is."""
+    return not own.topology.has_server and isinstance(own.sync, StepRule) and own.sync.changes
+
+
 def merges_by_slice(own: StageParts, workers: int) -> bool:
     """Whether a merge is of all workers, by a sum and a step that go element by element."""
     whole = own.sync.in_rounds and own.sync.quorum(workers) == workers
@@ -240,6 +248,8 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = f"compression={choices['compression']} {found[0]}", found[1]
     elif own.sync.estimator or type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
+    elif own.overlap.crosses and changes(own):
+        why, instead = "its batches change, and the next step is begun before", "overlap=wfbp"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
     elif (by_slice(own) or (own.overlap.crosses and not own.overlap.pulls)) and not own.optimizer.elementwise:

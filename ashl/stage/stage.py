@@ -271,6 +271,12 @@ class Stage:
         workers = enumerate(self.plan.workers)
         return self.doing(tuple(replace(own, local_steps=steps(rank, own.local_steps)) for rank, own in workers))
 
+    def with_batches(self, batches: tuple[int, ...]) -> Stage:
+        """... with so large batches of each."""
+        workers = zip(self.plan.workers, batches, strict=True)
+        made = tuple(replace(own, batch=batch) for own, batch in workers)
+        return self if made == self.plan.workers else self.doing(made)
+
     def among(self, gone: Collection[int]) -> Stage:
         """The stage without these workers, Σ w_i = 1 over the others."""
         gone = frozenset(gone)

@@ -4,23 +4,24 @@ Rule: every `every_s` seconds τ ← ⌈√(F(x_l)/F(x_0))·τ_0⌉, and where t
 running mean of the workers' minibatch losses, F(x_0) that of the first round. A learning rate below its highest so
 far stretches this by √(η_max/η_l), at most to τ_0: only decay counts, not warm-up, and the stretch is put on top of
 the τ that the loss has earned, so that under a falling rate halving still comes to an end. Everybody waits at each
-average.
+average. Under all-reduce the clock is that of the lead rank, which says with the next average that it is time.
 
 Limits: τ_0 = 1 is local SGD with H = 1, so BSP. Source: Wang and Joshi, "Adaptive Communication Strategies to
 Achieve the Best Error-Runtime Trade-off in Local-Update SGD", MLSys 2019, arXiv 1810.08313.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Span, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
+from ashl.topology.all_reduce import Heard, StepRule
 from ashl.topology.parameter_server import BarrierRule, Orders
 
 
-@dataclass
+@dataclass(frozen=True)
 class Period:
     """The communication period now."""
 
@@ -32,7 +33,7 @@ class Period:
 
 
 @option
-class AdaComm(BarrierRule):
+class AdaComm(BarrierRule, StepRule):
     """A barrier at every τ steps, τ adapted to the loss."""
 
     local_steps: Count
@@ -48,18 +49,29 @@ class AdaComm(BarrierRule):
         """At a merge: is it time for another τ? Judged here, so that all workers that it lets go get the same."""
         if len(tally.waiting) < tally.present:
             return state
+        return self._adapted(stage, state, tally, tally.now_s, self.due(state, tally.now_s))
+
+    def due(self, state: Period, now_s: float) -> bool:
+        return now_s - state.since_s >= self.every_s
+
+    def hear(self, stage: Stage, state: Period, tally: Tally, heard: Heard) -> Period:
+        return self._adapted(stage, state, tally, heard.now_s, heard.due)
+
+    def in_round(self, stage: Stage, state: Period, tally: Tally) -> Stage:
+        return stage.taking(state.local_steps)
+
+    def _adapted(self, stage: Stage, state: Period, tally: Tally, now_s: float, due: bool) -> Period:
         rate = stage.trainer.rate(tally.samples)
-        state.top_rate = max(state.top_rate, rate)
-        if math.isnan(state.first_loss):
-            state.first_loss = tally.loss
-        if tally.now_s - state.since_s < self.every_s or not state.first_loss:  # without gradients there is no loss
+        top_rate = max(state.top_rate, rate)
+        first_loss = tally.loss if math.isnan(state.first_loss) else state.first_loss
+        state = replace(state, top_rate=top_rate, first_loss=first_loss)
+        if not due or not first_loss:  # without gradients there is no loss
             return state
-        state.since_s = tally.now_s
-        by_loss = math.ceil(math.sqrt(tally.loss / state.first_loss) * self.local_steps)
-        state.earned = by_loss if by_loss < state.earned else math.ceil(state.earned / 2)
-        stretch = math.sqrt(state.top_rate / rate) if rate else 1.0
-        state.local_steps = min(self.local_steps, math.ceil(stretch * state.earned))
-        return state
+        by_loss = math.ceil(math.sqrt(tally.loss / first_loss) * self.local_steps)
+        earned = by_loss if by_loss < state.earned else math.ceil(state.earned / 2)
+        stretch = math.sqrt(top_rate / rate) if rate else 1.0
+        steps = min(self.local_steps, math.ceil(stretch * earned))
+        return replace(state, earned=earned, local_steps=steps, since_s=now_s)
 
     def steer(self, stage: Stage, state: Period, tally: Tally, rank: int) -> Orders:
         return Orders(local_steps=state.local_steps)

@@ -6,7 +6,7 @@ steps. A batch that reaches the end of a shard goes on at its start.
 
 Rounding starts from B_i each time, so that a batch of one grows as well: ⌊ρ·⌊ρ·B⌋⌋ would stay at 1 below ρ = 2.
 
-Limit: ρ = 1 is BSP. Gradients alone are exchanged, by a server, as it says how large the next batch is. Source: Yu and
+Limit: ρ = 1 is BSP. Gradients alone are exchanged, at a server or under all-reduce. Source: Yu and
 Jin, "On the Computation and Communication Complexity of Parallel SGD with Dynamic Batch Sizes for Stochastic Non-Convex
 Optimization", ICML 2019, Algorithm 1.
 """
@@ -20,6 +20,7 @@ from ashl.aggregate.weighted import Push
 from ashl.option import Count, Number, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
+from ashl.topology.all_reduce import Heard, StepRule
 from ashl.topology.parameter_server import BarrierRule, Orders
 
 
@@ -32,7 +33,7 @@ class Growth(NamedTuple):
 
 
 @option
-class CRPSGD(BarrierRule):
+class CRPSGD(BarrierRule, StepRule):
     """A barrier at every step, batches that grow."""
 
     exchange: ClassVar[str] = "gradient"
@@ -51,6 +52,12 @@ class CRPSGD(BarrierRule):
 
     def steer(self, stage: Stage, state: Growth, tally: Tally, rank: int) -> Orders:
         return Orders(local_steps=1, batch=self._batch(stage, state.t, rank))
+
+    def hear(self, stage: Stage, state: Growth, tally: Tally, heard: Heard) -> Growth:
+        return state._replace(t=state.t + 1, version=tally.version)
+
+    def in_round(self, stage: Stage, state: Growth, tally: Tally) -> Stage:
+        return stage.with_batches(tuple(self._batch(stage, state.t, rank) for rank in range(stage.num_workers)))
 
     def _batch(self, stage: Stage, t: int, rank: int) -> int:
         """⌊ρ^t·B_i⌋, or the most that it may be; never less than at first."""

@@ -18,6 +18,7 @@ from ashl.option import Count, Positive, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.sync.cr_psgd import CRPSGD, Growth
+from ashl.topology.all_reduce import Heard
 
 
 @option
@@ -29,10 +30,16 @@ class CRPSGDCatalyst(CRPSGD):
 
     def observe(self, stage: Stage, state: Growth, tally: Tally, push: Push) -> Growth:
         grown = super().observe(stage, state, tally, push)
+        return grown if grown == state else self._within_budget(stage, grown, tally)
+
+    def hear(self, stage: Stage, state: Growth, tally: Tally, heard: Heard) -> Growth:
+        return self._within_budget(stage, super().hear(stage, state, tally, heard), tally)
+
+    def _within_budget(self, stage: Stage, grown: Growth, tally: Tally) -> Growth:
+        """After a merge: this run goes on, or the next one begins."""
         following = sum(self._batch(stage, grown.t, rank) for rank in stage.workers)
-        if grown == state or tally.samples - state.since + following <= self.budget:
-            return grown
-        return Growth(0, tally.version, tally.samples)
+        over = tally.samples - grown.since + following > self.budget
+        return Growth(0, tally.version, tally.samples) if over else grown
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         """y takes the place of an outer optimizer's moments, which merged gradients have no other use for."""

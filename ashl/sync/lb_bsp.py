@@ -7,6 +7,8 @@ A step that also has a constant part is balanced all the same, since v_i follows
 Shards stay as they were: a fast worker walks through its own more often, which is harmless while shards are alike
 (`dataset.partition=iid`).
 
+At a server, or under all-reduce, where the workers tell each other what a step took them by a sum of one number each.
+
 Limit: equal speeds is BSP. Departs from the paper in that the speed is not forecast by a recurrent network, and
 that links are not balanced (the paper's neither): where transfers dominate, their differences still are waited for.
 Source: Chen et al., "Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated Environments",
@@ -25,6 +27,7 @@ from ashl.data.partition import apportion
 from ashl.option import option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
+from ashl.topology.all_reduce import Heard, StepRule
 from ashl.topology.parameter_server import BarrierRule, Orders
 
 LEAST = 2  # samples that a worker gets at least: BatchNorm needs two
@@ -39,11 +42,12 @@ class Balance:
 
 
 @option
-class LBBSP(BarrierRule):
+class LBBSP(BarrierRule, StepRule):
     """A barrier at every step, batches by speed."""
 
     exchange: ClassVar[str] = "gradient"
     resizes: ClassVar[bool] = True  # batches change, so weights have to follow the samples
+    tells: ClassVar[bool] = True
     alpha: Annotated[float, Field(gt=0, le=1)]
 
     def begin(self, stage: Stage, tally: Tally) -> Balance:
@@ -56,17 +60,34 @@ class LBBSP(BarrierRule):
         state.speeds[push.worker] = known + self.alpha * (speed - known)
         return self.changed(stage, state, tally, push.worker)
 
+    def hear(self, stage: Stage, state: Balance, tally: Tally, heard: Heard) -> Balance:
+        speeds, present = dict(state.speeds), [rank for rank, step_s in enumerate(heard.step_s) if step_s]
+        for rank in present:
+            speed = (state.batches.get(rank) or stage.worker(rank).batch) / heard.step_s[rank]
+            known = speeds.get(rank, speed)
+            speeds[rank] = known + self.alpha * (speed - known)
+        sizes = share_out(whole_batch(stage), [speeds[rank] for rank in present])
+        return Balance(speeds, dict(zip(present, sizes, strict=True)))
+
+    def in_round(self, stage: Stage, state: Balance, tally: Tally) -> Stage:
+        planned = enumerate(stage.plan.workers)
+        return stage.with_batches(tuple(state.batches.get(rank, worker.batch) for rank, worker in planned))
+
     def changed(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Balance:
         """Share out the whole batch to those who are there, once all of them wait."""
         if tally.waiting and len(tally.waiting) == tally.present:
-            total = sum(worker.batch for worker in stage.plan.workers)
             present = sorted(tally.waiting)
-            sizes = share_out(total, [state.speeds[worker] for worker in present])
+            sizes = share_out(whole_batch(stage), [state.speeds[worker] for worker in present])
             state.batches = dict(zip(present, sizes, strict=True))
         return state
 
     def steer(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Orders:
         return Orders(local_steps=1, batch=state.batches.get(rank, 0))  # a newcomer's is as planned
+
+
+def whole_batch(stage: Stage) -> int:
+    """Samples of all workers in a step."""
+    return sum(worker.batch for worker in stage.plan.workers)
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:

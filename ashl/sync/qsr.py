@@ -1,8 +1,9 @@
 """QSR, the quadratic synchronisation rule: local SGD whose H grows as the learning rate decays.
 
-Rule: local SGD with H = max(H_base, ⌊(α/η)²⌋), at most `h_max`, for the η at the last average. With
-`local_steps=plan` H_base is the stage's `h_preset`, and worker i takes ⌊H_i·H/H_base⌋ steps, so that equal cycles
-stay equal. The first round of a stage takes H_base steps. While the rate warms up, η is what it will be after that.
+Rule: local SGD with H = max(H_base, ⌊(α/η)²⌋), at most `h_max`, for the η at the last average. With `local_steps=plan`
+H_base is the stage's `h_preset`, and worker i takes ⌊H_i·H/H_base⌋ steps, so that equal cycles stay equal. The first
+round of a stage takes H_base steps. At a server or under all-reduce. While the rate warms up, η is what it will be
+after that.
 
 Limits: a constant rate with (α/η)² < H_base + 1 is local SGD with H_base; `h_max` = H_base is too. Source: Gu et al.,
 "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024.
@@ -13,11 +14,12 @@ from typing import Literal
 from ashl.option import Count, Positive, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
+from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import BarrierRule, Orders
 
 
 @option
-class QSR(BarrierRule):
+class QSR(BarrierRule, StepRule):
     """A barrier at every H steps, and ever fewer of them."""
 
     local_steps: Count | Literal["plan"]
@@ -25,10 +27,18 @@ class QSR(BarrierRule):
     h_max: Count
 
     def steer(self, stage: Stage, state: None, tally: Tally, rank: int) -> Orders:
-        worker = stage.worker(rank)
-        base = stage.plan.h_preset or worker.local_steps
-        grown = self._grown(base, stage.trainer.rate(max(tally.samples, stage.trainer.warmup_samples)))
-        return Orders(local_steps=worker.local_steps * grown // base)
+        return Orders(local_steps=self._steps(stage, tally, stage.worker(rank).local_steps))
+
+    def in_round(self, stage: Stage, state: None, tally: Tally) -> Stage:
+        if not tally.slowest:
+            return stage
+        steps = tuple(self._steps(stage, tally, worker.local_steps) for worker in stage.plan.workers)
+        return stage.once(lambda whole: whole.stepping(lambda rank, planned: steps[rank]), ("grown", steps))
+
+    def _steps(self, stage: Stage, tally: Tally, planned: int) -> int:
+        """H now of a worker that is planned to take so many steps."""
+        base = stage.plan.h_preset or planned
+        return planned * self._grown(base, stage.trainer.rate(max(tally.samples, stage.trainer.warmup_samples))) // base
 
     def _grown(self, base: int, lr: float) -> int:
         """H at this learning rate; a rate of 0, where nothing is learned, leaves it."""

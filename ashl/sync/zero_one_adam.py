@@ -60,7 +60,7 @@ class ZeroOneAdam(StepRule):
             gap *= 2
         return at % gap == gap - 1
 
-    def in_round(self, stage: Stage, tally: Tally) -> Stage:
+    def in_round(self, stage: Stage, state: None, tally: Tally) -> Stage:
         return stage.taking(self._steps_at(merges(stage, tally) - self.freeze_step))
 
     def _steps_at(self, merges: int) -> int:

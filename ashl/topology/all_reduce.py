@@ -23,7 +23,7 @@ from ashl.runtime.node import Node
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.stage.tally import NOTHING, Start, Tally
-from ashl.stage.team import Team, TeamBrokenError
+from ashl.stage.team import Team, TeamBrokenError, whole
 from ashl.topology import pipelined, streaming
 from ashl.topology.delayed import at_border, worked
 from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, foreseen, keep_in_time
@@ -35,6 +35,14 @@ from ashl.topology.regrouping import come, keep, regrouped, repaired
 Do = Callable[[Node, Stage, WorkerState], Awaitable[Work]]
 
 
+class Heard(NamedTuple):
+    """What a rule hears of a round, equal on all workers."""
+
+    due: bool  # as the lead rank said
+    now_s: float  # about when the merge was
+    step_s: tuple[float, ...] = ()  # seconds of one step of each worker, where the rule tells; 0 = failed
+
+
 class StepRule(Rule, contract=True):
     """What an all-reduce asks its sync mode: how many steps lie between two sums, and of what. All go on together."""
 
@@ -44,9 +52,31 @@ class StepRule(Rule, contract=True):
         """What a worker does between two sums, and hands in."""
         return local_work
 
-    def in_round(self, stage: Stage, tally: Tally) -> Stage:
-        """The stage as it is in the next round, where H follows what has been counted."""
+    tells: ClassVar[bool] = False  # whether every worker hears what a step took each of them, by a small sum of its own
+
+    def begin(self, stage: Stage, tally: Tally) -> Any:
+        """The rule's own state when the stage begins, equal on all workers."""
+        return None
+
+    def due(self, state: Any, now_s: float) -> bool:
+        """Return True if it is time for what `hear` is told with the next sum; asked at the lead rank alone."""
+        return False
+
+    def hear(self, stage: Stage, state: Any, tally: Tally, heard: Heard) -> Any:
+        """The rule's own state after a merge; `state` stays as it is."""
+        return state
+
+    def in_round(self, stage: Stage, state: Any, tally: Tally) -> Stage:
+        """The stage as it is in the next round, where H or batches follow what has been counted and heard."""
         return stage
+
+    @property
+    def changes(self) -> bool:
+        """Return True if its rounds differ from what is planned."""
+        return type(self).in_round is not StepRule.in_round
+
+
+NOTHING_HEARD = Heard(False, 0.0)
 
 
 @option
@@ -123,7 +153,8 @@ class PeerState(WorkerState):
             if stage.resets_outer:
                 self.outer_state = None
             self.kept = ()
-        self.enter(stage, node.rank)
+            self.enter(stage, node.rank)
+            self.rule_state = rule_of(stage).begin(stage, self.tally)
         return stage
 
     def adopt(self, result: Merged) -> None:
@@ -133,7 +164,12 @@ class PeerState(WorkerState):
             self.moments = result.moments
 
     def plan(self, ahead: Ahead, rank: int) -> None:
-        self.rest, self.local_steps = ahead.rest, ahead.own.plan.workers[rank].local_steps
+        self.rest, self.rule_state = ahead.rest, ahead.rule_state
+        self.take(ahead.own, rank)
+
+    def take(self, own: Stage, rank: int) -> None:
+        """The next round's H and batch."""
+        self.local_steps, self.batch = own.plan.workers[rank].local_steps, own.plan.workers[rank].batch
 
 
 class Merged(NamedTuple):
@@ -152,6 +188,7 @@ class Ahead(NamedTuple):
     rest: tuple[int, int] | None  # of the rounds, as `Stage.rest` says
     planned: Stage  # the stage as it is in the next round
     own: Stage  # ... and as much of that as is left
+    rule_state: Any = None  # the rule's own
     seen_ns: int = 0  # when a rank saw the merge first; who stands still sees it later
 
 
@@ -173,29 +210,35 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     stage = state.begin(node, stage)
-    team, home, do = Team.of(node, stage, state.epoch, state.lives), stage.home, rule_of(stage).work()
-    planned, own = as_planned(stage, state.tally, state.rest)
+    rule = rule_of(stage)
+    team, home, do = Team.of(node, stage, state.epoch, state.lives), stage.home, rule.work()
+    planned, own = as_planned(stage, state, node.rank)
     while True:
         node.mark(stage.index, state if own is planned else None)
         team = team if own is team.stage else Team.of(node, own, state.epoch, state.lives)
-        word = REASONS.index(state.word) if node.rank == home else 0
+        word = 0
+        if node.rank == home:
+            word = REASONS.index(state.word) + len(REASONS) * rule.due(state.rule_state, node.now)
         try:
             work, update = await summed(team, stage, state, do, word)
+            step_s = await told(team, work) if rule.tells else ()
         except TeamBrokenError:
             stage, reason = await repaired(node, stage, state)
             team, home = Team.of(node, stage, state.epoch, state.lives), stage.home
             if reason:
                 return end(node, stage, state, reason)
-            planned, own = as_planned(stage, state.tally, state.rest)
+            planned, own = as_planned(stage, state, node.rank)
             continue
         moment = ("merge", stage.index, state.tally.version)
-        merge = partial(merged_and_planned, stage, own, state, update, team.loss, now_ns=node.now_ns)
+        due, said = divmod(int(team.word), len(REASONS))
+        heard = Heard(bool(due), node.now, step_s)
+        merge = partial(merged_and_planned, stage, own, state, update, team.loss, now_ns=node.now_ns, heard=heard)
         result, ahead = node.alike(team.ranks, moment, merge)
         late = keep_in_time(node, stage, state, state.params, now_ns=ahead.seen_ns)
         state.adopt(result)
         state.plan(ahead, node.rank)
         tally, planned, own = result.tally, ahead.planned, ahead.own
-        reason, judge = ahead.over or REASONS[int(team.word)], home
+        reason, judge = ahead.over or REASONS[said], home
         if (
             reason and not stage.elastic and stage.topology.links(stage, node.rank)
         ):  # messages do not end everywhere at once, but stages do
@@ -205,7 +248,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             if reason:
                 stage = await regrouped(node, stage, state, reason)
                 team, home, tally = Team.of(node, stage, state.epoch, state.lives), stage.home, state.tally
-                planned, own = as_planned(stage, tally, state.rest)
+                planned, own = as_planned(stage, state, node.rank)
                 if state.redo is not None:  # others have not come so far
                     continue
                 judge = judge if judge in stage.workers else home
@@ -280,10 +323,20 @@ def spent(rest: tuple[int, int] | None) -> bool:
     return rest is not None and rest[0] <= 0
 
 
-def as_planned(stage: Stage, tally: Tally, rest: tuple[int, int] | None) -> tuple[Stage, Stage]:
-    """The stage as it is in the next round: as planned, and as much of it as is left."""
-    planned = rule_of(stage).in_round(stage, tally)
-    return planned, planned.cut(rest)
+def as_planned(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
+    """The stage as it is in the next round, whose H and batch the worker takes: as planned, and what is left of it."""
+    planned = rule_of(stage).in_round(stage, state.rule_state, state.tally)
+    own = planned.cut(state.rest)
+    state.take(own, rank)
+    return planned, own
+
+
+async def told(team: Team, work: Work) -> tuple[float, ...]:
+    """Seconds of one step of each worker. Raises TeamBrokenError where one is lost."""
+    own = torch.zeros(team.stage.num_workers, dtype=torch.float64)
+    own[team.node.rank] = work.step_s
+    total = await team.node.all_reduce(own, team.ranks, riders=len(own), epoch=team.epoch)
+    return tuple(whole(total).tolist())
 
 
 def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
@@ -304,12 +357,15 @@ def merged_and_planned(
     staleness: int = 0,
     more: int = 0,
     now_ns: int = 0,
+    heard: Heard = NOTHING_HEARD,
 ) -> tuple[Merged, Ahead]:
     """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
     result = merged(own, state, update, mean_loss, staleness)
-    planned = rule_of(stage).in_round(stage, result.tally)
+    rule = rule_of(stage)
+    rule_state = rule.hear(stage, state.rule_state, result.tally, heard)
+    planned = rule.in_round(stage, rule_state, result.tally)
     rest = planned.rest(result.tally.steps, result.tally.samples, more)
-    return result, Ahead(stage.judge.over(result.tally), rest, planned, planned.cut(rest), now_ns)
+    return result, Ahead(stage.judge.over(result.tally), rest, planned, planned.cut(rest), rule_state, now_ns)
 
 
 def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ashl.compression.contract import Collective
 from ashl.errors import AshlError
@@ -37,7 +37,7 @@ from ashl.topology.ending import JOIN, foreseen, of_ending, within
 from ashl.topology.local_work import Work
 
 if TYPE_CHECKING:
-    from ashl.topology.all_reduce import PeerState
+    from ashl.topology.all_reduce import PeerState, StepRule
 
 MOST = 64  # messages to a newcomer
 NONE = -1  # the version of who has no model yet
@@ -52,6 +52,7 @@ class Known(NamedTuple):
     rest: tuple[int, int] | None
     moments: Any  # of the optimizer, where all step alike
     outer_state: Any
+    rule_state: Any
 
 
 def keep(state: PeerState, work: Work) -> None:
@@ -137,7 +138,8 @@ def go_back(node: Node, state: PeerState, version: int) -> None:
 def changed(stage: Stage, state: PeerState, formed: Formed) -> Tally:
     """The counts without those who are lost, and with those who came. What the lost had handed in for a round that is
     done once more is dropped; where none is, they had nothing under way."""
-    tally, steps = state.tally.copy(), stage.cut(state.rest).round_steps
+    planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.tally)
+    tally, steps = state.tally.copy(), planned.cut(state.rest).round_steps
     tally.gone = set(tally.gone)
     for rank in formed.lost:
         tally.lose(rank)
@@ -172,7 +174,7 @@ def welcome_tag(epoch: int, k: int) -> Tag:
 async def welcome(node: Node, stage: Stage, state: PeerState, rank: int) -> None:
     """At the lowest of those who were there: let a newcomer know all that it needs."""
     alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
-    parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state))
+    parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state, state.rule_state))
     for k, body in enumerate((state.params, *parcel)):
         await node.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))
 
@@ -213,7 +215,7 @@ async def come(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[i
     state.round, state.step = known.tally.done_by(node.rank)
     state.drawn = state.step * state.batch
     state.rest = known.rest
-    state.local_steps = stage.at_most(stage.worker(node.rank).local_steps, node.rank, known.rest)
+    state.rule_state = known.rule_state
     state.epoch, state.lives = formed.epoch, formed.lives
     stand_in(node, stage, state)
     return stage.index, state

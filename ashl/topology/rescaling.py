@@ -22,7 +22,7 @@ from ashl.topology import all_reduce
 from ashl.topology.all_reduce import Ahead, PeerState
 from ashl.topology.local_work import WorkerState
 from ashl.topology.merging import orders_of, rule_of
-from ashl.topology.parameter_server import ServerState
+from ashl.topology.parameter_server import ServerRule, ServerState
 
 
 def rescaled(stage: Stage, state: ServerState | PeerState, now_s: float) -> list[WorkerState | ServerState]:
@@ -54,13 +54,15 @@ def by_sums(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
     """Those of workers that count alike."""
     tally, alike, states = tally_of(stage, before.tally), stage.sync.exchange == "gradient", list[PeerState]()
     tally.now_s = now_s
-    planned = all_reduce.rule_of(stage).in_round(stage, tally)
+    rule = all_reduce.rule_of(stage)
+    kept = rule.rescaled(stage, before.rule_state, tally) if isinstance(rule, ServerRule) else rule.begin(stage, tally)
+    planned = rule.in_round(stage, kept, tally)
     rest = planned.rest(tally.steps, tally.samples)
     for rank in stage.workers:
         state = PeerState(before.params, None, tally=tally, evaluated=before.evaluated, outer_state=before.outer_state)
         begin(stage, rank, state, tally)
         state.moments = before.moments if alike else stage.trainer.moments()
-        state.plan(Ahead(None, rest, planned, planned.cut(rest)), rank)
+        state.plan(Ahead(None, rest, planned, planned.cut(rest), kept), rank)
         states.append(state)
     return states
 

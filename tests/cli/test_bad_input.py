@@ -45,6 +45,15 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
         (f"runtime=local {SPY} run.checkpoint_s=1", "checkpoints only then"),
         # combinations
+        (
+            "topology=all_reduce sync=backup",
+            "its rule is asked where pushes come, at a server; take topology=parameter",
+        ),
+        (
+            "topology=all_reduce sync=qsr overlap=late",
+            "its rounds change, and the next one is begun before; take topology",
+        ),
+        ("topology=all_reduce sync=lb_bsp overlap=dear", "its batches change, and the next step is begun before; take"),
         ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),
         ("sync=backup sync.backups=4", "leaves nobody to wait for among 4 workers; take at most 3"),

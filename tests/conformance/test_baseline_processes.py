@@ -19,8 +19,10 @@ def test_adsp_commits_alike_however_fast_a_worker_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_lb_bsp_balances_what_it_measures(tmp_path):
-    summary = real(tmp_path / "run", *QUICK, "dataset.batch_size=64", "sync=lb_bsp")
+@pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
+def test_lb_bsp_balances_what_it_measures(topology, tmp_path):
+    chosen = ("dataset.batch_size=64", "sync=lb_bsp", f"topology={topology}")
+    summary = real(tmp_path / "run", *QUICK, *chosen)
     assert adds_up(summary)
     assert summary["samples"] == pytest.approx(256 * summary["steps"] / 4)
     assert summary["wait_share"] < 0.3  # BSP: 0.57

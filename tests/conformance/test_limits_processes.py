@@ -19,6 +19,9 @@ LIMITS = {  # (the method at its limit, what it is there)
     "SlowMo": (f"{LOCAL} {RING} outer=slowmo outer.alpha=1 outer.beta=0", f"{LOCAL} {RING}"),
     "HALoS": (f"topology=halos topology.regions=[0,0] {LOCAL} outer=nesterov", f"{LOCAL} outer=nesterov"),
     "hierarchical": (f"sync=bsp {RING} {THREE} topology.algorithm=hierarchical", f"sync=bsp {RING} {THREE}"),
+    "growing by sums": (f"sync=cr_psgd sync.growth=1 aggregate=samples {RING}", "sync=bsp aggregate=samples"),
+    "rarer by sums": (f"sync=qsr sync.local_steps=4 sync.h_max=4 {RING}", f"{LOCAL} {RING}"),
+    "adapted by sums": (f"sync=adacomm sync.local_steps=4 sync.every_s=1e6 {RING}", f"{LOCAL} {RING}"),
     "growing": ("sync=cr_psgd sync.growth=1 aggregate=samples", "sync=bsp aggregate=samples"),
     "streaming": (
         f"{LOCAL} {RING} outer=nesterov overlap=streaming overlap.fragments=1 overlap.delay=0 overlap.alpha=0",

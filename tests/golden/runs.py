@@ -122,6 +122,10 @@ def by_sums() -> dict[str, Row]:
         "ring-local-sgd": Row(f"{RING} sync=local_sgd sync.local_steps=4", processes="slow"),
         "ring-pr-sgd-momentum": Row(f"{RING} sync=pr_sgd_momentum sync.local_steps=4 outer=nesterov", processes="slow"),
         "ring-local-sgd-planned": Row(f"{RING} sync=local_sgd sync.local_steps=plan schedule.h_preset=[2] {NODES}"),
+        "ring-lb-bsp": Row(f"{RING} sync=lb_bsp cluster.compute=[1,1,2,3] {LINKS}"),
+        "ring-adacomm": Row(f"{RING} sync=adacomm sync.local_steps=8 sync.every_s=0.3 stop.steps=150", by_bits=True),
+        "ring-qsr": Row(f"{RING} sync=qsr sync.alpha=0.05 {COSINE} stop.epochs=3", processes="slow"),
+        "ring-catalyst": Row(f"{RING} sync=cr_psgd_catalyst sync.growth=1.5 sync.budget=600", processes="slow"),
         "ring-wfbp": Row(f"{RING} sync=bsp overlap=wfbp {LINKS}", processes="quick"),
         "ring-merged": Row(f"{RING} sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),
         "ring-zero-one-adam": Row(
