@@ -11,7 +11,8 @@ A dropped message is not decoded, and g_i is what it was before, to the bit, at 
 Limits: C = identity (`ratio=1`) is no compression, bit for bit; with `beta` it is momentum SGD at lr/(1 − β). Who
 decodes keeps a vector per worker, in a gathered all-reduce n² in all. Source: Richtárik, Sokolov and Fatkhullin,
 "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS 2021, Algorithm 2;
-Fatkhullin, Tyurin and Richtárik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM).
+Fatkhullin, Tyurin and Richtárik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM). Differs: there
+u and g_i begin with a first gradient; here both are 0, so that the first steps with `beta` are shorter.
 """
 
 from functools import cached_property

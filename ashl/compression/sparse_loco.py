@@ -8,7 +8,9 @@ chunk⌉ for each place: 2 + 12 with 4096, and 32 for k'.
 It is made for the differences of many local steps (sync=local_sgd). Limit: chunk ≥ d is top-k; β = 1 is plain error
 feedback. Where that is no less than 32·d the whole vector is sent.
 
-Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
+Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025. Differs: there each tensor is
+cut into chunks by itself; here the update as a whole is, so that a chunk may hold the end of one layer and the start of
+the next. `compression.layers=true` cuts each layer by itself.
 """
 
 from typing import Annotated, ClassVar

@@ -7,7 +7,16 @@ is of models that have just fitted their own shards. Each stage's
 H_i, data share and compression ratio follow from its presets by the planner. Momentum and residuals stay on the
 workers. Profiling is a stage of its own on the experiment's clock, unless a profile or a plan is given.
 
-Source: Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; the released constants.
+Source: Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; the released constants. Differs from both the paper and
+the released code in three things:
+    border     all workers cross from AHL to SHL together, at a barrier that lets all pushes in; printed, each worker
+               changes its H at its next commit. A stage has one plan, and its counts and times are of that stage alone.
+    SHL        the server applies a push and then has its worker wait, as SSP does; printed, a push of a worker that is
+               too far ahead waits unapplied. So no finished work grows stale at the server.
+    feedback   `compression=topk` keeps what Top-K leaves out for the next push; printed, it is lost as the worker takes
+               the server's model. `compression.feedback=false` is as printed, and slower (`docs/ashl_table.md`).
+Printed, Top-K is in both stages, with each worker's own ratio; the released code compresses in SHL alone, with one
+ratio for all. Here `r_preset` says it by stage, and each worker has its ratio.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,9 @@ the τ that the loss has earned, so that under a falling rate halving still come
 average. Under all-reduce the clock is that of the lead rank, which says with the next average that it is time.
 
 Limits: τ_0 = 1 is local SGD with H = 1, so BSP. Source: Wang and Joshi, "Adaptive Communication Strategies to
-Achieve the Best Error-Runtime Trade-off in Local-Update SGD", MLSys 2019, arXiv 1810.08313.
+Achieve the Best Error-Runtime Trade-off in Local-Update SGD", MLSys 2019, arXiv 1810.08313. Differs: there τ is set at
+fixed times, l·T_0; here `every_s` counts from the average at which it was last set, so that the times drift by up to a
+round each.
 """
 
 import math

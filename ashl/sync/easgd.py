@@ -7,7 +7,8 @@ paper α = 0.9/n, with n workers; with momentum at the workers it is EAMSGD. The
 with it, and what it had pulled at x̃ stays; who comes begins at x̃, and α is what it was.
 
 Limit: on one worker α = 1/2 leaves both ends at one model, x̃ + Δ/2: ASP with aggregate.scale=0.5, to rounding. Source:
-Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS 2015, Algorithm 1.
+Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS 2015, Algorithm 1. Differs: there the
+step after an exchange has its gradient at x_i as it was before the exchange; here it is at the model that x_i became.
 """
 
 from __future__ import annotations

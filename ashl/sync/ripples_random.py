@@ -7,7 +7,9 @@ measured against.
 Limit: k = n is local SGD. One random group contracts the models' variance by 1 − (k − 1)/(n − 1).
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
-(arXiv 1909.08029, as "Ripples"), random Group Generator.
+(arXiv 1909.08029, as "Ripples"), random Group Generator. Differs: there the Group Buffer belongs to the smart
+generator; here all rules have it, so that a worker that asks joins the group that it is already in, and random groups
+conflict less.
 """
 
 from ashl.data.rng import Purpose, chosen
