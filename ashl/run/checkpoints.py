@@ -225,6 +225,13 @@ def newest(run_dir: Path, identity: str) -> Saved:
     raise UsageError(f"{broken}; run this setting anew" if broken else f"{run_dir} holds no checkpoint; {LEAVE}")
 
 
+def refuse_other_kernel(run_dir: Path, saved: Saved, *, virtual: bool) -> None:
+    """Raise UsageError unless the checkpoint was made where it is to be resumed: in virtual time, or on processes."""
+    if (saved.how == VIRTUAL) != virtual:
+        began = "in virtual time" if saved.how == VIRTUAL else "on processes"
+        raise UsageError(f"{run_dir} began {began}, and a checkpoint is resumed where it was made; drop runtime")
+
+
 def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
     """Take back what the records hold of later moments than the checkpoint's; returns how much is left, by file, which
     its manifest says from then on: a run may go on from it more than once. Raises AshlError while another process

@@ -2,7 +2,7 @@
 
 Rule: the newest whole checkpoint of the run becomes the first one of the new run, with the state of each of its ranks
 as if these had been at it (`ashl.topology.rescaling`): all stand at the top of their loops at one moment, and nothing
-is on its way, whatever the mode. From there on it is taken up as any other, in virtual time or on processes. What was
+is on its way, whatever the mode. From there on it is resumed as any other. What was
 on its way is lost, and computed again. What evaluations found comes along; times and bytes are dealt out over the
 workers, each being given the mean, so that sums and shares are those of the whole run. The folder that it came from
 stays as it is.
@@ -67,6 +67,8 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     with writing(run_dir), jsonl.alone(run_dir / METRICS):
         pass
     saved = checkpoints.newest(run_dir, identity)
+    if saved.how != ANEW:
+        checkpoints.refuse_other_kernel(run_dir, saved, virtual=job.parts.runtime.name == "sim")
     before = checkpoints.plan_of(saved)
     if before.num_workers == plan.num_workers:
         raise UsageError(f"the run in {run_dir} has {plan.num_workers} workers already; drop what is said of them")

@@ -25,15 +25,14 @@ from ashl.report.compare import REPORT, compare
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
-from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, VIRTUAL, Saved, Savings
+from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, Saved, Savings
 from ashl.run.monitor import Monitor
 from ashl.run.rescaling import Origin
 from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
-from ashl.run.virtual import Saving, as_real, simulate
+from ashl.run.virtual import Saving, simulate
 from ashl.run.watch import handled
 from ashl.runtime.keeping import numbered
-from ashl.runtime.news import End
 from ashl.tracking import jsonl, mlflow
 from ashl.tracking.console import Progress, outcome
 from ashl.tracking.forecast import forecast, notes
@@ -93,7 +92,7 @@ def run(
     with jobs.waited_for(plan, seat):
         whole = assemble(plan, seat.place.device if seat else device_of(runtime), parts, data)
         resume, origin, plan = found(started_before(config, job) or resume, config, plan, whole)
-        saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan, parts)
+        saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan)
         run_dir = resume or folder(config, plan)
         recorder = Recorder(run_dir, tracking.events, sizes)
         write_inputs(recorder, config, overrides, None if saved else plan, command)
@@ -188,13 +187,7 @@ def drive(
         return None
     savings = savings_of(plan, run_dir, monitor, saving)
     with jobs.waited_for(plan, seat):
-        if saved is not None and saved.how == VIRTUAL:
-            saved = as_real(plan, monitor.job, monitor, saving, saved)
-            if saved is None:
-                if seat:
-                    jobs.call_off(plan, seat, End(0))
-                return None
-        elif saved is not None:
+        if saved is not None:
             monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
     if saved is not None:
         savings.number = saved.number + 1
@@ -239,20 +232,15 @@ def found(resume: Path | None, config: dict[str, Any], plan: Plan, job: Job) -> 
     return None, origin, replace(plan, notes=(*plan.notes, origin.note))
 
 
-def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan, parts: Parts) -> tuple[Saved, dict[str, int]]:
+def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan) -> tuple[Saved, dict[str, int]]:
     """The checkpoint of this run, and how much of its records is from before. Raises UsageError where there is none, or
     where it is of another run."""
     saved = checkpoints.newest(run_dir, identity(config))
     if (before := checkpoints.plan_of(saved).num_workers) != plan.num_workers:  # by the size of a job
         n = plan.num_workers
         raise UsageError(f"{run_dir} has {before} workers, and this job {n}; take it on with cluster.num_workers={n}")
-    goes_over = saved.how != ANEW and (saved.how == VIRTUAL) != is_virtual(config)
-    apart = any(own.topology.replicas or own.topology.servers > 1 for own in parts.stages)
-    if goes_over and (apart or not in_lockstep(parts, plan.num_workers)):
-        raise UsageError(
-            f"{run_dir} began {'in virtual time' if saved.how == VIRTUAL else 'on processes'}, and goes on only there: "
-            "where all go round by round, through one server or by all-reduce, it could go over; drop runtime"
-        )
+    if saved.how != ANEW:
+        checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
     return saved, checkpoints.cut_back(run_dir, saved)
 
 

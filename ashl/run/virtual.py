@@ -12,15 +12,13 @@ from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
 from ashl.run import checkpoints
-from ashl.run.checkpoints import LOCKSTEP, STATE, VIRTUAL, Saved
+from ashl.run.checkpoints import STATE, VIRTUAL, Saved
 from ashl.run.monitor import Monitor
 from ashl.runtime import checkpoint, keeping
 from ashl.runtime.ahead import on_cores
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import PeerLostError
-from ashl.runtime.node import Node
-from ashl.runtime.packed import unpacked
 from ashl.runtime.sim import Begin, Sim
 from ashl.stage.program import hearing, program
 
@@ -93,55 +91,6 @@ def beginning(plan: Plan, job: Job, saved: Saved) -> Begin:
     files = [keeping.part_of(saved.folder, rank) for rank in range(plan.num_ranks)]
     ranks = [keeping.read(file, packages, device) for file in files]
     return partial(checkpoint.go_on, ranks=ranks, time_ns=saved.time_ns)
-
-
-class ReachedError(Exception):
-    """All ranks are at one version of the model."""
-
-
-class UntilTogether(Sim):
-    """Runs until all ranks are at the first version of the model that nobody has come to, and keeps each there."""
-
-    def __init__(self, *of: Any) -> None:
-        super().__init__(*of)
-        self.wanted, self.kept = 0, dict[int, tuple[int, dict[str, Any]]]()
-
-    def wants_mark(self, node: Node) -> bool:
-        return node.rank not in self.kept
-
-    def mark(self, node: Node, stage: int, state: Any) -> bool:
-        if state is not None and state.version >= self.wanted and node.rank not in self.kept:
-            drawn = self.speed.drawn(node.rank)
-            self.kept[node.rank] = state.version, keeping.document_of(node, stage, state, self.now_ns, drawn)
-        if len(self.kept) == len(self.nodes):
-            raise ReachedError
-        return False
-
-
-def as_real(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved) -> Saved | None:
-    """Of a simulated run whose workers go round by round: on to where all are at one version of the model, and the
-    checkpoint there, as processes leave it. None where the run is over before that."""
-    monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
-    sim = simulation(UntilTogether, plan, job, monitor)
-    assert isinstance(sim, UntilTogether)
-    begin = beginning(plan, job, saved)
-    assert isinstance(begin, partial)
-    marks = (unpacked(mark["state"], ("ashl", *plan.allow_targets)) for mark in begin.keywords["saved"]["marks"])
-    sim.wanted = 1 + max(state.version for state in marks)
-    try:
-        sim.run(partial(program, stages=job.stages), monitor.tick, begin)
-        return None
-    except ReachedError:
-        run_dir, number = monitor.recorder.run_dir, saved.number + 1
-    kept, folder = [sim.kept[rank] for rank in range(plan.num_ranks)], keeping.folder_of(run_dir, number)
-    times = [document["time_ns"] for _, document in kept]
-    files = {}
-    for rank, (_, document) in enumerate(kept):
-        path = keeping.part_of(folder, rank)
-        files[path.name] = keeping.write(path, document)
-    about = {"how": LOCKSTEP, "version": sim.wanted, "time_ns": max(times), "ranks_ns": times}
-    checkpoints.complete(folder, saving.identity, monitor, files, {**about, "home_ns": times[plan.home]})
-    return checkpoints.newest(run_dir, saving.identity)
 
 
 def following(now_ns: int, every_s: float | None) -> int | None:

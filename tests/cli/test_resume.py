@@ -119,21 +119,21 @@ def test_a_file_that_is_not_what_was_written_is_not_gone_on_with(interrupted: Pa
     assert err.endswith(f"{BROKEN}; run this setting anew\n")
 
 
-@pytest.mark.parametrize("mode", ["sync=ssp", "topology=gossip sync=d_psgd"])
-def test_only_what_goes_round_by_round_goes_over_to_processes(mode: str, workplace, capsys) -> None:
-    assert main(["train", *PAUSED, *mode.split(), "run.checkpoint_s=0.3"]) == 0
-    code, err = resumed(capsys, "runtime=local")
-    assert code == 2
-    assert "run began in virtual time, and goes on only there: where all go round by round" in err
+def test_a_checkpoint_is_resumed_where_it_was_made(workplace, capsys) -> None:
+    """Also with another number of workers, which a run folder of its own has."""
+    assert main(["train", *PAUSED, "sync=bsp", "run.checkpoint_s=0.3"]) == 0
+    for own in ((), ("cluster.num_workers=3", "run.dir=three")):
+        code, err = resumed(capsys, "runtime=local", *own)
+        assert code == 2
+        assert "run began in virtual time, and a checkpoint is resumed where it was made; drop runtime" in err
+    assert not Path("three").exists()
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         "runtime=sim",
-        pytest.param("runtime=local", marks=pytest.mark.slow),
         "cluster.num_workers=3 run.dir=three",
-        pytest.param("cluster.num_workers=3 run.dir=three runtime=local", marks=pytest.mark.slow),
     ],
 )
 def test_the_time_before_a_resume_counts_once(overrides: str, workplace: Path, monkeypatch) -> None:

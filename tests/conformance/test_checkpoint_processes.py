@@ -88,19 +88,6 @@ def checked(run: Path, expected: str, count: int = 400) -> None:
         assert spent == pytest.approx(summary["time_s"], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in RUNS if name not in APART]
-)
-def test_a_run_goes_on_in_virtual_time_on_processes_and_back(name: str, workplace: Path) -> None:
-    line = [*LINE, *RUNS[name].split()]
-    own = ["runtime=sim", "tracking=none", "run.dir=run", "-q"]
-    assert main(["train", *line, *own, "run.checkpoint_s=0.5", "stop.steps=120"]) == 0  # none in the last rounds
-    assert main(["train", "--resume", "run", "-q", "runtime=local", "stop.steps=300"]) == 0
-    assert (workplace / "run/rank0.log").exists()
-    assert main(["train", "--resume", "run", "-q", "runtime=sim", "stop.steps=400"]) == 0
-    checked(workplace / "run", simulated(*line).sha256)
-
-
 def killed(line: list[str]) -> None:
     """A run that is killed as a whole once it has two checkpoints. Each comes a second after it is due, or two where
     a rank has heard of it too late."""
@@ -145,8 +132,7 @@ def new_rounds(path: Path) -> Callable[[], bool]:
     return reached
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in RUNS])
 def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
     line = [*LINE, *RUNS[name].split(), "stop.steps=600"]
     killed(line)
