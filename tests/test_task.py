@@ -13,6 +13,7 @@ from ashl.data.dataset import Data, Split
 from ashl.errors import DataMissingError, UsageError
 from ashl.learn.learner import Learner
 from ashl.run.evaluation import Evaluation, best_of
+from ashl.task.contract import recorded_name, renamed
 from tests.support import simulated
 
 
@@ -145,3 +146,11 @@ def test_the_transformer_learns_a_text_and_looks_at_nothing_that_comes_later(tmp
     changed[:, 9:] = 0
     assert torch.allclose(model(tokens)[:, :9], model(changed)[:, :9], atol=1e-5)
     assert not torch.allclose(model(tokens)[:, 9:], model(changed)[:, 9:], atol=1e-5)
+
+
+def test_a_metric_has_a_name_of_its_own_in_the_records():
+    names = {"mae": "mae", "": "", "accuracy": "accuracy", "loss": "loss_metric", "Acc": "Acc_metric"}
+    names |= {"acc@5(top)": "acc_5_top_", "../x": "_x", "...": "metric", "F1 score": "F1 score", "größe": "gr__e"}
+    assert {name: recorded_name(name) for name in names} == names
+    assert renamed("mae") == ()
+    assert renamed("loss") == ("the metric 'loss' is recorded as 'loss_metric', as test/loss_metric",)

@@ -7,6 +7,8 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -199,3 +201,40 @@ def test_a_store_that_is_away_costs_a_warning_and_no_more(store, tmp_path, monke
     said = "MLflow did not take all of this run (http://127.0.0.1:9 does not answer); its records are whole in "
     assert str(warning).startswith(said)
     assert "secret" not in str(warning) + (tmp_path / "unreachable" / mlflow.LOG).read_text()
+
+
+def test_no_name_costs_a_run(tmp_path):
+    """Names of a user's own: signs that MLflow refuses, parts of a path, names that become equal."""
+    odd = {"test/acc@5(top)": 0.5, "measure/a//../b": 1.0, "measure/ä": 2.0, "measure/" + "x" * 400: 3.0}
+    recorder = Recorder(tmp_path / "run", "all")
+    params = {"dataset": {"k(1)": 1, "k[1]": 2}, "model": {"y" * 400: 3}}
+    writer = mlflow.start(
+        tmp_path / "run", store=tmp_path / "store", experiment="ashl", run_name="odd", params=params, tags={}
+    )
+    recorder.metric(METRICS | odd)
+    link, warning = end((recorder, writer))
+    assert (link is not None, warning) == (True, None)
+    store = tmp_path / "store"
+    assert query(store, "select status from runs") == [("FINISHED",)]
+    names = {name for (name,) in query(store, "select distinct key from metrics")}
+    assert {"test/acc_5_top_", "measure/a/_/_/b", "measure/_", "train/loss", "final/test_accuracy"} <= names
+    found = dict(query(store, "select key, value from params"))
+    assert (found["dataset.k_1_"], found["dataset.k_1__2"]) == ("1", "2")
+
+
+def test_what_mlflow_refuses_is_left_out_alone(tmp_path):
+    class RefusedError(Exception):
+        error_code = mlflow.INVALID
+
+    class Picky:
+        logged: ClassVar[list[str]] = []
+
+        def log_batch(self, run_id, metrics):
+            if any(metric.key == "b" for metric in metrics):
+                raise RefusedError
+            self.logged += [metric.key for metric in metrics]
+
+    copy = mlflow.Copy(tmp_path, {"params": {}})
+    copy.client, copy.run = Picky(), SimpleNamespace(run_id="1", start_time=0)
+    copy.log_metrics((name, 1.0, 0, 0.0) for name in "abcd")
+    assert (Picky.logged, list(copy.refused)) == (["a", "c", "d"], ["b"])

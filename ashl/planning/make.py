@@ -61,6 +61,7 @@ from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, se
 from ashl.planning.summing import sums_of
 from ashl.schedule.choices import Choices
 from ashl.stage.rule import extra_ranks
+from ashl.task.contract import renamed
 
 TAKES_COSTS = "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has a say"
 
@@ -154,6 +155,7 @@ def _prepared(
         stages=tuple(stages),
         notes=(
             *data.notes,
+            *renamed(parts["task"].metric),
             *found,
             *implied(parts["cluster"], 4 * num_params),
             *free_ports.of_plan(config, num_workers),

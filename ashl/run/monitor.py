@@ -44,7 +44,7 @@ from ashl.runtime.records import (
 from ashl.runtime.records import Health as HealthReport
 from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
-from ashl.task.contract import ACCURACY
+from ashl.task.contract import ACCURACY, recorded_name
 from ashl.tracking.console import Progress
 from ashl.tracking.events import as_event
 from ashl.tracking.recorder import Recorder
@@ -287,7 +287,7 @@ class Monitor:
 
     def own_metric(self, found: Evaluation) -> tuple[str, float] | None:
         """The task's metric and its value, where it is another one than the accuracy."""
-        name, value = self.job.parts.task.metric, found.test_metric
+        name, value = recorded_name(self.job.parts.task.metric), found.test_metric
         return None if name in ("", ACCURACY) or value is None else (name, value)
 
     def hidden_share(self) -> float | None:

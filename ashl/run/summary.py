@@ -10,6 +10,7 @@ from ashl.run.metrics import summed_up
 from ashl.run.monitor import Absence, Monitor
 from ashl.runtime.ledger import KINDS
 from ashl.runtime.records import Beat, Counts, LedgerTotals
+from ashl.task.contract import recorded_name
 
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
@@ -77,7 +78,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "conflicts": counts.conflicts,
         "final": scores_of(last[0] if last else None, *SCORES, "consensus_distance"),
         "best": scores_of(best, *SCORES, "time_s") if best else None,
-        "metric": monitor.job.parts.task.metric or None,
+        "metric": recorded_name(monitor.job.parts.task.metric) or None,
         "higher_is_better": monitor.job.parts.task.higher_is_better,
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,

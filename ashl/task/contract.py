@@ -1,5 +1,6 @@
 """What a task is: the loss that is learned, and the metric that is reported on the test set."""
 
+import re
 from typing import ClassVar
 
 from torch import Tensor
@@ -7,6 +8,8 @@ from torch import Tensor
 from ashl.errors import UsageError
 from ashl.option import Contract
 
+TAKEN = ("loss", "acc", "accuracy")  # in lower case: figures that every run has under test/
+LONGEST = 100  # characters of a metric's name
 ACCURACY = "accuracy"  # the metric that `stop.target_accuracy` and stages that end by accuracy ask for
 
 
@@ -44,6 +47,23 @@ class Task(Contract, group="task", strict=True):
     def value(self, means: Tensor) -> float:
         """The metric, of the means of the scores over all samples, float64 [k]."""
         return means[0].item()
+
+
+def recorded_name(metric: str) -> str:
+    """Return the name of a metric in records and tables.
+
+    Signs that MLflow refuses become underscores, and a name of a figure that every run has gets an ending.
+    """
+    if metric in ("", ACCURACY):
+        return metric
+    name = re.sub(r"[^A-Za-z0-9_. :-]", "_", metric).strip(". ")[:LONGEST] or "metric"
+    return f"{name}_metric" if name.lower() in TAKEN else name
+
+
+def renamed(metric: str) -> tuple[str, ...]:
+    """Return a note where a metric is recorded by another name than its own."""
+    name = recorded_name(metric)
+    return () if name == metric else (f"the metric {metric!r} is recorded as {name!r}, as test/{name}",)
 
 
 def refuse_negative(targets: Tensor, ignore_index: int) -> None:

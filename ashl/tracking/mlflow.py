@@ -11,6 +11,7 @@ an end to the runs whose lock is free.
 import fcntl
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -36,6 +37,8 @@ STATUS = {"finished": "FINISHED", "failed": "FAILED", "diverged": "FAILED", "int
 ROOT = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # of MLflow's default experiment: a path with quotes would break its SQL
 PERIOD_S = 1.0  # between two readings of metrics.jsonl
 LAST_WORDS_S = 60  # what a writer may take once its input is closed; a parent that still lives usually waits less
+MAX_NAME = 250  # characters
+INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code for what it will not take however often it is sent
 MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000  # MLflow's limits: two for one call, one for a value's characters
 
 
@@ -146,6 +149,28 @@ def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
     return params if prefix else params | config.get("choices", {})
 
 
+def accepted(name: str) -> str:
+    """Return a name as MLflow takes it: other signs become underscores, and no part of a path is empty or dots.
+
+    >>> accepted("measure/top@5 (all)"), accepted("a//../b")
+    ('measure/top_5 _all_', 'a/_/_/b')
+    """
+    parts = re.sub(r"[^A-Za-z0-9_./ :-]", "_", name).split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)[:MAX_NAME]
+
+
+def renamed(params: Mapping[str, str]) -> dict[str, str]:
+    """Return parameters by names that MLflow takes; of equal names the later ones have a number behind."""
+    found: dict[str, str] = {}
+    for name, value in params.items():
+        right, count = accepted(name), 1
+        while right in found:
+            count += 1
+            right = f"{accepted(name)}_{count}"
+        found[right] = value
+    return found
+
+
 def main() -> None:
     """The writer's process: `python -m ashl.tracking.mlflow RUN_DIR`."""
     serve(Copy)
@@ -213,7 +238,8 @@ class Copy:
     def __init__(self, run_dir: Path, job: dict):
         self.run_dir = run_dir
         self.job = job
-        self.params = list(job["params"].items())
+        self.params = list(renamed(job["params"]).items())
+        self.refused: dict[str, None] = {}  # names of what MLflow has not taken
         self.copied = 0  # bytes of metrics.jsonl
 
     def advance(self) -> None:
@@ -243,6 +269,8 @@ class Copy:
                 self.client.log_artifact(run_id, str(path))
         except Exception as error:
             warning = warning_of(self.run_dir, f"artifacts: {error}")
+        if self.refused:
+            warning = warning_of(self.run_dir, f"it refused {', '.join(self.refused)}")
         self.client.set_terminated(run_id, STATUS.get(summary["status"], "FAILED"))
         if loss := self.loss():
             return None, warning_of(self.run_dir, loss)
@@ -274,7 +302,7 @@ class Copy:
         from mlflow.entities import Param
 
         while self.params:
-            self.client.log_batch(self.run.run_id, params=[Param(*item) for item in self.params[:MAX_PARAMS]])
+            self._log([Param(*item) for item in self.params[:MAX_PARAMS]], measured=False)
             self.params = self.params[MAX_PARAMS:]
 
     def log_metrics(self, entries: Iterable[tuple[str, float, int, float]]) -> None:
@@ -282,9 +310,29 @@ class Copy:
         from mlflow.entities import Metric
 
         began = self.run.start_time
-        batch = [Metric(name, value, began + round(1000 * host_s), step) for name, value, step, host_s in entries]
+        batch = [
+            Metric(accepted(name), value, began + round(1000 * host_s), step) for name, value, step, host_s in entries
+        ]
         for first in range(0, len(batch), MAX_METRICS):
-            self.client.log_batch(self.run.run_id, metrics=batch[first : first + MAX_METRICS])
+            self._log(batch[first : first + MAX_METRICS], measured=True)
+
+    def _log(self, batch: list, *, measured: bool) -> None:
+        """Log metrics or parameters. What MLflow refuses is left out and named in the end."""
+        run_id = self.run.run_id
+        try:
+            if measured:
+                self.client.log_batch(run_id, metrics=batch)
+            else:
+                self.client.log_batch(run_id, params=batch)
+        except Exception as error:
+            if getattr(error, "error_code", None) != INVALID:
+                raise
+            if len(batch) == 1:
+                self.refused |= {batch[0].key: None}
+                return
+            half = len(batch) // 2
+            self._log(batch[:half], measured=measured)
+            self._log(batch[half:], measured=measured)
 
 
 def connect(job: Mapping) -> tuple["MlflowClient", str]:
