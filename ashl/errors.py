@@ -37,6 +37,10 @@ class UnusedKeyError(UsageError):
         self.key = key
 
 
+class NoEffectError(UnusedKeyError):
+    """A key whose value changes nothing beside the others: an error in one run, left out in a sweep."""
+
+
 class DataMissingError(AshlError):
     """A data set is not where it was looked for."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from ashl.config.workers import MAX_WORKERS
-from ashl.errors import UsageError
+from ashl.errors import NoEffectError, UsageError
 from ashl.option import Count, Duration, Natural, NonNegative, Positive, Span, option
 
 TICK_S = 1e-9  # of the clock
@@ -104,7 +104,8 @@ class Cluster:
                 )
         for name in ("inner_bandwidth_mbit_s", "inner_latency_s"):
             if getattr(self, name) is not None and self.node is None:
-                raise UsageError(f"cluster.{name} needs cluster.node: which machine is each worker on?")
+                text = f"cluster.{name} needs cluster.node: which machine is each worker on?"
+                raise NoEffectError(text, f"cluster.{name}")
         check_events(self.events, n)
 
     @property

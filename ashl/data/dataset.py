@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.errors import DataMissingError, UsageError
+from ashl.errors import DataMissingError, NoEffectError, UsageError
 from ashl.option import Count, Positive, option
 
 
@@ -107,10 +107,11 @@ class Dataset:
         if self.partition == "dirichlet" and self.alpha is None:
             raise UsageError("dataset.partition=dirichlet needs dataset.alpha; add for example dataset.alpha=0.5.")
         if self.partition != "dirichlet" and self.alpha is not None:
-            raise UsageError(
+            text = (
                 f"dataset.alpha={self.alpha} has no effect with dataset.partition={self.partition}; "
                 "leave it out or take dataset.partition=dirichlet."
             )
+            raise NoEffectError(text, "dataset.alpha")
 
 
 def resolve(root: str) -> Path:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ashl.errors import UsageError
+from ashl.errors import NoEffectError
 from ashl.optimizer.contract import Moments
 from ashl.optimizer.schedule import Decay, Scheduled
 from ashl.option import option
@@ -27,7 +27,8 @@ class SGD(Scheduled):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
-            raise UsageError("optimizer.nesterov=true needs momentum; add for example optimizer.momentum=0.9.")
+            text = "optimizer.nesterov=true needs momentum; add for example optimizer.momentum=0.9."
+            raise NoEffectError(text, "optimizer.nesterov")
 
     def init(self, num_params: int) -> Moments:
         """The momentum, zeros [d]; nothing without momentum."""

@@ -9,7 +9,7 @@ from typing import Any
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.config.override import key_of
-from ashl.errors import UnusedKeyError, UsageError
+from ashl.errors import NoEffectError, UnusedKeyError, UsageError
 from ashl.model.mlp import MLP
 from ashl.optimizer.adam import Adam
 from ashl.optimizer.contract import Optimizer
@@ -141,7 +141,8 @@ def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]
     if topology.pull_ratio is not None and PULLS not in topology.carries:
         raise UsageError(f"topology={choices['topology']} has no compressed pulls; drop topology.pull_ratio")
     if topology.pull_ratio is not None and parts["compression"].flags.lossless:
-        raise UsageError("topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it")
+        text = "topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it"
+        raise NoEffectError(text, "topology.pull_ratio")
 
 
 def adam(optimizer: Optimizer) -> bool:
@@ -261,6 +262,8 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
             topology.check_tree(sync, parts.cluster.node, stage.h_preset is not None and parts.planner.follows)
         try:
             check_rules(sync, vars(own), {group: chosen(option) for group, option in vars(own).items()})
+        except NoEffectError:
+            raise
         except UsageError as error:
             raise UsageError(f"stage {stage.name}: {error}") from error
         if stage.outer != AVERAGE:

@@ -3,7 +3,7 @@
 Source: what is refused are the traps that Xu et al., "GRACE", ICDCS 2021, and the papers of the methods name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ashl.aggregate.fednova import FedNova
@@ -18,7 +18,6 @@ from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.sign import Sign
 from ashl.compression.terngrad import TernGrad
 from ashl.compression.wire.entropy_code import check_code
-from ashl.config.override import key_of
 from ashl.errors import UsageError
 from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.sgd import SGD
@@ -33,10 +32,8 @@ def check_compression(
     choices: Mapping[str, str],
     layout: Layout,
     num_workers: int,
-    overrides: Sequence[str] = (),
 ) -> list[str]:
-    """What is legal and worth knowing, a sentence each; `overrides` is what the user wrote. Raises UsageError for what
-    makes no sense."""
+    """What is legal and worth knowing, a sentence each. Raises UsageError for what makes no sense."""
     option, topology, sync = parts["compression"], parts["topology"], parts["sync"]
     name = f"compression={choices['compression']}"
     check_signs(name, option, parts["optimizer"])
@@ -86,7 +83,7 @@ def check_compression(
             f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
             "worker decides for itself; drop it, or take topology=parameter_server"
         )
-    return [*unused(option, parts, choices, overrides), *notes(name, option, codec, parts, d, num_workers)]
+    return notes(name, option, codec, parts, d, num_workers)
 
 
 def check_roles(name: str, codec: Codec) -> None:
@@ -217,25 +214,6 @@ def check_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None
         )
     if aggregate.discount is not None:
         raise UsageError(f"{name} merges all bodies at once, so aggregate.discount has none to act on; drop it")
-
-
-def unused(option: Codec, parts: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
-    """What was asked for and has no say in this run."""
-    asked = {key.removeprefix("compression.") for key in map(key_of, overrides) if key.startswith("compression.")}
-    found = []
-    preset = parts["schedule"].r_preset if "schedule" in parts else None
-    if "ratio" in asked and preset and parts["schedule"].names_sync:
-        found.append(
-            f"compression.ratio={option.ratio:g} is not used: the stages of schedule={choices['schedule']} keep what "
-            f"schedule.r_preset=[{', '.join(f'{share:g}' for share in preset)}] says; set that, or it to null"
-        )
-    moves, keeps = option.momentum is not None, option.feedback
-    if "masking" in asked and isinstance(option, Wrappers) and not moves:
-        found.append("compression.masking is not used: it is for compression.momentum, which is not set")
-    if asked & {"feedback_gain", "feedback_decay"} and (moves or not keeps):
-        instead = "compression.momentum is there instead" if moves else "compression.feedback=false"
-        found.append(f"compression.feedback_gain and .feedback_decay are not used: {instead}")
-    return found
 
 
 def notes(name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:

@@ -59,6 +59,7 @@ from ashl.planning.overlapping import overlapped
 from ashl.planning.predict import predict
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
 from ashl.planning.summing import sums_of
+from ashl.planning.without_effect import Given, refuse_without_effect
 from ashl.schedule.choices import Choices
 from ashl.stage.rule import extra_ranks
 from ashl.task.contract import renamed
@@ -79,9 +80,11 @@ def make_plan(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
+    *,
+    strict: bool = False,
 ) -> Plan:
     """The plan alone, see `prepared`."""
-    return prepared(config, world_size, overrides, profile).plan
+    return prepared(config, world_size, overrides, profile, strict=strict).plan
 
 
 def prepared(
@@ -89,17 +92,20 @@ def prepared(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
+    *,
+    strict: bool = False,
 ) -> Prepared:
     """Check every choice and every combination, and resolve them into a plan.
 
     `world_size` is the number of processes of the job that this one is part of, where there is one; `overrides` is what
-    the user wrote; `profile` what was just measured. Precedence: plan=FILE, what was measured, profile=FILE, cluster.*.
+    the user wrote; with `strict`, a value among them that has no effect is refused; `profile` what was just measured.
+    Precedence: plan=FILE, what was measured, profile=FILE, cluster.*.
     Raises UsageError and DataMissingError; afterwards nothing is left to refuse.
     """
     settings = settings_of(config)
     with own_faults(settings.allow_targets):
         config = {**config, "cluster": followed(config["cluster"])}
-        return _prepared(config, settings, world_size, overrides, profile)
+        return _prepared(config, settings, world_size, overrides, profile, strict)
 
 
 def _prepared(
@@ -108,8 +114,10 @@ def _prepared(
     world_size: int | None,
     overrides: Sequence[str],
     profile: Profile | None,
+    strict: bool,
 ) -> Prepared:
     options = Options(settings.allow_targets)
+    asked = config
     parts = {group: options.of(group, config[group]) for group in GROUPS}
     cluster = drawn(config["cluster"], settings.seed)
     parts["cluster"] = options.of("cluster", cluster)
@@ -129,7 +137,7 @@ def _prepared(
     device_of(parts["runtime"])
     learner = learner_of(parts, data, settings)
     num_params, layout = learner.num_params, layout_of(learner.layers)
-    found = check_compression(parts, config["choices"], layout, num_workers, overrides)
+    found = check_compression(parts, config["choices"], layout, num_workers)
     batch = parts["dataset"].batch_size
     if known is not None:
         check_profile(known, config, num_workers, num_params, batch)
@@ -178,7 +186,11 @@ def _prepared(
     plan = replace(plan, stages=tuple(sized(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True)))
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
-    return Prepared(predicted(plan, resolved, clock, deal, len(data.train), batch, by), resolved, data)
+    plan = predicted(plan, resolved, clock, deal, len(data.train), batch, by)
+    if strict:
+        given = Given(asked, plan, resolved, parts["schedule"], profiled=replaced is not None)
+        refuse_without_effect(given, overrides)
+    return Prepared(plan, resolved, data)
 
 
 def loaded(dataset: Any, seed: int) -> Data:

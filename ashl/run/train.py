@@ -60,9 +60,10 @@ def train(
     silent: bool = False,
     resume: Path | None = None,
     command: str = "",
+    strict: bool = True,
 ) -> int:
     """The exit code of `run`."""
-    return run(config, overrides, quiet=quiet, silent=silent, resume=resume, command=command).code
+    return run(config, overrides, quiet=quiet, silent=silent, resume=resume, command=command, strict=strict).code
 
 
 def run(
@@ -73,9 +74,11 @@ def run(
     silent: bool = False,
     resume: Path | None = None,
     command: str = "",
+    strict: bool = True,
 ) -> Ran:
     """Plan, run, record. `resume` is the folder of a run to go on with from its checkpoint; `quiet` shows no progress,
     `silent` not even the outcome. `command` is what was typed, for its records; a run of a sweep has none of its own.
+    With `strict`, a typed value without an effect is refused, unless the run is resumed.
 
     Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
     KeyboardInterrupt when it was interrupted; the records are complete by then.
@@ -83,7 +86,9 @@ def run(
     config, job = joined(config)
     with jobs.telling(job):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
-        plan, parts, data = prepared(config, job.world_size if job else None, overrides)
+        plan, parts, data = prepared(
+            config, job.world_size if job else None, overrides, strict=strict and resume is None
+        )
     plan, seat = seated(plan, parts, config, job)
     if seat and seat.job.rank != 0:
         return Ran(jobs.take_part(plan, seat))
@@ -289,7 +294,7 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> None:
     """Compose, check, plan and estimate; run nothing. `processes`: how many a job will have."""
     config, job = joined(config)
-    plan, parts, data = prepared(config, job.world_size if job else processes, overrides)
+    plan, parts, data = prepared(config, job.world_size if job else processes, overrides, strict=True)
     construct(config["tracking"], "tracking", config["allow_targets"])
     if job or processes:
         size = job.world_size if job else processes or 0

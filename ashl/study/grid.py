@@ -3,14 +3,14 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ashl.config.compose import alternatives, compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.errors import DataMissingError, UnusedKeyError, UsageError
+from ashl.errors import DataMissingError, NoEffectError, UnusedKeyError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.make import make_plan
 
@@ -58,14 +58,16 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Grid:
-    """`unused`: keys left out where the chosen option lacks them, with the number of points; `merged`: points that
-    turned out to be the same as another."""
+    """`unused`: keys that were left out of points where the chosen option lacks them or they have no effect, with the
+    number of points; `reasons`: why they have none, for one point of each key; `merged`: points that turned out to be
+    the same as another."""
 
     axes: dict[str, list[str]]
     settings: tuple[Setting, ...]
     skipped: tuple[Skipped, ...]
     unused: dict[str, int]
     merged: int
+    reasons: dict[str, str] = field(default_factory=dict)
 
 
 def grid_lines(overrides: Sequence[str], config_dir: Path | None) -> list[Line]:
@@ -134,7 +136,8 @@ def make_grid(
 ) -> Grid:
     """Compose and plan every point. A point that cannot be run is skipped with its reason, or with `strict` an error.
 
-    A key that another chosen option has is left out where this one lacks it; points that become the same are merged.
+    A key that another chosen option has is left out where this one lacks it, and any key where it has no effect; points
+    that become the same are merged.
     Raises UsageError and DataMissingError for what is wrong with the whole grid.
     """
     wanted, axes = points(lines), axes_of(lines)
@@ -144,12 +147,13 @@ def make_grid(
     plans: dict[str, Plan | UsageError] = {}
     used: set[str] = set()
     unused: dict[str, int] = {}
+    reasons: dict[str, str] = {}
     first: UsageError | None = None
     merged = 0
     for number, (point, label) in enumerate(wanted.items()):
         progress(number, len(wanted))
         try:
-            kept, config, predicted_s = checked(point, compose, plans, processes)
+            kept, config, predicted_s = checked(point, compose, plans, processes, reasons)
         except UsageError as error:
             if strict:
                 raise UsageError(f"{' '.join(point)}: {error}") from error
@@ -171,9 +175,9 @@ def make_grid(
     if not settings:
         assert first is not None
         raise first if len(wanted) == 1 else UsageError(f"no point of this grid can be run; the first: {first}")
-    for key in unused.keys() - used:
+    for key in unused.keys() - used - reasons.keys():
         raise UsageError(f"no option that this grid chooses has the key {key}; `ashl list` shows what there is")
-    return Grid(axes, tuple(settings.values()), tuple(skipped), unused, merged)
+    return Grid(axes, tuple(settings.values()), tuple(skipped), unused, merged, reasons)
 
 
 def seeds_at_once(compose: Callable[[Sequence[str]], dict[str, Any]]) -> Callable[[Sequence[str]], dict[str, Any]]:
@@ -197,8 +201,10 @@ def checked(
     compose: Callable[[Sequence[str]], dict[str, Any]],
     plans: dict[str, Plan | UsageError],
     processes: Processes = alone,
+    reasons: dict[str, str] | None = None,
 ) -> tuple[tuple[str, ...], dict[str, Any], float | None]:
-    """A point without the keys that have no say in it, its configuration and its predicted time.
+    """A point without the keys that have no effect in it, its configuration and its predicted time. Why a key that the
+    chosen option has was left out is put among the `reasons`.
 
     Points that differ in their seed only share a plan, so one of them is checked, unless it draws the cluster.
     """
@@ -216,13 +222,15 @@ def checked(
             rest = tuple(single for single in point if key_of(single) != error.key)
             if len(rest) == len(point):
                 raise
+            if isinstance(error, NoEffectError) and reasons is not None:
+                reasons.setdefault(error.key, str(error))
             point = rest
 
 
 def planned(config: dict[str, Any], point: Sequence[str], processes: Processes) -> Plan | UsageError:
     """The plan, or why there is none; missing data is missing for every point."""
     try:
-        return make_plan(config, processes(config), point)
+        return make_plan(config, processes(config), point, strict=True)
     except DataMissingError:
         raise
     except UsageError as error:

@@ -47,7 +47,7 @@ class Job:
 def here(job: Job) -> int:
     """Run it in this process; returns its exit code."""
     resume = job.folder if job.resume else None
-    return train(job.config, list(job.overrides), quiet=True, silent=True, resume=resume)
+    return train(job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False)
 
 
 def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:

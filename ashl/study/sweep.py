@@ -298,7 +298,9 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
     rest = "" if missing == total else f", {total - missing} of them done, {missing} to go"
     console.print(f"{folder.name} {counted}{rest}; folder {folder}", soft_wrap=True, markup=False)
     for key, count in sorted(grid.unused.items()):
-        console.print(f"{key} has no say in {count} of the points and is left out there", soft_wrap=True)
+        why = f": {grid.reasons[key]}" if key in grid.reasons else ""
+        text = f"{key} has no effect in {count} of the points and is left out there{why}"
+        console.print(text, soft_wrap=True, markup=False)
     if grid.merged:
         console.print(f"points that came to the same as others, and run once: {grid.merged}", soft_wrap=True)
     for note in free_ports.of_comparison(flat(setting.config) for setting in grid.settings):

@@ -6,7 +6,7 @@ of all models by the mean of the Δ. With H local steps between two rounds it is
 
 Of workers that are lost: `ashl.topology.views`.
 
-Limits: the complete graph with uniform weights and `atc` is BSP (SGD, momentum), to rounding; W = I is no exchange.
+Limits: the complete graph with `atc` is BSP (SGD, momentum), to rounding; W = I is no exchange.
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056.
 """
 

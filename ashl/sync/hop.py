@@ -17,7 +17,7 @@ Where a neighbour is lost nobody waits for it any more, and its models take no p
 without it, and where that falls apart each part goes on by itself. The lead and the staleness are counted from
 neighbours' iterations, which one that comes back does not have, so nobody does.
 
-Limits: s = backups = 0 is D-PSGD (`awc`, uniform weights on a regular graph), to rounding. The mean of all models is
+Limits: s = backups = 0 is D-PSGD (`awc` on a regular graph), to rounding. The mean of all models is
 kept only there. Where workers are equally fast, nobody ever jumps.
 Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv 1902.01064.
 """

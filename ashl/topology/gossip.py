@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -120,7 +120,6 @@ class Gossip(Topology):
     carries: ClassVar[frozenset[str]] = frozenset({CHURN})  # whole models travel, and nobody adds up updates
     replicas: ClassVar[bool] = True
     graph: str
-    weights: Literal["metropolis", "uniform"]
     degree: Count
 
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
@@ -130,7 +129,7 @@ class Gossip(Topology):
 
     def rounds(self, sync: GossipRule, num_workers: int, seed: int) -> tuple[Round, ...]:
         """The graph, with the weights that the sync mode needs."""
-        weights = "columns" if sync.columns else self.weights
+        weights = "columns" if sync.columns else "metropolis"
         return rounds_of(self.graph, weights, self.degree, num_workers, seed)
 
     def round(self, stage: Stage, k: int) -> Round:

@@ -9,8 +9,9 @@ that repeat; one that does not change has one. With n ranks:
     random_regular                everybody has `degree` neighbours, drawn with the seed
     a file                        a line `i j` is an edge; a line `i j w` says w_ij
 
-Weights: metropolis, 1/(1 + max(d_i, d_j)) with the diagonal making rows add up to 1; uniform, 1/(1 + d_i); for push-sum
-1/(1 + out-degree of j), whose columns add up to 1 whatever the graph.
+Weights: metropolis, 1/(1 + max(d_i, d_j)) with the diagonal making rows add up to 1; for push-sum 1/(1 + out-degree
+of j), whose columns add up to 1 whatever the graph. Weights 1/(1 + d_i) are no choice of their own: their columns add
+up to 1 on regular graphs only, and there they are these.
 
 Source: Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Metropolis Weights", 2006; Ying et al.,
 "Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
@@ -117,7 +118,7 @@ def named(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
 
 
 def rows_of(sources: Sources, weights: str) -> tuple[dict[int, float], ...]:
-    """metropolis, uniform or columns; what is missing to 1 is the weight of a rank's own model."""
+    """metropolis or columns; what is missing to 1 is the weight of a rank's own model."""
     n = len(sources)
     out_degrees = [0] * n
     for heard in sources:
@@ -128,8 +129,6 @@ def rows_of(sources: Sources, weights: str) -> tuple[dict[int, float], ...]:
     for i, heard in enumerate(sources):
         if weights == "metropolis":
             row = {j: 1 / (1 + max(degrees[i], degrees[j])) for j in heard}
-        elif weights == "uniform":
-            row = dict.fromkeys(heard, 1 / (1 + degrees[i]))
         else:
             row = {j: 1 / (1 + out_degrees[j]) for j in heard}
         row[i] = 1 / (1 + out_degrees[i]) if weights == "columns" else own_weight(row.values())
@@ -254,7 +253,7 @@ def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
                 raise UsageError(f"{what}: the weights at worker {i} add up to {total:g}, and should add up to 1")
         for j, total in enumerate(columns):
             if abs(total - 1) > TOLERANCE:
-                more = "" if weights == "columns" else "; take topology.weights=metropolis, or sync=sgp"
+                more = "" if weights == "columns" else "; give the file others, or take sync=sgp"
                 raise UsageError(f"{what}: the weights of worker {j}'s model add up to {total:g}, not to 1{more}")
     if not reaches_all(rounds, n):
         raise UsageError(f"{what} is not connected: some workers never hear of others; give it more edges")

@@ -52,9 +52,6 @@ def test_one_sentence(overrides: str, says: str, workplace, capsys: pytest.Captu
         ("topology=all_reduce sync=bsp compression.ratio=0.9", "so its bodies are gathered"),
         ("sync=bsp compression.ratio=0.9 optimizer.momentum=0", "0.0385 MB a push, as without compression"),
         ("sync=bsp compression=power_sgd", "optimizer.momentum=0.9 carries on once more"),
-        ("compression.ratio=0.01", "compression.ratio=0.01 is not used: the stages of schedule=ashl"),
-        ("sync=asp compression.masking=false", "compression.masking is not used"),
-        ("sync=asp compression=qsgd compression.feedback_gain=0.5", "are not used: compression.feedback=false"),
     ],
 )
 def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, capsys) -> None:

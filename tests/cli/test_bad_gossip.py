@@ -13,6 +13,7 @@ from ashl.planning.make import make_plan
 FILES = {
     "apart": "0 1\n2 3\n",
     "short": "0 0 0.5\n0 1 0.4\n1 0 0.5\n1 2 0.2\n2 1 0.2\n2 3 0.2\n3 2 0.2\n",
+    "uneven": "0 1 0.5\n1 0 0.25\n1 2 0.25\n2 1 0.5\n3 2 0.5\n2 3 0.25\n",
     "zero": "0 0 0\n1 0 1\n2 1 1\n1 2 1\n3 3 1\n1 1 0\n2 2 0\n",
 }
 
@@ -32,7 +33,7 @@ def gossips(workplace, said):
         ("sync=d_psgd topology.graph=short.edges", "the weights at worker 0 add up to 0.9, and should add up to 1"),
         ("sync=sgp topology.graph=zero.edges", "leaves worker 0 a push-sum weight of zero"),
         ("sync=d_psgd topology.graph=wheel", "neither a file that can be read nor one of ring, star, complete, torus"),
-        ("sync=d_psgd topology.graph=star topology.weights=uniform", "take topology.weights=metropolis, or sync=sgp"),
+        ("sync=d_psgd topology.graph=uneven.edges", "give the file others, or take sync=sgp"),
         ("sync=d_psgd topology.graph=random_regular topology.degree=4", "take a degree below 4"),
         ("sync=choco topology.graph=one_peer_exponential", "its graph must not change from round to round"),
         ("sync=hop sync.backups=2", "leaves a worker with 2 neighbours nobody to wait for; take at most 1"),

@@ -156,7 +156,7 @@ def by_gossip() -> dict[str, Row]:
             f"{GOSSIP} sync=d_psgd sync.local_steps=2 topology.graph=random_regular {EIGHT}", twin=True
         ),
         "gossip-pga": Row(f"{GOSSIP} sync=gossip_pga sync.period=4", processes="slow"),
-        "d-psgd-uniform": Row(f"{GOSSIP} sync=d_psgd topology.weights=uniform {NODES}", twin=True),
+        "d-psgd-nodes": Row(f"{GOSSIP} sync=d_psgd {NODES}", twin=True),
         "sgp": Row(f"{GOSSIP} sync=sgp topology.graph=one_peer_exponential", processes="slow"),
         "sgp-overlap": Row(f"{GOSSIP} sync=sgp sync.overlap=1 topology.graph=exponential {EIGHT}", twin=True),
         "choco-topk": Row(

@@ -1,5 +1,5 @@
 """Gossip at its limits. Bitwise: push-sum on the one-peer exponential graph = D-PSGD; all models of a complete graph
-are one. To rounding: the complete graph with uniform weights = BSP, two relaying workers = BSP, one worker = local
+are one. To rounding: the complete graph = BSP, two relaying workers = BSP, one worker = local
 SGD, CHOCO without compression, MATCHA with all edges and Hop without slack = D-PSGD. Without steps the mean is kept."""
 
 import numpy as np
@@ -46,7 +46,7 @@ def run(*overrides):
 
 @pytest.mark.limit("sync=d_psgd")
 def test_the_complete_graph_is_bsp():
-    whole = run("sync=d_psgd", ATC, "topology.graph=complete", "topology.weights=uniform")
+    whole = run("sync=d_psgd", ATC, "topology.graph=complete")
     close(whole.params, simulated(*BASE, "sync=bsp").params)
     assert all(torch.equal(model, whole.params) for model in whole.models.values())
     assert whole.snapshots[-1][0]["consensus_distance"] == 0
@@ -89,7 +89,7 @@ def test_matcha_with_all_edges_is_d_psgd(tmp_path):
 @pytest.mark.limit("sync=hop")
 def test_hop_without_slack_is_d_psgd():
     """On equal workers, so that all are at the same iteration when the run ends."""
-    equal = ("cluster=homogeneous", "topology.weights=uniform")
+    equal = ("cluster=homogeneous",)
     strict = run(*equal, "sync=hop", "sync.staleness=0", "sync.backups=0")
     close(strict.params, run(*equal, "sync=d_psgd", "sync.order=awc").params)
 

@@ -135,8 +135,10 @@ def test_a_file_is_read_anew_when_it_has_changed(tmp_path) -> None:
 def test_other_refusals(tmp_path) -> None:
     with pytest.raises(UsageError, match="neither a file that can be read nor one of ring, star"):
         rounds_of("rnig", "metropolis", 2, 4, 0)
-    with pytest.raises(UsageError, match=r"add up to 1\.75, not to 1; take topology.weights=metropolis, or sync=sgp"):
-        rounds_of("star", "uniform", 2, 4, 0)
+    uneven = tmp_path / "uneven.edges"
+    uneven.write_text("0 1 0.5\n1 0 0.25\n1 2 0.25\n2 1 0.5\n")
+    with pytest.raises(UsageError, match=r"add up to 0\.75, not to 1; give the file others, or take sync=sgp"):
+        rounds_of(str(uneven), "metropolis", 2, 3, 0)
     with pytest.raises(UsageError, match="take a degree below 7, and an even one for an odd number of workers"):
         rounds_of("random_regular", "metropolis", 3, 7, 0)
     path = tmp_path / "zero.edges"

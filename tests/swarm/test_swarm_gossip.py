@@ -59,7 +59,7 @@ def drawn_mode(rng: random.Random) -> Any:
 def drawn_stages(rng: random.Random, n: int) -> list[Stage]:
     """One stage, or two of the same kind (with a coordinator, or without)."""
     limits = drawn_limits(rng)
-    graph = Gossip(graph=rng.choice(NAMES), weights="metropolis", degree=2)
+    graph = Gossip(graph=rng.choice(NAMES), degree=2)
     first = drawn_mode(rng)
     modes = [first]
     if rng.random() < 0.3:
@@ -151,7 +151,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("sync", FAULTS, ids=lambda sync: type(sync).__name__)
 def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
-    topology = Gossip(graph="ring", weights="metropolis", degree=2)
+    topology = Gossip(graph="ring", degree=2)
     cluster, stage = plain(sync, topology, replace(WITHOUT, steps=60))
     with pytest.raises(AshlError, match=FAULTS[sync]):
         run(cluster, (stage,), main=deserting(stage, rank=1, rounds=2))
@@ -159,7 +159,7 @@ def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
 
 def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
     """Its verdict holds after the round by which all have heard of it: nobody is left waiting, and nobody goes on."""
-    cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", weights="metropolis", degree=2))
+    cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", degree=2))
     cluster = replace(cluster, num_workers=None, compute=(1.0,) * 7)
     plan = replace(stage.plan, workers=(stage.plan.workers[0],) * 7)
     stage = replace(stage, plan=plan, limits=replace(WITHOUT, seconds=0.5, eval_every_s=0.125))

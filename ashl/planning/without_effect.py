@@ -1,0 +1,376 @@
+"""Typed values without an effect: refused in one run, left out of the points of a sweep, with what makes them count.
+
+Each row of `CONDITIONS` says of some keys when they count, judged by the checked plan and its options, so that keys of
+one option and keys across groups have one mechanism. A value counts if it may change anything that is recorded.
+Values that are equal to the default, or that a preset brings, are no error: nobody expects an effect of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ashl.cluster.spec import Cluster
+from ashl.compression.around.wrappers import Wrappers
+from ashl.config.catalog import CONF, catalog, defaults, load, values
+from ashl.config.override import key_of
+from ashl.errors import NoEffectError
+from ashl.overlap.contract import Delayed
+from ashl.plan.plan import TARGETS, Plan
+from ashl.planning.build import Parts, StageParts
+from ashl.sync.profiling import Profiling
+from ashl.topology.halos import Halos
+from ashl.topology.partial_all_reduce import PartialAllReduce
+
+LISTED = ("cluster.compute", "cluster.link", "cluster.node")  # one that is typed may say how many workers there are
+INSIDE = ("cluster.inner_bandwidth_mbit_s", "cluster.inner_latency_s")
+LINKS = ("cluster.bandwidth_mbit_s", "cluster.latency_s", "cluster.server_bandwidth_mbit_s", *INSIDE)
+COSTS = (
+    *("cluster.compute_spread", "cluster.link", "cluster.step_s", "cluster.exchange_s", "cluster.compress_s"),
+    *("cluster.server_step_s", "cluster.jitter", "cluster.compute", "cluster.node", *LINKS),
+)
+FAILURES = "workers that fail, as with 'cluster.churn={mtbf_s:100,mttr_s:10}'"
+MEET = "workers of one machine that exchange with each other, as with topology=all_reduce"
+
+
+class Given(NamedTuple):
+    """What a condition is judged by."""
+
+    config: Mapping[str, Any]
+    plan: Plan
+    parts: Parts
+    schedule: Any
+    profiled: bool  # True if a profile's costs stand in for those of the cluster
+
+    @property
+    def stages(self) -> tuple[StageParts, ...]:
+        return self.parts.stages
+
+    @property
+    def cluster(self) -> Any:
+        return self.parts.cluster
+
+    @property
+    def lossy(self) -> bool:
+        return any(not own.compression.flags.lossless for own in self.stages)
+
+    def any(self, group: str, holds: Callable[[Any], bool]) -> bool:
+        """Return True if this holds of an option of a group in any stage."""
+        return any(holds(getattr(own, group)) for own in self.stages)
+
+
+class Condition(NamedTuple):
+    """`keys` count where `counts`; `needs` names what makes them count."""
+
+    keys: tuple[str, ...]
+    needs: str
+    counts: Callable[[Given], bool]
+
+
+def has(group: str, **fields: Callable[[Any], bool]) -> Callable[[Given], bool]:
+    """Return a condition: in some stage, these fields of the group's option are such. An option without one counts."""
+    return lambda given: given.any(
+        group, lambda option: all(holds(getattr(option, name)) for name, holds in fields.items() if name in dir(option))
+    )
+
+
+def is_set(value: Any) -> bool:
+    return value is not None and value is not False and value != 0
+
+
+def any_server(given: Given) -> bool:
+    return given.any("topology", lambda topology: topology.has_server)
+
+
+def workers_meet(given: Given) -> bool:
+    """Return True if machines with several workers exchange inside."""
+    nodes = given.cluster.node or ()
+    near = given.any("topology", lambda topology: not topology.has_server or isinstance(topology, Halos))
+    return near and len(set(nodes)) < len(nodes)
+
+
+def nodes_matter(given: Given) -> bool:
+    def asks(topology: Any) -> bool:
+        by_itself = isinstance(topology, PartialAllReduce) and topology.workers_per_node is None
+        return by_itself or isinstance(topology, Halos) or topology.algorithm is not None
+
+    return not is_declared(given) or given.any("topology", asks)
+
+
+def is_declared(given: Given) -> bool:
+    return given.cluster.exchange_s is not None
+
+
+def is_stale(given: Given) -> bool:
+    """Return True if a push may be of an older model than the one that it is merged into."""
+    return any(not own.sync.in_rounds or isinstance(own.overlap, Delayed) for own in given.stages)
+
+
+def keeps_residual(given: Given) -> bool:
+    return given.any(
+        "compression",
+        lambda codec: (
+            not codec.flags.lossless
+            and (not isinstance(codec, Wrappers) or codec.feedback or codec.momentum is not None)
+        ),
+    )
+
+
+def several_machines(given: Given) -> bool:
+    n = given.plan.num_workers
+
+    def machines(topology: Any) -> int:
+        if not isinstance(topology, PartialAllReduce):
+            return n
+        if topology.workers_per_node is None and given.cluster.node is not None:
+            return len(set(given.cluster.node))
+        return -(-n // (topology.workers_per_node or 4))
+
+    return given.any("topology", lambda topology: machines(topology) > 1)
+
+
+def run_ends(given: Given) -> bool:
+    stop = given.config["stop"]
+    return any(stop[key] is not None for key in ("epochs", "steps", "seconds"))
+
+
+def preset_ratios(given: Given) -> Sequence[float | None]:
+    return (getattr(given.schedule, "r_preset", None) or ()) if given.schedule.names_sync else ()
+
+
+CONDITIONS = (
+    Condition(COSTS, "profile=null, as the costs of profile=FILE stand in for it", lambda given: not given.profiled),
+    Condition(
+        LINKS,
+        "cluster.exchange_s=null, as a declared exchange_s holds whatever the links are",
+        lambda given: not is_declared(given),
+    ),
+    Condition(
+        ("cluster.server_bandwidth_mbit_s", "cluster.server_step_s"),
+        "a topology with a server, as topology=parameter_server",
+        any_server,
+    ),
+    Condition(INSIDE[:1], MEET, lambda given: workers_meet(given) or usual(INSIDE[0], given) is None),
+    Condition(INSIDE[1:], MEET, workers_meet),
+    Condition(
+        ("cluster.node",),
+        "cluster.exchange_s=null, or a topology that asks for machines, as topology=partial_all_reduce",
+        nodes_matter,
+    ),
+    Condition(
+        ("cluster.compress_s",),
+        "a compression that encodes, as compression=topk",
+        lambda given: given.lossy or given.any("sync", lambda sync: bool(sync.codecs)),
+    ),
+    Condition(
+        ("cluster.detect_s",),
+        FAILURES,
+        lambda given: given.cluster.loses,
+    ),
+    Condition(
+        ("runtime.min_workers", "runtime.on_loss"),
+        FAILURES,
+        lambda given: given.parts.runtime.name != "sim" or given.cluster.loses,
+    ),
+    Condition(
+        ("runtime.sums",),
+        "workers that sum without a server, as topology=all_reduce",
+        lambda given: given.any("topology", lambda topology: not topology.has_server),
+    ),
+    Condition(
+        ("optimizer.lr", "optimizer.warmup_epochs", "run.save_weights", "run.start_from"),
+        "runtime.gradients=true, as nothing is learned otherwise",
+        lambda given: given.parts.runtime.gradients,
+    ),
+    Condition(
+        ("dataset.epochs",),
+        "a run without another end: stop.epochs=null stop.steps=null stop.seconds=null",
+        lambda given: not run_ends(given),
+    ),
+    Condition(
+        ("stop.target_hold",),
+        "a target, as stop.target_accuracy=0.95",
+        lambda given: any(given.config["stop"][name] is not None for name in TARGETS),
+    ),
+    Condition(("eval.every_commits",), "eval.every_s=null", lambda given: given.config["eval"]["every_s"] is None),
+    Condition(
+        ("run.health_every", "run.health_layers", "run.health_mean"),
+        "a compression that encodes, as compression=topk",
+        lambda given: given.lossy,
+    ),
+    Condition(
+        ("run.health_layers", "run.health_mean"),
+        "run.health_every=20, how often to look",
+        lambda given: given.config["run"]["health_every"] is not None,
+    ),
+    Condition(
+        ("run.health_mean",),
+        "a barrier, as sync=bsp",
+        lambda given: any(
+            not own.topology.replicas
+            and (not own.topology.has_server or own.sync.quorum(given.plan.num_workers) == given.plan.num_workers)
+            for own in given.stages
+        ),
+    ),
+    Condition(
+        ("tracking.experiment",), "tracking=mlflow", lambda given: given.config["tracking"].get("sink") == "mlflow"
+    ),
+    Condition(
+        ("compression.masking",),
+        "momentum correction, as compression.momentum=0.9",
+        has("compression", momentum=is_set),
+    ),
+    Condition(
+        ("compression.feedback_gain", "compression.feedback_decay"),
+        "compression.feedback=true, and compression.momentum=null",
+        has("compression", feedback=is_set, momentum=lambda value: value is None),
+    ),
+    Condition(
+        ("compression.ratio",),
+        "schedule.r_preset=[null,null], as the stages keep what stands there",
+        lambda given: not preset_ratios(given) or None in preset_ratios(given),
+    ),
+    Condition(
+        ("compression.levels",),
+        "compression.quantizer=qsgd",
+        has("compression", quantizer=lambda value: value == "qsgd"),
+    ),
+    Condition(
+        ("compression.bucket", "compression.norm", "compression.entropy"),
+        "compression.quantizer=qsgd or ternary",
+        has("compression", quantizer=lambda value: value != "natural"),
+    ),
+    Condition(
+        ("compression.num_levels",),
+        "compression.levels=lloyd",
+        has("compression", levels=lambda value: value != "mean"),
+    ),
+    Condition(
+        ("compression.conv_bin",),
+        "a model with convolutions, as model=cnn",
+        lambda given: any(len(shape) > 2 for _, shape in given.plan.layers),
+    ),
+    Condition(
+        ("optimizer.horizon_epochs",),
+        "a rate that falls, as optimizer.schedule=cosine",
+        has("optimizer", schedule=lambda value: value != "constant"),
+    ),
+    Condition(
+        ("schedule.h_preset",),
+        "sync.local_steps=plan",
+        lambda given: any(stage.h_preset is not None for stage in given.plan.stages),
+    ),
+    Condition(
+        ("schedule.r_preset",),
+        "a compression with a ratio, as compression=topk",
+        has("compression", ratio=lambda value: value is not None),
+    ),
+    Condition(("schedule.residual",), "a compression with error feedback, as compression=topk", keeps_residual),
+    Condition(
+        ("schedule.momentum",),
+        "an optimizer with momentum, as optimizer.momentum=0.9",
+        lambda given: given.any("optimizer", lambda optimizer: bool(optimizer.init(1))),
+    ),
+    Condition(
+        ("schedule.profile_steps",),
+        "a run that profiles itself: profile=null and, with schedule=ashl_next, no declared costs",
+        lambda given: (
+            getattr(given.schedule, "profile_steps", 0) == 0
+            or given.any("sync", lambda sync: isinstance(sync, Profiling))
+        ),
+    ),
+    Condition(
+        ("schedule.pull_ratio",),
+        "topology.pull_ratio=null and a compression, as compression=topk",
+        lambda given: given.lossy and given.config["topology"].get("pull_ratio") is None,
+    ),
+    Condition(
+        ("schedule.fall", "schedule.loss_switch"),
+        "schedule.rungs=2 or more",
+        lambda given: getattr(given.schedule, "rungs", 2) > 1,
+    ),
+    Condition(
+        ("schedule",), "plan=null, as a given plan says what the stages are", lambda given: given.config["plan"] is None
+    ),
+    Condition(
+        ("planner",),
+        "a plan of H, as schedule=ashl, or sync.local_steps=plan schedule.h_preset=[8]",
+        lambda given: any(stage.h_preset is not None for stage in given.plan.stages),
+    ),
+    Condition(
+        ("aggregate.discount", "aggregate.max_delay"),
+        "pushes that may be stale, as those of sync=asp",
+        is_stale,
+    ),
+    Condition(
+        ("topology.degree",),
+        "topology.graph=random_regular",
+        has("topology", graph=lambda name: name == "random_regular"),
+    ),
+    Condition(
+        ("sync.inter_intra",),
+        "workers on several machines, as with topology.workers_per_node=2",
+        several_machines,
+    ),
+    Condition(
+        ("sync.delay",), "a barrier of fewer than all neighbours, as sync.barrier=1", has("sync", barrier=is_set)
+    ),
+    Condition(
+        ("overlap.max_ratio",),
+        "overlap.ratio=adaptive",
+        lambda given: given.config["overlap"].get("ratio") == "adaptive",
+    ),
+)
+
+
+def refuse_without_effect(given: Given, overrides: Sequence[str]) -> None:
+    """Raise NoEffectError, a UsageError, for the first typed value that changes nothing."""
+    for override in overrides:
+        key = key_of(override)
+        for condition in CONDITIONS:
+            if names(condition, key) and applies(condition, given) and not condition.counts(given):
+                if is_default(key, given):
+                    break
+                raise NoEffectError(
+                    f"{override} has no effect here: it needs {condition.needs}; drop it otherwise", key
+                )
+
+
+def names(condition: Condition, key: str) -> bool:
+    """Return True if a condition is about a key; one of a whole group is about its choice and all its keys."""
+    return key in condition.keys or key.partition(".")[0] in condition.keys
+
+
+def applies(condition: Condition, given: Given) -> bool:
+    """Return True unless it is about an emulated cluster, and there is none."""
+    about = any(key.startswith("cluster.") for key in condition.keys)
+    return not about or isinstance(given.cluster, Cluster)
+
+
+def is_default(key: str, given: Given) -> bool:
+    """Return True if a typed value is that of its option's file. Of lists one that says how many workers there are is
+    never without an effect."""
+    group, _, name = key.partition(".")
+    if not name:
+        return given.config["choices"].get(group) == defaults().get(group)
+    value = at(given.config[group], name)
+    if key in LISTED and isinstance(value, list):
+        before = usual("cluster.compute", given)
+        return value == usual(key, given) or len(value) != len(before or value)
+    return value == usual(key, given)
+
+
+def usual(key: str, given: Given) -> Any:
+    """Return a key's value in the file of the chosen option; None if that is not a file of this package."""
+    group, _, name = key.partition(".")
+    if group not in catalog():
+        return at(load(CONF / "config.yaml").get(group, {}), name)
+    file = catalog()[group].get(given.config["choices"].get(group, ""))
+    return at(values(file), name) if file else None
+
+
+def at(spec: Any, name: str) -> Any:
+    """Return the value of a dotted key."""
+    for part in name.split("."):
+        spec = spec.get(part) if isinstance(spec, Mapping) else None
+    return spec

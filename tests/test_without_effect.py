@@ -1,0 +1,141 @@
+"""A typed value either changes something or is refused with what makes it count; a sweep leaves it out, visibly."""
+
+from functools import partial
+
+import pytest
+
+from ashl.config.catalog import CONF, catalog, load, parameters
+from ashl.config.compose import compose
+from ashl.config.construct import construct
+from ashl.errors import NoEffectError
+from ashl.plan.plan import Plan
+from ashl.planning.build import declared_profile
+from ashl.planning.make import make_plan
+from ashl.planning.without_effect import CONDITIONS, COSTS, names
+from ashl.study.grid import grid_lines, make_grid
+
+PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
+NODES = f"{PORTS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=200"
+FAILS = "'cluster.events=[{time_s:1,worker:0,fail:true}]'"
+PLANNED = "sync=local_sgd sync.local_steps=plan schedule.h_preset=[8]"
+GROUPS = "topology=partial_all_reduce sync=ripples_smart"
+
+# Typed values without an effect: what is typed, beside what, and what is typed instead so that it counts.
+INERT = [
+    ("cluster.bandwidth_mbit_s=20", "sync=bsp", f"{PORTS}"),
+    ("cluster.latency_s=0.01", "sync=bsp cluster=homogeneous", f"{PORTS}"),
+    ("cluster.server_bandwidth_mbit_s=20", "sync=bsp cluster=drawn", f"{PORTS}"),
+    ("cluster.server_bandwidth_mbit_s=20", f"sync=bsp topology=all_reduce {PORTS}", "topology=parameter_server"),
+    ("cluster.server_step_s=0.1", "sync=bsp topology=all_reduce", "topology=parameter_server"),
+    ("cluster.inner_bandwidth_mbit_s=9", f"{GROUPS} cluster.node=[0,0,1,1]", f"{PORTS}"),
+    ("cluster.inner_bandwidth_mbit_s=9", "sync=bsp cluster=four_nodes", "topology=all_reduce"),
+    ("cluster.inner_latency_s=0.1", "sync=bsp cluster=four_nodes", "topology=all_reduce"),
+    ("cluster.node=[0,0,1,1]", "sync=bsp", f"{PORTS} cluster.inner_bandwidth_mbit_s=200"),
+    ("cluster.node=[0,0,1,1]", "sync=bsp topology=all_reduce", f"{GROUPS}"),
+    ("cluster.compress_s=0.1", "sync=bsp", "compression=topk"),
+    ("cluster.detect_s=0.5", "sync=asp", FAILS),
+    ("runtime.min_workers=2", "sync=asp", FAILS),
+    ("runtime.on_loss=reshard", "sync=asp", FAILS),
+    ("runtime.sums=native", "runtime=local sync=bsp", "topology=all_reduce"),
+    ("optimizer.lr=0.5", "sync=bsp runtime.gradients=false", "runtime.gradients=true"),
+    ("run.save_weights=true", "sync=bsp runtime.gradients=false", "runtime.gradients=true"),
+    ("dataset.epochs=3", "sync=bsp stop.steps=9", "stop.steps=null"),
+    ("stop.target_hold=2", "sync=bsp", "stop.target_accuracy=0.9"),
+    ("eval.every_commits=5", "sync=bsp eval.every_s=1", "eval.every_s=null"),
+    ("run.health_every=5", "sync=bsp", "compression=topk"),
+    ("run.health_layers=true", "sync=bsp compression=topk run.health_every=null", "run.health_every=20"),
+    ("run.health_mean=true", "sync=asp compression=topk", "sync=bsp"),
+    ("tracking.experiment=mine", "sync=bsp tracking=none", "tracking=mlflow"),
+    ("compression.masking=false", "sync=bsp compression=topk optimizer.momentum=0", "compression.momentum=0.9"),
+    ("compression.feedback_gain=0.5", "sync=bsp compression=natural", "compression.feedback=true"),
+    ("compression.ratio=0.01", "schedule=ashl", "schedule.r_preset=[1.0,null]"),
+    ("compression.levels=3", "sync=bsp compression=diana", "compression.quantizer=qsgd"),
+    ("compression.bucket=32", "sync=bsp compression=diana compression.quantizer=natural", "compression.quantizer=qsgd"),
+    ("compression.num_levels=8", "sync=bsp compression=dryden", "compression.levels=lloyd"),
+    ("compression.conv_bin=20", "sync=bsp compression=adacomp", "dataset=synthetic model=cnn"),
+    ("optimizer.horizon_epochs=20", "sync=bsp", "optimizer.schedule=cosine"),
+    ("optimizer.nesterov=true", "sync=bsp optimizer.momentum=0", "optimizer.momentum=0.9"),
+    ("dataset.alpha=0.5", "sync=bsp", "dataset.partition=dirichlet"),
+    ("topology.pull_ratio=0.1", "sync=bsp", "compression=topk"),
+    ("schedule.h_preset=[4]", "sync=local_sgd", "sync.local_steps=plan"),
+    ("schedule.r_preset=[0.5]", "sync=local_sgd", "compression=topk"),
+    ("schedule.residual=drop", "schedule=post_local", "compression=topk"),
+    ("schedule.momentum=reset", "schedule=post_local optimizer.momentum=0", "optimizer.momentum=0.9"),
+    ("schedule.profile_steps=9", "schedule=ashl_next", "runtime=local cluster=real cluster.num_workers=2"),
+    ("schedule.pull_ratio=0.2", "schedule=ashl_plus topology.pull_ratio=0.1", "topology.pull_ratio=null"),
+    ("schedule.fall=0.5", "schedule=falling sync=asp schedule.rungs=1", "schedule.rungs=2"),
+    ("planner=dylu", "sync=local_sgd", "sync.local_steps=plan schedule.h_preset=[8]"),
+    ("planner.h_max=9", "sync=local_sgd", "sync.local_steps=plan schedule.h_preset=[8]"),
+    ("aggregate.discount=0.5", "sync=bsp", "sync=asp"),
+    ("aggregate.max_delay=2", "sync=local_sgd", "sync=asp"),
+    ("topology.degree=3", "topology=gossip sync=d_psgd", "topology.graph=random_regular"),
+    ("sync.inter_intra=false", GROUPS, "topology.workers_per_node=2"),
+    ("sync.delay=2", "topology=gossip sync=d_admm", "sync.barrier=1"),
+    (
+        "overlap.max_ratio=0.5",
+        f"topology=all_reduce sync=bsp compression=topk overlap=layerwise {PORTS}",
+        "overlap.ratio=adaptive",
+    ),
+]
+
+
+def planned(*overrides: str) -> Plan:
+    texts = [text.strip("'") for text in " ".join(overrides).split()]
+    texts = ["runtime=sim", "tracking=none", *texts]
+    return make_plan(compose(texts), None, texts, strict=True)
+
+
+@pytest.mark.parametrize(("typed", "beside", "fix"), INERT)
+def test_what_has_no_effect_is_refused_and_counts_with_what_the_sentence_names(
+    typed: str, beside: str, fix: str
+) -> None:
+    with pytest.raises(NoEffectError) as caught:
+        planned(beside, typed)
+    assert caught.value.key == typed.partition("=")[0]
+    planned(beside, typed, fix)
+
+
+def test_every_condition_has_an_example_and_names_what_makes_its_keys_count() -> None:
+    files = {(group, file) for group, options in catalog().items() for file in options.values()}
+    keys = {f"{group}.{parameter.key}" for group, file in files for parameter in parameters(file)} | catalog().keys()
+    keys |= {f"{part}.{key}" for part in ("run", "stop", "eval") for key in load(CONF / "config.yaml")[part]}
+    shown = {typed.partition("=")[0] for typed, *_ in INERT}
+    for condition in CONDITIONS:
+        assert keys.issuperset(condition.keys)
+        assert "=" in condition.needs
+        if condition.keys not in (COSTS, ("schedule",)):
+            assert any(names(condition, key) for key in shown)
+
+
+def test_a_default_that_is_typed_and_a_value_of_a_preset_are_no_error() -> None:
+    planned(
+        "sync=bsp", "cluster.bandwidth_mbit_s=null", "planner=balanced", "cluster.compress_s=0.0", "stop.target_hold=1"
+    )
+    planned("experiment=diloco")
+
+
+def test_a_list_that_says_how_many_workers_there_are_counts() -> None:
+    assert planned("sync=bsp", "cluster.node=[0,0,1,1,2,2]").num_workers == 6
+
+
+def test_a_sweep_merges_what_becomes_equal_and_says_why() -> None:
+    grid = make_grid(
+        grid_lines(["runtime=sim", "sync=bsp", "cluster.bandwidth_mbit_s=1,1000", "seed=0,1"], None),
+        partial(compose, config_dir=None),
+    )
+    assert len(grid.settings) == grid.merged == 2
+    assert grid.unused == {"cluster.bandwidth_mbit_s": 4}
+    assert "cluster.exchange_s=null" in grid.reasons["cluster.bandwidth_mbit_s"]
+    assert all("cluster.bandwidth_mbit_s" not in setting.axes for setting in grid.settings)
+
+
+def test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule(tmp_path) -> None:
+    plan = planned("sync=bsp")
+    found = declared_profile(construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32)
+    assert found is not None
+    for name, text in (("profile", found.to_json()), ("plan", plan.to_json())):
+        (tmp_path / f"{name}.json").write_text(text)
+    with pytest.raises(NoEffectError, match=r"needs profile=null"):
+        planned("sync=bsp", f"profile={tmp_path}/profile.json", "cluster.step_s=0.5")
+    with pytest.raises(NoEffectError, match=r"needs plan=null"):
+        planned(f"plan={tmp_path}/plan.json", "schedule=ashl_plus")
