@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Whatever goes wrong is one sentence on standard error; the traceback is shown with `--debug` only.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch prints stack frames before our sentence
     with standard_streams():
         return _guarded([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
 

@@ -4,6 +4,7 @@ A composition in which values were set is checked against one of the same option
 there does not exist, whether it was mistyped on the command line, forced in with `++` or written in a preset.
 """
 
+import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -189,7 +190,7 @@ def _compose(overrides: Sequence[str], config_dir: Path | None) -> tuple[DictCon
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF), **VERSION_BASE):
-            config = hydra.compose("config", [*overrides, *search], return_hydra_config=True)
+            config = hydra.compose("config", [*map(quoted, overrides), *search], return_hydra_config=True)
     finally:
         GlobalHydra.instance().clear()
     choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option}
@@ -264,9 +265,21 @@ def parsed(text: str, known: Catalog) -> Override:
         fix = f"; did you mean {group}={text}?" if group else ", as in sync=bsp or seed=1."
         raise UsageError(f"{text!r} is not of the form KEY=VALUE{fix}")
     try:
-        return _parsed(text)
+        return _parsed(quoted(text))
     except HydraException as error:
         raise UsageError(f"{text} cannot be read: {_unreadable(key, value)}.") from error
+
+
+def quoted(text: str) -> str:
+    """Return an override as Hydra reads it: a value with an apostrophe, as a path may have, becomes a quoted one."""
+    key, _, value = text.partition("=")
+    if "'" not in value or value[0] in "'\"[{":
+        return text
+    try:
+        _parsed(text)
+    except HydraException:
+        return key + '="' + value.replace('"', '\\"') + '"'
+    return text
 
 
 @lru_cache(maxsize=1024)
@@ -281,6 +294,8 @@ def _unreadable(key: str, value: str) -> str:
     if value.endswith(",") or value.startswith(",") or ",," in value:
         one = ",".join(part for part in value.split(",") if part)
         return f"a value is missing beside a comma; write {key}={one}"
+    if "'" in value:
+        return "it has special characters; quote the value twice, as in " + shlex.quote(f'{key}="{value}"')
     return "it has special characters; quote the value twice, as in " + f"{key}=\"'{value}'\""
 
 

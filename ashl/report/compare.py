@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def write(file: Path, content: str | bytes) -> None:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, file)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system says so here, too
+            part.unlink(missing_ok=True)
         reason = (error.strerror or str(error)).lower()
         raise AshlError(f"{file} cannot be written ({reason}); name another place with --out FILE.") from error

@@ -23,6 +23,7 @@ from ashl.config.override import key_of
 from ashl.errors import UsageError, parsed
 from ashl.plan.plan import TARGETS
 from ashl.tracking import jsonl
+from ashl.tracking.killed import close_killed
 
 SWEEP, SUMMARY, CONFIG, OVERRIDES = "sweep.json", "summary.json", "config.yaml", "overrides.yaml"
 COMMAND = "command.txt"  # what was typed, for a shell
@@ -214,7 +215,7 @@ def read_run(folder: Path, digest: str = "", axes: Mapping[str, str] | None = No
     """One run folder. Raises BrokenRecordError."""
     if not folder.is_dir():
         raise BrokenRecordError("has not run")
-    if not (folder / SUMMARY).exists():
+    if not (folder / SUMMARY).exists() and not ((folder / CONFIG).exists() and close_killed(folder)):
         known = (folder / CONFIG).exists()
         raise BrokenRecordError("no summary.json: it has not ended" if known else "is no run folder")
     summary = read_json(folder / SUMMARY)

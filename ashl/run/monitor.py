@@ -45,7 +45,7 @@ from ashl.runtime.records import Health as HealthReport
 from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
 from ashl.task.contract import ACCURACY, recorded_name
-from ashl.tracking.console import Progress
+from ashl.tracking.console import Progress, seconds
 from ashl.tracking.events import as_event
 from ashl.tracking.recorder import Recorder
 
@@ -153,11 +153,13 @@ class Monitor:
                 self.hosts[record.rank] = record
             case Lost(rank, time_ns, why):
                 self.books.absences.append(Absence(rank, time_ns, why))
+                self.say(f"worker {rank} failed at {seconds(time_ns / 1e9)} ({why}); the run continues without it")
                 self.recorder.event(as_event(record))
                 for whole in self.books.parts.lose(rank) if self.books.parts else ():
                     self.evaluate(whole)
             case Joined(rank, time_ns):
                 self.absent[rank].back_ns = time_ns
+                self.say(f"worker {rank} rejoined at {seconds(time_ns / 1e9)}")
                 if self.books.parts:
                     self.books.parts.come(rank)
                 self.recorder.event(as_event(record))
@@ -181,6 +183,11 @@ class Monitor:
             case PlanMade(_, first, stages):
                 self.plan = replanned(self.plan, first, stages)
                 self.recorder.document("plan.json", self.plan.to_json())
+
+    def say(self, text: str) -> None:
+        """Show a line at once. In virtual time, where many workers may fail in a second, the outcome tells it."""
+        if self.read_beats is None:
+            self.progress.say(text)
 
     def measured_where(self, profile: str) -> str:
         """A profile with the host and the device of each worker, and the server's host, where ranks reported them."""

@@ -26,7 +26,6 @@ SILENCE_S = 60.0  # without a pulse
 POLL_S = 0.1
 MAX_LINE = 1 << 16  # bytes of a line that are passed on at once
 STOP, KILL, PULSE = b"stop", b"kill", b""  # what the launcher says after its order
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of every address that has no name
 STRANGE = ("TORCHELASTIC_", "OMPI_", "SLURM_", "PMI_")  # another starter's variables, which are not about this job
 
 
@@ -138,7 +137,7 @@ def free_port(asked: int) -> int | None:
 
 def start(order: Mapping[str, Any], running: dict[int, Rank], voice: Voice) -> None:
     """Each rank in a process group of its own."""
-    inherited = QUIET | {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
     for rank, env in order["ranks"]:
         process = subprocess.Popen(
             [sys.executable, *order["argv"]],

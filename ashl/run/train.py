@@ -1,5 +1,6 @@
 """A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code."""
 
+import shlex
 import signal
 import time
 from collections.abc import Generator, Mapping
@@ -36,6 +37,7 @@ from ashl.runtime.keeping import numbered
 from ashl.tracking import jsonl, mlflow
 from ashl.tracking.console import Progress, outcome
 from ashl.tracking.forecast import forecast, notes
+from ashl.tracking.killed import close_killed
 from ashl.tracking.option import Tracking
 from ashl.tracking.recorder import SUMMARY, Recorder
 
@@ -96,6 +98,8 @@ def run(
     torch.set_num_threads(runtime.threads)
     with jobs.waited_for(plan, seat):
         whole = assemble(plan, seat.place.device if seat else device_of(runtime), parts, data)
+        if resume is not None:
+            close_killed(resume)
         resume, origin, plan = found(started_before(config, job) or resume, config, plan, whole)
         saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan)
         run_dir = resume or folder(config, plan)
@@ -134,6 +138,8 @@ def run(
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
+        if status == "interrupted" and numbered(run_dir):
+            console.print(f"go on with `{resuming(run_dir, config)}`", soft_wrap=True, markup=False)
     for text in filter(None, (monitor.books.health.warning, strangers(monitor), warning, unwritten)):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
@@ -143,6 +149,12 @@ def run(
     if status == "interrupted":
         raise KeyboardInterrupt
     return Ran(0, run_dir, summary)
+
+
+def resuming(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """The command that goes on with an interrupted run from its checkpoint."""
+    packages = [f"allow_targets=[{','.join(config['allow_targets'])}]"] if config["allow_targets"] else []
+    return shlex.join(["ashl", "train", "--resume", str(run_dir), *packages])
 
 
 def written(run_dir: Path) -> str | None:

@@ -95,6 +95,11 @@ class Progress:
             line = "  ".join(f"{label} {value}" for label, value in facts)
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
+    def say(self, text: str) -> None:
+        """Print a line, above the table where there is one."""
+        if not self._quiet:
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def close(self) -> None:
         """Take the table away. May be called twice."""
         if self._live:

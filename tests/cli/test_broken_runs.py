@@ -144,6 +144,11 @@ def test_a_killed_parent_leaves_no_orphans(workplace) -> None:
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
     assert list(jsonl.read(run / "events.jsonl")), "what was recorded stays readable"
+    assert not (run / "summary.json").exists()
+    assert main(["compare", str(run)]) == 2, "no run came to an end"
+    summary = jsonl.whole(run / "summary.json")
+    assert summary["status"] == "interrupted"
+    assert summary["exit_reason"].startswith("its process was killed")
 
 
 FRAGILE = """

@@ -7,17 +7,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from ashl.cli import list as lists
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
+from ashl.report.records import is_summary
 from ashl.run import streams
 from ashl.run.desk import Desk
+from ashl.run.monitor import Monitor
 from ashl.run.starter import STARTERS, forget
 from ashl.run.watch import handled
 from ashl.tracking import jsonl
+from ashl.tracking.console import Progress
+from ashl.tracking.killed import close_killed
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +149,50 @@ def test_what_is_left_over_of_a_job(monkeypatch) -> None:
             monkeypatch.setenv(name, "1")
     forget()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys()
+
+
+# --- runs that are killed or interrupted
+
+
+def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workplace, capsys) -> None:
+    sim = ["runtime=sim", "sync=bsp", "stop.steps=80", "tracking=none", "eval.every_commits=5", "run.dir=run"]
+    assert main(["train", "-q", *sim]) == 0
+    run = workplace / "run"
+    whole = jsonl.whole(run / "summary.json")
+    (run / "summary.json").unlink()
+    with open(run / "metrics.jsonl", "rb") as file:
+        jsonl.lock(file)
+        assert not close_killed(run), "it goes on"
+    assert main(["train", "--resume", "run"]) == 2, "there is no checkpoint"
+    closed = jsonl.whole(run / "summary.json")
+    assert is_summary(closed)
+    same = [key for key in closed if closed[key] == whole.get(key)]
+    assert {"name", "seed", "time_s", "time_kind", "num_workers", "steps", "samples", "wait_share"} <= {*same}
+    assert closed["status"] == "interrupted"
+    assert closed["best"]["test_accuracy"] == whole["best"]["test_accuracy"]
+    jsonl.write_json(run / "summary.json", whole)
+    assert main(["compare", "run", "--out", "/proc/report.html"]) == 1
+    assert "name another place with --out FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_an_interrupted_run_with_checkpoints_prints_how_to_go_on(checkpoints, workplace, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("ashl.run.train.how_it_ended", lambda *_: ("interrupted", "interrupted"))
+    every = ["run.checkpoint_s=0.1"] if checkpoints else []
+    overrides = ["runtime=sim", "sync=bsp", "stop.steps=40", "tracking=none", "run.dir=it's", *every]
+    assert main(["train", "-q", *overrides]) == 130
+    out = capsys.readouterr().out
+    assert jsonl.whole(workplace / "it's/summary.json")["status"] == "interrupted"
+    assert ("go on with `ashl train --resume 'it'\"'\"'s'`" in out) == checkpoints
+
+
+def test_a_failure_is_a_line_when_it_happens_in_a_pipe_too() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out), name="run")
+    told = SimpleNamespace(read_beats=None, progress=progress)
+    Monitor.say(told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it")
+    Monitor.say(SimpleNamespace(read_beats=list, progress=progress), "in virtual time")
+    assert out.getvalue() == "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it\n"
 
 
 # --- signals, and jobs that are stopped
