@@ -33,7 +33,7 @@ WITHOUT_MLFLOW = "tracking=none"
 HALFWAY, WIDTH = 0.5, 72
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGE = (1060, 940)  # pixels of the window that the report is drawn in
-COLOURS = 48  # of the picture: few, so that it stays small
+COLOURS = 256  # of the picture, the most that a palette has: with 48 two settings were drawn alike
 FONT_FACES = re.compile(r"\s*@font-face \{\{.*?\n    \}\}", re.S)  # rich's, which a page would fetch from elsewhere
 
 
@@ -78,7 +78,8 @@ def report(file: Path) -> None:
         ]
         subprocess.run([CHROMIUM, *quiet, *place, page.as_uri()], check=True, capture_output=True, timeout=120)
         drawn = Image.open("page.png").convert("RGB")
-        drawn.quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+        # by octree: the median cut mixed the thin lines of two settings
+        drawn.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 def main(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The page: one small offline file of well-formed figures, in which nothing that was read is taken for markup."""
 
+import json
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -17,6 +18,7 @@ from ashl.report.records import read_run
 from ashl.report.svg import Scale, linear_ticks, log_ticks, tick_text
 from tests.run_folders import lines, metric, write_run, write_sweep
 
+LOSS_TITLE = "Loss against time"
 SECTIONS = (
     "Leaderboard",
     "Against time",
@@ -182,3 +184,33 @@ def test_ticks_are_round() -> None:
     assert log_ticks(1e-3, 1e3) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100, 1000])
     assert Scale(1.0, 100.0, 0.0, 10.0, log=True)(10.0) == pytest.approx(5.0)
     assert Scale(3.0, 3.0, 0.0, 10.0)(3.0) == 0.0
+
+
+def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
+    """Its curve ended where the best was reached, at half the run; no loss, no stage, no command was there."""
+    stages = [{"name": "ahl", "start_s": 0.0, "end_s": 1.5}, {"name": "shl", "start_s": 1.5, "end_s": 4.0}]
+    run = write_run(tmp_path / "run", reach_s=None, target=None, end_s=4.0, stages=stages)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[10:]:
+        row["test/acc"] = rows[10]["test/acc"]  # the best, long before the end
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "command.txt").write_text("ashl train 'run.dir=a run'\n")
+    page = compare([run], out=tmp_path / "report.html").report.read_text()
+    time, loss = (page.split(f"<h2>{title}</h2>")[1].split("</section>")[0] for title in ("Against time", LOSS_TITLE))
+    for figure in (time, loss):
+        assert ">4<" in figure, "the axis goes to the end of the run"
+        assert ">ahl<" in figure
+        assert ">shl<" in figure
+        assert len(re.findall('stroke-dasharray="6 3"', figure)) == 1
+    assert "training loss" in loss
+    assert "<code>ashl train &#x27;run.dir=a run&#x27;</code>" in page
+    both = [run, write_run(tmp_path / "other", reach_s=None, target=None, choices={"sync": "ssp"})]
+    assert LOSS_TITLE not in compare(both, out=tmp_path / "both.html").report.read_text()
+    assert len(set(re.findall(r'clipPath id="([^"]*)"', page))) == page.count("<clipPath")
+
+
+@pytest.mark.parametrize("most", range(1, 40))
+def test_an_axis_of_counts_has_whole_numbers(most: int) -> None:
+    ticks = Scale(0, most, 0, 100, whole=True).ticks()
+    assert ticks == [round(tick) for tick in ticks]
+    assert len(ticks) > 1

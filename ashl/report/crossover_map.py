@@ -125,7 +125,8 @@ def _lines(ground: Terrain) -> str:
     log = ground.measure.ratio and min(every) > 0 and max(every) > 5 * min(every)
     pad = (max(every) - min(every)) * 0.06 or 1.0
     ends = (min(every) / 1.1, max(every) * 1.1) if log else (min(every) - pad, max(every) + pad)
-    across = Scale(axis.values[0], axis.values[-1], LEFT, WIDTH - LEGEND, axis.log)
+    whole = axis.name.endswith("workers")
+    across = Scale(axis.values[0], axis.values[-1], LEFT, WIDTH - LEGEND, axis.log, whole=whole)
     up = Scale(*ends, height - 50, TOP, log)
     unit, factor = (
         (f", {ground.measure.unit}", 1.0) if ground.measure.unit else ("", 1.0 if ground.measure.ratio else 100.0)

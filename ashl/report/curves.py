@@ -99,9 +99,13 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
     return {}
 
 
-def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
-    """One figure of the given rows; `x` is `time_s` or `bytes`. Empty where there is nothing to draw."""
-    y, name = next(iter(scored([run for row in rows for run in row.runs]).items()), ("", ""))
+def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
+    """One figure of the given rows; `x` is `time_s` or `bytes`, `y` a metric, by default the one that they are judged
+    by. Empty where there is nothing to draw."""
+    own = next(iter(scored([run for row in rows for run in row.runs]).items()), ("", ""))
+    if y == own[0]:
+        return ""
+    y, name = (y, NAMES[y]) if y else own
     curves = {row: found for row in rows if y and (found := curve(row.runs, x, y))}
     if not curves:
         return ""
@@ -110,7 +114,7 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
         row: row.spread.middle for row in curves if target and x == "time_s" and math.isfinite(row.spread.middle)
     }
     near = target and any(math.isfinite(row.spread.middle) for row in curves)
-    if reached:
+    if reached and len(curves) > 1:  # what one run did behind its best is part of its story
         curves = {row: cut(found, BEYOND * max(reached.values())) for row, found in curves.items()}
     ends = [found.xs[-1] for found in curves.values()]
     log = min(ends) > 0 and max(ends) > 20 * min(ends) and all(found.xs[0] > 0 for found in curves.values())
@@ -131,12 +135,14 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
         left, below = WIDTH - LEGEND + 34, TOP + 14 + 22 * len(curves)
         parts.append(line(left, below, left + 34, below, stroke=INK, stroke_dasharray="3 3"))
         parts.append(text(left + 42, below + 4, f"target: {100 * target:g} %", fill=SOFT))
+    parts += _borders(board, rows, across) if x == "time_s" else []
     styles = {row: index % len(COLORS) for index, row in enumerate(rows)}
     banded = [row for row in curves if len(curves) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline]
+    plot = f"plot-{x}-{y.replace('/', '-')}"
     window = rect(LEFT, TOP - 6, WIDTH - LEGEND - LEFT + 6, HEIGHT - 50 - TOP + 6)
     inside = [_band(curves[row], across, up, COLORS[styles[row]]) for row in banded]
     inside += [_line(found, across, up, styles[row], row is rows[0]) for row, found in reversed(curves.items())]
-    parts += [tag("clipPath", window, id=f"plot-{x}"), tag("g", *inside, clip_path=f"url(#plot-{x})")]
+    parts += [tag("clipPath", window, id=plot), tag("g", *inside, clip_path=f"url(#{plot})")]
     for row, time_s in reached.items():
         there = (across(max(time_s, across.low)), up(target or 0.0))
         parts.append(
@@ -146,6 +152,23 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str) -> str:
     parts += _numbers({row: (across(f.xs[-1]), up(f.mean[-1])) for row, f in curves.items()}, board)
     parts += [legend(board, row, index, styles[row]) for index, row in enumerate(curves)]
     return drawing(WIDTH, HEIGHT, f"{name} against {XS[x]}", *parts)
+
+
+def _borders(board: Leaderboard, rows: Sequence[Row], across: Scale) -> list[str]:
+    """Of one run: a line where each stage after the first begins, and the names of all."""
+    runs = [run for row in rows for run in row.runs]
+    stages = runs[0].summary.get("stages") or [] if len(runs) == 1 and len(board.rows) == 1 else []
+    if len(stages) < 2:
+        return []
+    parts = []
+    for stage, after in zip(stages, [*stages[1:], None], strict=True):
+        begins, ends = (across(max(at, across.low)) for at in (stage["start_s"], stage["end_s"]))
+        if begins > across.start:
+            parts.append(line(begins, TOP - 6, begins, HEIGHT - 50, stroke=SOFT, stroke_dasharray="6 3"))
+        width = (ends if after else across.end) - begins
+        if width > 3 * GLYPH:
+            parts.append(text(begins + 4, HEIGHT - 56, short(str(stage["name"]), width - 8), fill=SOFT))
+    return parts
 
 
 def cut(found: Curve, end: float) -> Curve:

@@ -25,6 +25,8 @@ CURVE = (
     "A run that has ended keeps its last value. Rings: where a setting reaches the target, by its median; against time "
     "the axis ends a little behind the last of them."
 )
+ONE_CURVE = "Ring: where the run reaches the target. Dashed lines from top to bottom: where a stage begins."
+LOSS = "On the training set, at each evaluation. Dashed lines from top to bottom: where a stage begins."
 BYTES = "Bytes as sent, headers and indices included."
 AXES = "Rings: settings, by their median over seeds, with what lies around it; bars: the median of the rings."
 SHARES = "Means over seeds."
@@ -119,7 +121,12 @@ def figures(board: Leaderboard) -> list[Figure]:
     wins = ("", "") if ground is None else (crossover_map.figure(ground), f"By {ground.measure.title}, {MEDIANS}")
     found = [
         ("Who wins where", *wins),
-        ("Against time", curves.chart(main, drawn, "time_s"), CURVE + _few(board, main, drawn)),
+        (
+            "Against time",
+            curves.chart(main, drawn, "time_s"),
+            CURVE + _few(board, main, drawn) if len(main.rows) > 1 else ONE_CURVE,
+        ),
+        ("Loss against time", *loss(main, drawn)),
         ("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + _few(board, main, drawn)),
         ("Time against bytes at the target", pareto.scatter(main, drawn), PARETO + _few(board, main, drawn)),
         ("By axis", small_multiples.multiples(board), AXES),
@@ -129,6 +136,11 @@ def figures(board: Leaderboard) -> list[Figure]:
         ("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
     ]
     return [Figure(*entry) for entry in found if entry[1]]
+
+
+def loss(board: Leaderboard, drawn: Sequence[Row]) -> tuple[str, str]:
+    """Of one setting the training loss, and the note below it; of several, what they are judged by is enough."""
+    return (curves.chart(board, drawn, "time_s", "train/loss"), LOSS) if len(board.rows) == 1 else ("", "")
 
 
 def leaderboard(board: Leaderboard, words: Answer | None = None) -> str:

@@ -57,5 +57,6 @@ def _panel(board: Leaderboard, row: Row, counts: Counter[int], most: int, width:
         parts.append(rect(x + 0.1 * size, y, 0.8 * size, up.start - y, hint, fill=COLORS[0]))
     mean = fmean(counts.elements())
     title = f"staleness in versions (mean {mean:.1f}, largest {max(counts)})"
-    parts.append(x_axis(Scale(0, max(end - 1, 1), across(0), across(max(end - 1, 1))), up.start, title))
+    last = max(end - 1, 1)
+    parts.append(x_axis(Scale(0, last, across(0), across(last), whole=True), up.start, title))
     return "".join(parts)

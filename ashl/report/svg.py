@@ -118,29 +118,33 @@ def short(content: str, width: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels: `low` lies at `start`, `high` at `end`."""
+    """From values to pixels: `low` lies at `start`, `high` at `end`. `whole`: the values are counts."""
 
     low: float
     high: float
     start: float
     end: float
     log: bool = False
+    whole: bool = False
 
     def __call__(self, value: float) -> float:
         low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return self.start + (value - low) / ((high - low) or 1.0) * (self.end - self.start)
 
     def ticks(self, most: int = 7) -> list[float]:
-        return log_ticks(self.low, self.high, most) if self.log else linear_ticks(self.low, self.high, most)
+        if self.log:
+            return log_ticks(self.low, self.high, most)
+        return linear_ticks(self.low, self.high, most, least=1.0 if self.whole else 0.0)
 
 
-def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Round numbers between two values: steps of 1, 2 or 5 times a power of ten."""
+def linear_ticks(low: float, high: float, most: int = 7, least: float = 0.0) -> list[float]:
+    """Round numbers between two values: steps of 1, 2 or 5 times a power of ten, and of `least` at least."""
     span = high - low
     if not span > 0:
         return [low]
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(power * m for m in (1, 2, 5, 10, 20) if span / (power * m) <= most)
+    step = max(step, least)
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
