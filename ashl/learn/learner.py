@@ -95,11 +95,18 @@ class Learner:
         self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
         self._counts = counts_of(task, data.train, "train"), counts_of(task, data.test, "test")
         self.counts = None if self._counts[0] is None else self._counts[0].numpy()
+        first = written_parts(self._here.module)
         drew, self._width = self._try_out()
-        self._here = Replica(self._build, device, graphs)  # the first has changed its state while it was tried out
+        self.writes = changed_parts(first, written_parts(self._here.module))
+        copies = bool(self.writes)
+        self._here = Replica(
+            self._build, device, graphs, copies
+        )  # the first has changed its state while it was tried out
         self._captures = graphs and not drew and self.counts is None
         # A user's own code may draw in some steps only, which one try does not show.
         self._draws = drew or not all(part.__module__.startswith("ashl.") for part in (made, type(task)))
+        self._looks = not copies and not made.__module__.startswith("ashl.")  # whether a later step may begin to write
+        self._versions = 0
         # Whether each gradient that was computed here had an element for each parameter; None before the first one.
         self.complete: bool | None = None
         order = permutation(len(data.train), 0, Purpose.SUBSET)
@@ -169,7 +176,21 @@ class Learner:
     def _differentiated(self, loss: Tensor, place: str) -> tuple[Tensor, Tensor]:
         with Guard(self._of_backward, place):
             gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
+        self._look(place)
         return loss.detach(), self._vector(gradients, self._here.parameters)
+
+    def _look(self, place: str) -> None:
+        """Raise UsageError if this step wrote into parameters, and none did when the model was tried out."""
+        if self._looks and self._versions != versions(self._here.parameters):
+            raise UsageError(
+                f"{place}: model {self._name} wrote into its own parameters, and did not when it was tried out; let "
+                "each forward pass write, or none"
+            )
+
+    def stepped_from(self, params: Tensor) -> Tensor:
+        """Return the parameters that the optimizer steps from after a gradient at `params`: the same vector, or a new
+        one with what the forward pass wrote into them."""
+        return self._here.written() if self.writes else params
 
     def _vector(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         """Return these gradients as one vector, and note whether any parameter has none."""
@@ -229,6 +250,7 @@ class Learner:
         finally:
             for hook in hooks:
                 hook.remove()
+        self._look(place_of(worker, step))
         for k, tensors in enumerate(holds):
             if left[k]:  # some of them take no part in the loss
                 hand_out(k, self._vector([gradients[i] for i in tensors], [parameters[i] for i in tensors]))
@@ -310,6 +332,8 @@ class Learner:
             self._here.point_at(params)
         if not self._here.trains:
             self._here.train()
+        if self._looks:
+            self._versions = versions(self._here.parameters)
 
     def _loss(
         self,
@@ -589,6 +613,23 @@ def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
         stop = len(indices) if len(indices) - start <= most + 1 else start + most
         yield indices[start:stop]
         start = stop
+
+
+def versions(parameters: Sequence[nn.Parameter]) -> int:
+    """Return how often these have been written to, as torch counts."""
+    return sum(p._version for p in parameters)
+
+
+def written_parts(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    """Return of each parameter that is learned how often it has been written to, and a copy."""
+    learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    return {name: (p._version, p.detach().clone()) for name, p in learned}
+
+
+def changed_parts(before: dict[str, tuple[int, Tensor]], after: dict[str, tuple[int, Tensor]]) -> tuple[str, ...]:
+    """Return the names of parameters that were written to in between."""
+    pairs = ((name, before[name], after[name]) for name in before if name in after)
+    return tuple(name for name, old, new in pairs if old[0] != new[0] or not torch.equal(old[1], new[1]))
 
 
 def on_device(split: Split, device: str) -> Split:

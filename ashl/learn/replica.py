@@ -18,8 +18,9 @@ SHORT = 2**16  # elements: up to here a copy takes less time than views
 class Replica(threading.local):
     """Each thread that computes has one of its own, made when it first asks; buffers of them never travel."""
 
-    def __init__(self, build: Callable[[], nn.Module], device: str, graphs: bool) -> None:
-        """`graphs`: whether its steps are to be captured, for which parameters stay in one place."""
+    def __init__(self, build: Callable[[], nn.Module], device: str, graphs: bool, copies: bool = False) -> None:
+        """`graphs`: whether its steps are to be captured, for which parameters stay in one place. `copies`: whether the
+        model writes into its parameters, so that it gets a copy of each vector."""
         self.device, self.graphs = device, Graphs(device)
         self.module = to_device(build(), device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -32,7 +33,8 @@ class Replica(threading.local):
         self.hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
         self.resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
         fits = bool(self.parameters) and all(p.dtype == torch.float32 for p in self.parameters)  # else it is refused
-        if fits and (self.num_params <= SHORT or graphs):
+        self.copies = copies
+        if fits and (self.num_params <= SHORT or graphs or copies):
             resident = _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
             self.point_at(resident)
             self.resident = resident
@@ -56,10 +58,16 @@ class Replica(threading.local):
         params = to_device(params.detach(), self.device)
         if self.resident is not None:
             self.resident.copy_(params)
-            return
+            if not self.copies:
+                return
+            params = self.resident  # the model may have given a parameter another tensor
         views = _unflatten_dense_tensors(params, self.parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+
+    def written(self) -> Tensor:
+        """Return the parameters as the last forward pass left them, a new vector."""
+        return _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
 
 
 def is_estimated(module: _BatchNorm) -> bool:

@@ -213,7 +213,11 @@ class Trainer:
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
         loss, grad = self.learner.gradient(params, indices, worker, step)
-        return (loss, *self.apply(params, moments, grad, lr, place=place_of(worker, step)))
+        return (loss, *self.apply(self.stepped_from(params), moments, grad, lr, place=place_of(worker, step)))
+
+    def stepped_from(self, params: Tensor) -> Tensor:
+        """Return what the optimizer steps from after a gradient at `params`, see `Learner.stepped_from`."""
+        return self.learner.stepped_from(params)
 
     def apply(
         self,
@@ -362,6 +366,9 @@ class SizeOnlyTrainer:
         self, params: SizeOnly, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
     ) -> tuple[float, Moments, SizeOnly]:
         return 0.0, (), params
+
+    def stepped_from(self, params: SizeOnly) -> SizeOnly:
+        return params
 
     def share(self, worker: int, steps: range, weights: Sequence[float] | None = None) -> float:
         return 1.0

@@ -357,6 +357,17 @@ def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyT
     return SizeOnlyTrainer(plan.num_params, epoch_samples, plan.num_workers, statistics)
 
 
+def check_writes(learner: Learner, sync: Rule) -> None:
+    """Raise UsageError if forward passes write into parameters, and workers exchange something else than models."""
+    if learner.writes and sync.exchange != "difference":
+        raise UsageError(
+            f"{type(sync).__name__} exchanges gradients, and the model's forward pass writes into "
+            f"{', '.join(learner.writes[:3])} (as max_norm does), which they do not carry; take "
+            "sync.exchange=difference, a sync mode that exchanges models, for example sync=local_sgd, or a model that "
+            "does not write"
+        )
+
+
 def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None) -> Job:
     """Everything that a process needs to run or to evaluate a plan; `parts` and `data` where they are there already."""
     parts = parts or parts_of(plan)
@@ -382,6 +393,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
 
     trainers = []
     for stage, own in zip(plan.stages, parts.stages, strict=True):
+        check_writes(learner, own.sync)
         optimizer = with_horizon(own.optimizer, plan.limits.epochs).for_layers(learner.layers)
         shares = [worker.data_share for worker in stage.workers]
         trainers.append(Trainer(learner, optimizer, batches, shares, own.sync.in_rounds))

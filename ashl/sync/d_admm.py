@@ -149,7 +149,7 @@ class Augmented:
     ) -> tuple[Any, Any, Any]:
         loss, grad = self.trainer.gradient(params, worker, step, span)
         grad = plus(plus(grad, self.dual), (params - self.target) * self.weight)
-        return (loss, *self.trainer.apply(params, moments, grad, lr))
+        return (loss, *self.trainer.apply(self.trainer.stepped_from(params), moments, grad, lr))
 
 
 def colours_in(stage: Stage) -> tuple[int, ...]:

@@ -68,6 +68,43 @@ class Words(nn.Module):
     def forward(self, x):
         words = (x * 3 + 15).round().clamp(0, 29).long()
         return self.last(torch.cat([self.words(words).mean(1), self.bag(words)], 1))
+
+
+class Short(nn.Module):
+    """Forward passes shorten the embedding's rows, and keep the last layer within bounds; of a large model, too."""
+
+    def __init__(self, num_classes, rows=30):
+        super().__init__()
+        self.words, self.last = nn.Embedding(rows, 4, max_norm=0.5), nn.Linear(16, num_classes)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.2, 0.2)
+        return self.last(self.words((x * 3 + 15).round().clamp(0, 29).long()).flatten(1))
+
+
+class Long(Short):
+    def __init__(self, num_classes):
+        super().__init__(num_classes, 20000)
+
+
+class Replaced(Short):
+    def forward(self, x):
+        self.last.weight.data = self.last.weight.data / self.last.weight.data.norm()
+        return super().forward(x)
+
+
+class Later(Net):
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += self.training
+        if self.steps > 4:
+            with torch.no_grad():
+                self.first.weight.mul_(0.9)
+        return super().forward(x)
 '''
 OPTIMIZERS = {
     "sgd": (["optimizer=sgd"], torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
@@ -102,8 +139,8 @@ def place(workplace: Path):
         shutil.rmtree("out", ignore_errors=True)
         own = ["--config-dir", "options", "allow_targets=[netmodels]", "model=mine", "dataset=mine", "run.dir=out"]
         fixed = ["tracking=none", "dataset.partition=interleaved", "run.start_from=start.pt", "cluster=homogeneous"]
-        assert main(["train", "-q", *own, *fixed, "optimizer.weight_decay=0.1", "optimizer.lr=0.05", *overrides]) == 0
-        return torch.load("out/final.pt")
+        code = main(["train", "-q", *own, *fixed, "optimizer.weight_decay=0.1", "optimizer.lr=0.05", *overrides])
+        return torch.load("out/final.pt") if not code else {"code": code}
 
     yield train
     sys.path.remove(str(workplace))
@@ -163,6 +200,29 @@ def test_a_worker_without_a_gradient_adds_zero_to_those_of_the_others(place, how
         "Net", "runtime=sim", "sync=bsp", *how.split(), "cluster.compute=[1,1]", f"stop.steps={2 * STEPS}", *keys
     )
     assert_close(found, plain_torch("Net", twin, arguments, workers=2))
+
+
+@pytest.mark.parametrize("kind", ["Short", "Long", "Replaced"])
+@pytest.mark.parametrize("every", [1, 1000])
+def test_what_forward_writes_into_weights_stays_in_them(place, kind: str, every: int) -> None:
+    keys, twin, arguments = OPTIMIZERS["adam"]
+    own = ["runtime=sim", "sync=bsp", "sync.exchange=difference", "cluster.compute=[1]", f"eval.every_commits={every}"]
+    found = place(kind, *own, f"stop.steps={STEPS}", *keys)
+    assert_close(found, plain_torch(kind, twin, arguments))
+
+
+@pytest.mark.parametrize("runtime", ["sim", "local"])
+def test_gradients_do_not_carry_what_forward_writes(place, capsys, runtime: str) -> None:
+    own = ["sync=bsp", "topology=all_reduce", "cluster.compute=[1,1]", "stop.steps=8"]
+    assert place("Short", f"runtime={runtime}", *own) == {"code": 2}
+    said = " ".join(capsys.readouterr().err.split())
+    assert "writes into words.weight, last.weight" in said
+    assert "take sync.exchange=difference" in said
+
+
+def test_a_step_that_begins_to_write_is_refused(place, capsys) -> None:
+    assert place("Later", "runtime=sim", "sync=bsp", "cluster.compute=[1]", "stop.steps=30") == {"code": 2}
+    assert "wrote into its own parameters" in " ".join(capsys.readouterr().err.split())
 
 
 WAYS = [
