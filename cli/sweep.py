@@ -74,7 +74,7 @@ def sweep(
     first = grid.settings[0].config
     folder, launch = study.folder_of(grid, first["run"]["dir"], first["name"]), None
     if dry_run:
-        study.show(grid, folder)
+        study.show(grid, folder, jobs)
         return 0
     if launcher:
         slots = plugins.at_a_time(launcher, jobs, study.slots_for(grid))
@@ -99,18 +99,17 @@ def sweep(
 
 def whole_grid(typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None") -> "Grid":
     """Composed and checked, for the hosts of `ashl launch` where there are such."""
-    from rich.console import Console
-
     from ashl.config.compose import compose
     from ashl.run.on_hosts import size_there
     from ashl.study.grid import alone, grid_lines, make_grid
+    from ashl.study.sweep import Counting
 
-    with Console(stderr=True).status("composing") as status:  # seen on a terminal only
+    with Counting("composing settings") as counting:
         return make_grid(
             grid_lines(typed, config_dir),
             lambda point: compose(point, config_dir),
             strict=strict,
-            progress=lambda done, size: status.update(f"composing {done} of {size} settings"),
+            progress=counting.update,
             processes=partial(size_there, where=where) if where else alone,
         )
 

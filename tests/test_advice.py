@@ -280,7 +280,27 @@ def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
         UsageError,
         match=r"nothing is left to compare: only as typed goes with .*sync=rennala \(BSP: the command line says",
     ):
-        field_of(asked([*TINY, "sync=rennala"], None), None, lambda name: None)
+        field_of(asked([*TINY, "sync=rennala"], None), None, lambda done, size, name: None)
+
+
+def test_the_same_command_plans_its_candidates_once(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, real = list[str](), candidates.candidate
+    monkeypatch.setattr(candidates, "candidate", lambda rule, *args: planned.append(rule.name) or real(rule, *args))
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K")))
+    fields = [field_of(asked([*TINY, *more], None), None, lambda *progress: None) for more in ([], [], ["seed=1"])]
+    assert len(planned) == 6  # three rules, once for each seed
+    first, again, _ = (
+        [(own.name, own.overrides, own.config, own.plan, own.reason) for own in f.candidates] for f in fields
+    )
+    assert again == first
+    assert fields[1].left_out == fields[0].left_out
+    own = Path("own")
+    own.mkdir()
+    for _ in range(2):
+        field_of(asked(TINY, own), own, lambda *progress: None)
+    assert len(planned) == 12  # options of one's own may have changed
 
 
 def written(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]) -> Iterator[Job]:

@@ -25,6 +25,7 @@ from ashl.run.rank import step_here_s
 from ashl.run.train import is_virtual
 from ashl.study.sweep import copied_to_mlflow, locked
 from ashl.tracking import jsonl
+from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
 
 ADVICE = Path("runs/advice")
@@ -54,8 +55,8 @@ def advise(
     deadline = Deadline(budget_s)
     typed = with_target(overrides, target)
     wanted, real = virtual(asked(typed, config_dir), config_dir, console)
-    with console.status("planning candidates") as status:
-        field = field_of(wanted, config_dir, lambda name: status.update(f"planning candidates: {name}"))
+    with Counting("planning candidates", quiet=quiet) as counting:
+        field = field_of(wanted, config_dir, counting.update)
     if dry_run:
         show_field(console, field)
         return

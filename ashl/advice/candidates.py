@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ashl.advice import field_cache
 from ashl.advice.rules import BSP, RULES, Rule
 from ashl.advice.situation import Situation, situation
 from ashl.config.compose import alternatives, compose
@@ -94,21 +95,19 @@ def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
     return Asked(tuple(fixed), several, rates)
 
 
-def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[str], None]) -> Field:
-    """Every rule tried. Raises UsageError where fewer than two are left."""
+def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[int, int, str], None]) -> Field:
+    """Try every rule. Raises UsageError where fewer than two candidates remain."""
+    progress(0, len(RULES), "this cluster and this machine")
     free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
     plain = [prepared(compose([*free, *texts], config_dir), None, texts) for texts in PLAIN]
     host = plain[0]
     evaluation_s, first_loss = evaluation_here(*host)
     found = situation_of(plain, first_loss)
     typed = (TYPED,) if any(key_of(text).partition(".")[0] in CHOSEN for text in wanted.fixed) else ()
-    taken, left_out = list[Candidate](), list[LeftOut]()
-    for rule in (*RULES, *typed):
-        progress(rule.name)
-        try:
-            taken.append(candidate(rule, found, wanted, config_dir))
-        except UsageError as error:
-            left_out.append(LeftOut(rule.name, str(error)))
+    rules = (*RULES, *typed)
+    place = field_cache.place_of([wanted, found, [rule.name for rule in rules]], wanted.fixed, host, config_dir)
+    taken, left_out = restored(field_cache.read(place), rules) or planned(rules, found, wanted, config_dir, progress)
+    field_cache.write(place, as_kept(taken, left_out))
     taken, worse = thinned(taken)
     if len(taken) < 2:
         only = f"only {taken[0].name} goes" if taken else "no candidate goes"
@@ -118,6 +117,42 @@ def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[str], N
             "`ashl sweep`"
         )
     return Field(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
+
+
+def planned(
+    rules: Sequence[Rule],
+    found: Situation,
+    wanted: Asked,
+    config_dir: Path | None,
+    progress: Callable[[int, int, str], None],
+) -> tuple[list[Candidate], list[LeftOut]]:
+    """Compose and plan each rule."""
+    taken, left_out = list[Candidate](), list[LeftOut]()
+    for number, rule in enumerate(rules):
+        progress(number, len(rules), rule.name)
+        try:
+            taken.append(candidate(rule, found, wanted, config_dir))
+        except UsageError as error:
+            left_out.append(LeftOut(rule.name, str(error)))
+    return taken, left_out
+
+
+def as_kept(taken: Sequence[Candidate], left_out: Sequence[LeftOut]) -> dict[str, Any]:
+    """What was planned, as plain values."""
+    rows = [[own.name, own.overrides, own.config, own.plan.to_json(), own.reason] for own in taken]
+    return {"candidates": rows, "left_out": left_out}
+
+
+def restored(kept: dict[str, Any] | None, rules: Sequence[Rule]) -> tuple[list[Candidate], list[LeftOut]] | None:
+    """What an earlier command has planned."""
+    if kept is None:
+        return None
+    by_name = {rule.name: rule for rule in rules}
+    taken = [
+        Candidate(by_name[name], tuple(overrides), config, Plan.from_json(plan), reason)
+        for name, overrides, config, plan, reason in kept["candidates"]
+    ]
+    return taken, [LeftOut(*entry) for entry in kept["left_out"]]
 
 
 def situation_of(plain: Sequence[Prepared], first_loss: float) -> Situation:

@@ -6,9 +6,8 @@ from statistics import fmean
 
 from ashl.advice.candidates import Candidate, Field
 from ashl.errors import UsageError
+from ashl.run.host_time import OVERHEAD, START_S
 
-START_S = 0.7  # host seconds to begin a run and to end it
-OVERHEAD = 1.4  # host seconds of a step in a run, divided by those of the step alone
 SEEDS = 3
 RACING = 0.88  # of the budget, at the latest; the rest is for the answer
 READINGS = 200  # evaluations of the fastest candidate's whole run, where eval.* is not typed

@@ -21,12 +21,13 @@ from ashl.plan.plan import Plan
 from ashl.planning.build import Job, Parts, assemble
 from ashl.planning.device import device_of
 from ashl.planning.legal_checkpoints import in_lockstep, in_one_round
-from ashl.planning.make import prepared
+from ashl.planning.make import Prepared, prepared
 from ashl.report.compare import REPORT, compare
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
 from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, Saved, Savings
+from ashl.run.host_time import host_here_s
 from ashl.run.monitor import Monitor
 from ashl.run.rescaling import Origin
 from ashl.run.starter import Membership, membership
@@ -35,7 +36,7 @@ from ashl.run.virtual import Saving, simulate
 from ashl.run.watch import handled
 from ashl.runtime.keeping import numbered
 from ashl.tracking import jsonl, mlflow
-from ashl.tracking.console import Progress, outcome
+from ashl.tracking.console import Progress, outcome, seconds
 from ashl.tracking.forecast import forecast, notes
 from ashl.tracking.killed import close_killed
 from ashl.tracking.option import Tracking
@@ -312,7 +313,10 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
         size = job.world_size if job else processes or 0
         plan = replace(plan, notes=(*plan.notes, *jobs.foreseen(plan, parts, config["profile"], size)))
     if job is None or job.rank == 0:
-        forecast(Console(highlight=False), plan, len(data.train))
+        console = Console(highlight=False)
+        forecast(console, plan, len(data.train))
+        if is_virtual(config) and (host_s := host_here_s(Prepared(plan, parts, data))) is not None:
+            console.print(f"on this machine about {seconds(host_s)} at most")
 
 
 def is_virtual(config: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from ashl.study.slots import Job, read_summary, run_all
 from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
 from ashl.tracking.deadline import Deadline
-from ashl.tracking.sweep_progress import SweepProgress
+from ashl.tracking.sweep_progress import Running, SweepProgress
 
 CALIBRATIONS = Path("runs/calibrations")
 FILE = "calibration.json"
@@ -240,7 +240,7 @@ def run_pairs(pairs: Sequence[Pair], console: Console, deadline: Deadline, *, qu
         for done in run_all(
             1,
             waiting,
-            lambda running: progress.show([names[own.folder] for own in running]),
+            lambda running: progress.show([Running(names[own.folder]) for own in running]),
             unwanted=lambda _: deadline.left_s <= 0,
         ):
             if (summary := read_summary(done.folder)) is not None:

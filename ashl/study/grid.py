@@ -40,6 +40,7 @@ class Setting:
     config: dict[str, Any]
     predicted_s: float | None  # on the experiment's clock; None where the plan cannot tell
     label: str = ""  # its name in tables and figures, where its line has one
+    plan: Plan | None = field(default=None, repr=False, compare=False)  # shared by settings of other seeds
 
 
 def label(setting: Setting, without: str = "") -> str:
@@ -153,7 +154,7 @@ def make_grid(
     for number, (point, label) in enumerate(wanted.items()):
         progress(number, len(wanted))
         try:
-            kept, config, predicted_s = checked(point, compose, plans, processes, reasons)
+            kept, config, plan = checked(point, compose, plans, processes, reasons)
         except UsageError as error:
             if strict:
                 raise UsageError(f"{' '.join(point)}: {error}") from error
@@ -170,7 +171,13 @@ def make_grid(
             continue
         varied = {key: chosen[key] for key in axes if key in chosen}
         settings[digest] = Setting(
-            hash=digest, overrides=kept, axes=varied, config=config, predicted_s=predicted_s, label=label
+            hash=digest,
+            overrides=kept,
+            axes=varied,
+            config=config,
+            predicted_s=plan.predicted_s,
+            label=label,
+            plan=plan,
         )
     if not settings:
         assert first is not None
@@ -202,9 +209,9 @@ def checked(
     plans: dict[str, Plan | UsageError],
     processes: Processes = alone,
     reasons: dict[str, str] | None = None,
-) -> tuple[tuple[str, ...], dict[str, Any], float | None]:
-    """A point without the keys that have no effect in it, its configuration and its predicted time. Why a key that the
-    chosen option has was left out is put among the `reasons`.
+) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
+    """A point without the keys that have no effect in it, its configuration and its plan. Why a key that the chosen
+    option has was left out is put among the `reasons`.
 
     Points that differ in their seed only share a plan, so one of them is checked, unless it draws the cluster.
     """
@@ -217,7 +224,7 @@ def checked(
             plan = plans[shared]
             if isinstance(plan, UsageError):
                 raise plan
-            return point, config, plan.predicted_s
+            return point, config, plan
         except UnusedKeyError as error:
             rest = tuple(single for single in point if key_of(single) != error.key)
             if len(rest) == len(point):

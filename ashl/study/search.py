@@ -12,7 +12,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -29,7 +29,8 @@ from ashl.study.launcher import WithdrawnError, at_work, begun, last_words, over
 from ashl.study.race import Standing
 from ashl.study.slots import ENDED, LOG, POLL_S, Job, read_summary
 from ashl.tracking import jsonl
-from ashl.tracking.sweep_progress import SweepProgress
+from ashl.tracking.recorder import METRICS
+from ashl.tracking.sweep_progress import Reading, SweepProgress
 
 ASKED = "search.json"
 NEVER = 1e9  # what a trial costs that cannot be run, diverges or misses the target: sweepers want finite numbers
@@ -147,6 +148,7 @@ class Tried:
         self.skipped: dict[str, Skipped] = {}
         self.running: dict[str, Setting] = {}
         self.read: set[str] = set()
+        self.readings: dict[str, Reading] = {}
         before = jsonl.whole(folder / sweep.SWEEP) or {}
         for entry in before.get("settings", []):
             known = {key: entry[key] for key in ("hash", "overrides", "axes", "predicted_s")}
@@ -173,7 +175,12 @@ class Tried:
                 del self.running[setting.hash]
                 progress.ended(label(setting), summary)
                 to_mlflow(setting)
-        progress.show([label(s) for s in self.running.values() if (self.folder / s.hash / LOG).exists()])
+        begun = [setting for setting in self.running.values() if (self.folder / setting.hash / LOG).exists()]
+        for setting in begun:
+            limits = setting.config.get("stop") or {}
+            reading = Reading(self.folder / setting.hash / METRICS, limits, setting.predicted_s)
+            self.readings.setdefault(setting.hash, reading)
+        progress.show([self.readings[setting.hash].running(label(setting)) for setting in begun])
 
     def write(self) -> None:
         settings = tuple(self.settings.values())
@@ -208,7 +215,8 @@ def play_trial(place: Path, number: int, values: Sequence[float], compose: Compo
         settings, skipped = made(asked, record["keys"], point, compose), []
     except UsageError as error:
         settings, skipped = [], [(point, str(error))]
-    jsonl.write_json(place / f"trial-{number}.json", {"settings": [asdict(s) for s in settings], "skipped": skipped})
+    plain = [asdict(replace(setting, plan=None)) for setting in settings]
+    jsonl.write_json(place / f"trial-{number}.json", {"settings": plain, "skipped": skipped})
     if not settings:
         return 2 * NEVER
     folder = Path(record["folder"])
@@ -230,11 +238,11 @@ def made(asked: Search, keys: Sequence[str], point: Sequence[str], compose: Comp
     config_dir = Path(asked.config_dir) if asked.config_dir else None
     settings, plans = [], {}
     for wanted in points([asked.line(*point)]):
-        kept, config, predicted_s = checked(wanted, lambda single: compose(single, config_dir), plans)
+        kept, config, plan = checked(wanted, lambda single: compose(single, config_dir), plans)
         chosen = {key_of(single): single.partition("=")[2] for single in kept}
         axes = {key: chosen[key] for key in keys if key in chosen}
         digest = config_hash(config)
-        settings.append(Setting(hash=digest, overrides=kept, axes=axes, config=config, predicted_s=predicted_s))
+        settings.append(Setting(hash=digest, overrides=kept, axes=axes, config=config, predicted_s=plan.predicted_s))
     return settings
 
 

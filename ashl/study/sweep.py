@@ -15,14 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 from ashl.config.construct import construct
+from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, command_text, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.planning import free_ports
+from ashl.planning.make import prepared
 from ashl.report import terminal
 from ashl.report.compare import Comparison, compare
 from ashl.report.leaderboard import named
 from ashl.report.records import flat
-from ashl.run.train import RUNS
+from ashl.run.host_time import Costs, host_s, measured_costs
+from ashl.run.train import RUNS, is_virtual
 from ashl.runtime.keeping import numbered
 from ashl.study.grid import Grid, Setting, label
 from ashl.study.launcher import Launch, run_elsewhere
@@ -30,13 +33,17 @@ from ashl.study.racing import Race
 from ashl.study.slots import ENDED, Job, by_itself, here, read_summary, run_all
 from ashl.tracking import jsonl, mlflow, mlflow_study
 from ashl.tracking.console import seconds
+from ashl.tracking.counting import Counting
+from ashl.tracking.recorder import METRICS
 from ashl.tracking.store import ADDRESS
-from ashl.tracking.sweep_progress import SweepProgress
+from ashl.tracking.sweep_progress import Reading, SweepProgress
 
 SCHEMA = 1
 SWEEP = "sweep.json"
 SWEEPS = Path("runs/sweeps")
 MAX_ROWS = 40
+# what a step costs on this host depends on these parts of a configuration
+COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
 MLFLOW_S = 120.0  # how long the end of a sweep waits for its copy in MLflow
 
 RunJobs = Callable[[Sequence[Job], Callable[[list[Job]], None], Callable[[Job], bool]], Iterator[Job]]
@@ -198,8 +205,13 @@ def run_on(
         Job(path, inside(s.config, path), s.overrides, resume=bool(numbered(path))) for path, s in by_folder.items()
     ]
 
+    readings = {
+        path: Reading(path / METRICS, setting.config["stop"], setting.predicted_s)
+        for path, setting in by_folder.items()
+    }
+
     def show(running: list[Job]) -> None:
-        progress.show([label(by_folder[job.folder]) for job in running])
+        progress.show([readings[job.folder].running(label(by_folder[job.folder])) for job in running])
         if race:
             race.judge()
 
@@ -311,10 +323,11 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         console.print(f"skipped: {len(grid.skipped) - MAX_ROWS} more, all in {folder / SWEEP}", soft_wrap=True)
 
 
-def show(grid: Grid, folder: Path) -> None:
-    """What a sweep would run, with what each run should take on its own clock."""
+def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
+    """What a sweep would run, with what each run should take on its own clock, and all of it on this machine."""
     console = Console(highlight=False)
-    announce(console, grid, folder, sum(not ended(folder / s.hash, False) for s in grid.settings))
+    missing = [setting for setting in grid.settings if not ended(folder / setting.hash, False)]
+    announce(console, grid, folder, len(missing))
     named = any(
         setting.label for setting in grid.settings
     )  # lines have keys of their own: columns would be mostly empty
@@ -329,3 +342,27 @@ def show(grid: Grid, folder: Path) -> None:
     unknown = len(grid.settings) - len(known)
     rest = f", and {unknown} of which nothing is known before" if unknown else ""
     console.print(f"predicted in all: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}")
+    if line := host_time(missing, slots or slots_for(grid)):
+        console.print(line, soft_wrap=True)
+
+
+def host_time(missing: Sequence[Setting], slots: int) -> str:
+    """How long this machine should take for what is missing of a grid in virtual time; "" where that is unknown."""
+    if not missing or not all(is_virtual(setting.config) for setting in missing):
+        return ""
+    costs, total_s = dict[str, Costs | None](), 0.0
+    kinds = [config_hash({key: setting.config.get(key) for key in COSTLY}) for setting in missing]
+    with Counting("timing steps") as counting:
+        for kind, setting in zip(kinds, missing, strict=True):
+            if kind not in costs:
+                counting.update(len(costs), len(set(kinds)))
+                costs[kind] = measured_costs(prepared(setting.config, None, setting.overrides))
+            found = costs[kind]
+            own_s = None if found is None or setting.plan is None else host_s(setting.plan, found)
+            if own_s is None:
+                return ""
+            total_s += own_s
+    at_once = min(slots, len(missing))
+    together = f", {at_once} at a time" if at_once > 1 else ""
+    left = f"{len(missing)} run{'s' * (len(missing) != 1)}"
+    return f"on this machine about {seconds(total_s / at_once)} at most for {left}{together}"

@@ -1,18 +1,54 @@
 """What a person sees of a sweep while it runs: how far it is and what runs now; in a pipe, a line for each end."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
+from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
 MAX_LINES = 12
+BAR = 20  # columns
+BESIDE = 30  # columns for the score, the time and what is between columns
+
+
+class Running(NamedTuple):
+    """A run that has not ended: its name, the share that is done, and the score of its last evaluation."""
+
+    label: str
+    done: float | None = None
+    score: str = ""
+
+
+class Reading:
+    """What has been read of the metrics of a run that may still be writing."""
+
+    def __init__(self, metrics: Path, limits: Mapping[str, Any], predicted_s: float | None) -> None:
+        self.metrics, self.limits, self.predicted_s = metrics, limits, predicted_s
+        self._read, self._last = 0, dict[str, Any]()
+
+    def running(self, label: str) -> Running:
+        """Read on."""
+        rows, self._read = jsonl.tail(self.metrics, self._read)
+        self._last = rows[-1] if rows else self._last
+        row, limits = self._last, self.limits
+        if not row:
+            return Running(label, 0.0)
+        now_s, wholes = row["time_s"], (self.predicted_s, limits.get("seconds"))
+        shares = [now_s / whole_s for whole_s in wholes if whole_s]
+        if limits.get("steps") and row.get("step") is not None:
+            shares.append(row["step"] / limits["steps"])
+        loss = row.get("test/loss") if row.get("train/loss") is None else row["train/loss"]
+        score = percent(row["test/acc"]) if row.get("test/acc") is not None else f"loss {number(loss)}"
+        return Running(label, min(1.0, max(shares)) if shares else None, score)
 
 
 class SweepProgress:
@@ -22,10 +58,11 @@ class SweepProgress:
         self.console, self.total, self.quiet, self.deadline = console, total, quiet, deadline
         self.done = self.failed = 0
         self._began = time.monotonic()
-        self._seen: dict[str, float] = {}
-        self._recent: list[str] = []
+        self._since: dict[str, float] = {}
+        self._running: Sequence[Running] = ()
+        live = not quiet and console.is_terminal
         self._live = (
-            Live(console=console, refresh_per_second=4, transient=True) if not quiet and console.is_terminal else None
+            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._drawn) if live else None
         )
         if self._live:
             self._live.start()
@@ -41,25 +78,34 @@ class SweepProgress:
         if not self.quiet:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, running: Sequence[str]) -> None:
+    def show(self, running: Sequence[Running]) -> None:
         """These run now."""
         now = time.monotonic()
-        self._seen = {label: self._seen.get(label, now) for label in running}
-        if self._live:
-            table, deadline = self._table(now), self.deadline
-            bars = [ProgressBar(deadline.budget_s, deadline.spent_s, width=40)] if deadline else []
-            self._live.update(Group(*bars, table))
+        self._since = {one.label: self._since.get(one.label, now) for one in running}
+        self._running = running
 
-    def _table(self, now: float) -> Table:
-        spent = now - self._began
-        left = spent / self.done * (self.total - self.done) if self.done else None
-        head = f"{self.done} of {self.total} runs, {len(self._seen)} running, {seconds(spent)}"
-        table = Table(title=head + (f", about {seconds(left)} left" if left else ""), box=None, title_justify="left")
-        table.add_column(no_wrap=True)
-        table.add_column(justify="right")
-        for label, since in list(self._seen.items())[:MAX_LINES]:
-            table.add_row(label, seconds(now - since))
-        return table
+    def _drawn(self) -> Group:
+        """How far all of it is, and each run: drawn a few times a second, from the first moment on."""
+        now, deadline = time.monotonic(), self.deadline
+        spent_s = now - self._began
+        left = f", about {seconds(spent_s / self.done * (self.total - self.done))} left" if self.done else ""
+        began = f"{len(self._running)} running" if self._running or self.done else "starting"
+        head = Text(f"{self.done} of {self.total} runs, {began}, {seconds(spent_s)}{left}", no_wrap=True)
+        bars = Table.grid()  # a bar by itself does not end its line
+        if deadline:
+            bars.add_row(ProgressBar(deadline.budget_s, deadline.spent_s, width=2 * BAR))
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for _ in range(4):
+            table.add_column(no_wrap=True)
+        room = max(BAR, self.console.width - BAR - BESIDE)
+        for one in self._running[:MAX_LINES]:
+            bar = "" if one.done is None else ProgressBar(1.0, one.done, width=BAR)
+            name = Text(one.label)
+            name.truncate(room, overflow="ellipsis")
+            table.add_row(name, bar, one.score or "-", seconds(now - self._since[one.label]))
+        more = len(self._running) - MAX_LINES
+        rest = [Text(f"and {more} more", style="dim")] if more > 0 else []
+        return Group(head, *[bars] * bool(deadline), table, *rest)
 
     def close(self) -> None:
         if self._live:

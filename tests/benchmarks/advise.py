@@ -77,7 +77,7 @@ def main(clusters: list[str], typed: list[str]) -> None:
             how = {"target": None, "budget_s": BUDGET_S, "slots": SLOTS, "explain": True, "dry_run": False}
             advise([*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True)
             record = jsonl.whole(folder / "advice" / "advice.json") or {}
-            field = field_of(asked(fixed, None), None, lambda name: None)
+            field = field_of(asked(fixed, None), None, lambda done, size, name: None)
             times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")
             best = min(times, key=lambda key: median(times[key]))
             name, rate = record["winner"]["name"], f"{record['winner']['optimizer.lr']:g}"

@@ -1,0 +1,55 @@
+"""Keep the planned candidates of a command, so that the same command need not plan them again.
+
+What is kept is named by everything that planning depends on: the program's own files, what was typed, the files that
+this names, the data and the model. With options or code of the user's own, which may
+change at any time, nothing is kept.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ashl.config.catalog import CONF
+from ashl.config.override import key_of
+from ashl.planning.make import Prepared
+from ashl.tracking import jsonl
+
+FOLDER = Path("runs/advice/candidates")
+PACKAGE = Path(__file__).parents[1]
+FILES = ("profile", "plan")  # keys whose value names a file
+
+
+def place_of(wanted: Sequence[Any], fixed: Sequence[str], host: Prepared, config_dir: Path | None) -> Path | None:
+    """The file of these candidates, whether it is there or not; None where they must be planned each time."""
+    if config_dir is not None or host.plan.allow_targets:
+        return None
+    named = [text.partition("=")[2] for text in fixed if key_of(text) in FILES]
+    try:
+        contents = [hashlib.sha256(Path(name).expanduser().read_bytes()).hexdigest() for name in named]
+    except OSError:
+        return None
+    data = [len(host.data.train), len(host.data.test), host.plan.num_params, host.plan.to_json()]
+    known = json.dumps([own_files(), wanted, contents, data], default=str)
+    return FOLDER / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+
+
+def own_files() -> str:
+    """A digest of the names, sizes and times of the program's files."""
+    files = sorted(path for root in (PACKAGE, CONF) for path in root.rglob("*") if path.suffix in (".py", ".yaml"))
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+
+
+def read(place: Path | None) -> dict[str, Any] | None:
+    return None if place is None else jsonl.whole(place)
+
+
+def write(place: Path | None, kept: dict[str, Any]) -> None:
+    """Keep it, where that is possible."""
+    if place is not None:
+        with suppress(OSError, TypeError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            jsonl.write_json(place, kept)

@@ -1,0 +1,95 @@
+"""The live view of a sweep at several widths, and the host time that a dry run predicts."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ashl.cli.app import main
+from ashl.tracking.counting import Counting
+from ashl.tracking.deadline import Deadline
+from ashl.tracking.sweep_progress import Reading, Running, SweepProgress
+
+LABELS = ["sync=bsp", "sync=local_sgd sync.local_steps=16 topology=all_reduce compression=topk compression.ratio=0.01"]
+
+
+def drawn(width: int, running: list[Running]) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    progress = SweepProgress(console, 12, quiet=True)
+    progress.done = 3
+    progress.show(running)
+    console.print(progress._drawn())
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_a_line_for_the_sweep_and_one_for_each_run(width: int) -> None:
+    head, *rows = drawn(width, [Running(LABELS[0], 0.5, "91.2 %"), Running(LABELS[1], None, "")])
+    assert re.match(r"3 of 12 runs, 2 running, \S+ s, about \S+ s left", head)
+    assert len(rows) == 2
+    assert all(len(row) <= width for row in (head, *rows))
+    assert re.match(r"sync=bsp .*━+.* 91.2 % +\S+ s", rows[0])
+    assert rows[1].startswith("sync=local_sgd")
+    assert "…" in rows[1] or width == 140
+
+
+def test_something_is_shown_before_any_run_has_begun() -> None:
+    (head,) = drawn(80, [])[:1]
+    assert head.startswith("3 of 12 runs, 0 running")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    progress = SweepProgress(console, 12, quiet=False)
+    progress.close()
+    assert "0 of 12 runs, starting" in console.file.getvalue()
+
+
+def test_a_budget_has_a_line_of_its_own() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    progress = SweepProgress(console, 12, quiet=True, deadline=Deadline(60.0))
+    progress.show([Running("sync=bsp", 0.5, "91.2 %")])
+    console.print(progress._drawn())
+    assert console.file.getvalue().splitlines()[1].strip(" ━╸╺") == ""
+
+
+def test_how_far_a_run_is_follows_its_nearest_limit(tmp_path: Path) -> None:
+    metrics, limits = tmp_path / "metrics.jsonl", {"seconds": None, "steps": 10}
+    reading = Reading(metrics, limits, predicted_s=8.0)
+    assert reading.running("a") == Running("a", 0.0, "")
+    with metrics.open("w") as file:
+        file.write(json.dumps({"time_s": 2.0, "step": 1, "test/acc": 0.5}) + "\n")
+    assert reading.running("a") == Running("a", 0.25, "50.0 %")
+    with metrics.open("a") as file:
+        file.write(json.dumps({"time_s": 3.0, "step": 6, "test/acc": None, "train/loss": 0.25}) + "\n")
+    assert reading.running("a") == Running("a", 0.6, "loss 0.25")
+    assert reading.running("a") == Running("a", 0.6, "loss 0.25")
+
+
+def test_a_dry_run_says_host_time(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+    base = ["runtime=sim", "model.hidden=[8]", "stop.epochs=2", "tracking=none", "--dry-run"]
+    assert main(["train", *base]) == 0
+    assert re.search(r"^on this machine about \S+ s at most$", capsys.readouterr().out, re.M)
+    assert main(["sweep", *base, "sync=bsp,asp", "seed=0,1", "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    total = re.search(r"^on this machine about (\S+) s at most for 4 runs, 2 at a time$", out, re.M)
+    assert total
+    assert 2 * 0.7 <= float(total[1]) < 20  # the starts alone take this long
+    assert main(["train", "cluster=real", "cluster.num_workers=1", "stop.epochs=1", "--dry-run"]) == 0
+    assert "on this machine" not in capsys.readouterr().out  # a real run is on one clock
+    assert main(["train", *base, "runtime.gradients=false", "sync=asp", "schedule=single"]) == 0
+    assert "on this machine" not in capsys.readouterr().out  # nothing is computed
+
+
+def test_progress_in_a_pipe_is_a_line_every_two_seconds(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter([0.0, 1.0, 2.5, 2.5, 3.0, 4.6, 4.6])
+    monkeypatch.setattr("ashl.tracking.counting.time.monotonic", lambda: next(moments))
+    with Counting("planning candidates") as counting:
+        for done in range(4):
+            counting.update(done, 36, "BSP")
+    assert capsys.readouterr().err.splitlines() == [
+        "ashl: planning candidates: 1 of 36 (BSP)",
+        "ashl: planning candidates: 3 of 36 (BSP)",
+    ]
