@@ -12,8 +12,8 @@ averages of such a norm, gathered in training, are never read.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -36,7 +36,7 @@ from ashl.learn.allocator import keep_pages
 from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
 from ashl.learn.making import make_module
-from ashl.learn.module_state import state_of
+from ashl.learn.module_state import Carrier, Key, State, beside, changed, copied, put_all, state_of
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
@@ -96,13 +96,15 @@ class Learner:
         self._counts = counts_of(task, data.train, "train"), counts_of(task, data.test, "test")
         self.counts = None if self._counts[0] is None else self._counts[0].numpy()
         first = written_parts(self._here.module)
-        drew, self._width = self._try_out()
+        drew, self._width, carried = self._try_out()
         self.writes = changed_parts(first, written_parts(self._here.module))
         copies = bool(self.writes)
-        self._here = Replica(
-            self._build, device, graphs, copies
-        )  # the first has changed its state while it was tried out
-        self._captures = graphs and not drew and self.counts is None
+        # The first replica has changed its state while it was tried out.
+        self._here = Replica(self._build, device, graphs, copies)
+        own = not made.__module__.startswith("ashl.")
+        self.carrier = Carrier(carried, self._build, self._here.apart) if own else None
+        self.wants_state, self.shown = False, None  # of the worker here, asked for by another thread; and what it is
+        self._captures = graphs and not drew and not carried and self.counts is None
         # A user's own code may draw in some steps only, which one try does not show.
         self._draws = drew or not all(part.__module__.startswith("ashl.") for part in (made, type(task)))
         self._looks = not copies and not made.__module__.startswith("ashl.")  # whether a later step may begin to write
@@ -119,7 +121,7 @@ class Learner:
     @property
     def threadsafe(self) -> bool:
         """Return True if neither the model nor the reading of samples may draw from a generator of the process."""
-        return not self._draws and isinstance(self._train.inputs, Tensor)
+        return self.carrier is None and not self._draws and isinstance(self._train.inputs, Tensor)
 
     def replicate(self) -> None:
         """To be called by a thread before it computes, while no other one does."""
@@ -144,6 +146,59 @@ class Learner:
         found = {f"the model's {name}": fingerprint(value) for name, value in state.items()}
         return found | fingerprint_of_data(self._data)
 
+    def worker_state(self, worker: int) -> State | None:
+        """Return what forward passes have changed of the module for this worker; None = nothing."""
+        return None if self.carrier is None else self.carrier.take(self._here.module, worker)
+
+    def set_worker_state(self, worker: int, state: State | None) -> None:
+        """Let a worker go on with this state; None is that of the beginning."""
+        if self.carrier is not None:
+            self.carrier.put(worker, state)
+
+    @property
+    def carries(self) -> bool:
+        """Return True if forward passes change the module beside its parameters."""
+        return self.carrier is not None and bool(self.carrier.names)
+
+    def mean_state(self) -> State:
+        """Return the mean over the workers of what forward passes have changed."""
+        if self.carrier is None:
+            return {}
+        self.carrier.leave(self._here.module)
+        return self.carrier.mean()
+
+    def constants(self) -> State:
+        """Return frozen parameters and buffers that no forward pass has changed, for a checkpoint."""
+        return {} if self.carrier is None else self.carrier.constants(self._here.module)
+
+    def set_constants(self, state: State) -> None:
+        """Go on with those of a checkpoint."""
+        with torch.no_grad():
+            put_all(self._here.module, state)
+
+    @contextmanager
+    def _evaluating(self, params: Tensor, state: State | None = None) -> Generator[None]:
+        """The module is at these parameters, with the mean state of the workers, or this one. What changes of it inside
+        is not kept."""
+        here = self._here
+        here.point_at(params)
+        if self.carrier is not None:
+            self.carrier.enter_mean(here.module)
+            put_all(here.module, state or {})
+        with self._drawing(Purpose.EVALUATION):
+            self._calibrate()
+            here.eval()
+            yield
+        if self.carrier is not None:
+            self.carrier.notice(here.module)
+
+    def _leave(self, worker: int) -> None:
+        """After a step of this worker: see what the module has changed, and show it to the thread that asked."""
+        if self.carrier is not None:
+            self.carrier.notice(self._here.module)
+            if self.wants_state:
+                self.shown, self.wants_state = self.worker_state(worker), False
+
     def gradient(
         self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0
     ) -> tuple[Tensor, Tensor]:
@@ -157,8 +212,10 @@ class Learner:
         with self._drawing(Purpose.MODEL, worker, step):
             if not self._captures:
                 loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
-                return self._differentiated(loss, place)
-            self._enter(params)
+                found = self._differentiated(loss, place)
+                self._leave(worker)
+                return found
+            self._enter(params, worker)
 
             def captured(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
                 return self._differentiated(self._loss(self._forward, inputs, targets, place), place)
@@ -214,7 +271,9 @@ class Learner:
         Parameters in pieces are waited for as the forward pass comes to them."""
         batch = self._moved(indices, worker, step)
         with self._drawing(Purpose.MODEL, worker, step):
-            return self._in_parts(params, batch, worker, step, parts, hand_out, halfway, self._share(indices, share))
+            loss = self._in_parts(params, batch, worker, step, parts, hand_out, halfway, self._share(indices, share))
+        self._leave(worker)
+        return loss
 
     def _in_parts(
         self,
@@ -298,6 +357,8 @@ class Learner:
         largest of its own tensors."""
         places = {id(p): i for i, p in enumerate(self._here.parameters)}
         work = [0] * len(places)
+        if self.carrier is not None:
+            self.carrier.leave(self._here.module)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             self._forward(self._batch(self._train, np.zeros(2, np.int64))[0])
         counted = {name: sum(by.values()) for name, by in counter.get_flop_counts().items()}
@@ -313,7 +374,7 @@ class Learner:
         self, params: Tensor | Pieces, batch: tuple[Tensor, Tensor], worker: int, step: int, share: float
     ) -> Tensor:
         """The mean loss over a batch at `params` times `share`, ready to be differentiated."""
-        self._enter(params)
+        self._enter(params, worker)
         forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, worker, step)
         loss = self._loss(forward, *batch, place_of(worker, step), counted=share != 0)
         return loss if share in (0, 1) else loss * share
@@ -326,8 +387,11 @@ class Learner:
             inputs = crop_flip(inputs, to_device(moves, self.device))
         return inputs, targets
 
-    def _enter(self, params: Tensor | Pieces) -> None:
-        """The module learns at these parameters."""
+    def _enter(self, params: Tensor | Pieces, worker: int) -> None:
+        """The module learns at these parameters, with what it keeps beside them for this worker."""
+        if self.carrier is not None:
+            with torch.no_grad():
+                self.carrier.enter(self._here.module, worker)
         if isinstance(params, Tensor):
             self._here.point_at(params)
         if not self._here.trains:
@@ -372,10 +436,7 @@ class Learner:
 
         `test_metric` is None where the task has none, and `test_accuracy` where its metric is another one.
         """
-        self._here.point_at(params)
-        with self._drawing(Purpose.EVALUATION):
-            self._calibrate()
-            self._here.eval()
+        with self._evaluating(params):
             train_loss, _ = self._score(self._train, self._subset)
             test_loss, metric = self._score(self._test, np.arange(len(self._test)), judged=True)
         return {
@@ -388,20 +449,16 @@ class Learner:
     @torch.no_grad()
     def train_loss(self, params: Tensor, shift: int = 0) -> float:
         """Return `train_loss` as `evaluate` does. With a `shift`, each sample has the target of another one."""
-        self._here.point_at(params)
-        self._calibrate()
-        self._here.module.eval()
-        return self._score(self._train, self._subset, shift=shift)[0]
+        with self._evaluating(params):
+            return self._score(self._train, self._subset, shift=shift)[0]
 
     @torch.no_grad()
-    def state_dict(self, params: Tensor) -> dict[str, Tensor]:
+    def state_dict(self, params: Tensor, own: State | None = None) -> dict[str, Tensor]:
         """The whole state of the module at these parameters, by its own names, on the CPU. BatchNorm's statistics are
-        those that an evaluation estimates."""
-        self._here.point_at(params)
-        with self._drawing(Purpose.EVALUATION):
-            self._calibrate()
-        state = self._here.module.state_dict()
-        return {name: to_host(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
+        those that an evaluation estimates; what forward passes change is the workers' mean, or `own`."""
+        with self._evaluating(params, own):
+            state = self._here.module.state_dict()
+            return {name: to_host(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
 
     def _batch(
         self, split: Split, indices: np.ndarray, worker: int = 0, step: int = 0, place: str = EVALUATING
@@ -427,13 +484,15 @@ class Learner:
             )
         return module
 
-    def _try_out(self) -> tuple[bool, int]:
+    def _try_out(self) -> tuple[bool, int, frozenset[Key]]:
         """Computes a gradient and an evaluation of two samples to see that the module fits the data and the task.
-        Returns whether it draws random numbers in training, and how many outputs a sample has."""
+        Returns whether it draws random numbers in training, how many outputs a sample has, and what the module changes
+        beside its parameters."""
         name, shape = self._name, "x".join(map(str, self._data.sample_shape))
         if not self._here.parameters or any(p.dtype != torch.float32 for p in self._here.parameters):
             raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
         inputs, targets = self._batch(self._train, np.zeros(2, np.int64))
+        first = {key: copied(value) for key, value in beside(self._here.module, self._here.apart).items()}
         expected = self._task.expected(targets, self._data.num_classes)
         with seeded(0, self.device) as generator:
             before = generator.get_state()
@@ -466,7 +525,7 @@ class Learner:
                 f"Model {name} returns {shape_of(evaluated)} in evaluation mode and {shape_of(output)} in training; "
                 "let its forward return the same in both."
             )
-        return draws, output[0].numel()
+        return draws, output[0].numel(), changed(first, beside(self._here.module, self._here.apart))
 
     def _tried(self, inputs: Tensor) -> Any:
         """What the module returns for these samples. Raises UsageError where it cannot take them."""
@@ -495,6 +554,7 @@ class Learner:
         begins some kernels choose in which order they add up."""
         if self._here.resident is None:
             self._here.point_at(torch.empty(self.num_params, device=self.device))
+        before = self.worker_state(worker)
         arriving = Arriving(pieces, self._here.parameters, self._bring)
         arriving.await_all(self._here.hidden)
         with arriving:
@@ -502,6 +562,8 @@ class Learner:
         arriving.await_all(map(id, self._here.parameters))
         if arriving.unseen <= self._here.hidden:
             return outputs
+        self.set_worker_state(worker, before)  # of which the first pass has changed something
+        self._enter(pieces, worker)
         self._here.hidden |= arriving.unseen
         with self._drawing(Purpose.MODEL, worker, step):
             return self._forward(inputs)

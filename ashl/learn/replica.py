@@ -29,6 +29,8 @@ class Replica(threading.local):
         self.held = [module for module in here if not module.training] if self.module.training else []
         self.train()
         self.norms = [module for module in here if isinstance(module, _BatchNorm) and is_estimated(module)]
+        norms = {id(norm) for norm in self.norms}
+        self.apart = frozenset(path for path, module in self.module.named_modules() if id(module) in norms)
         self.num_params = sum(p.numel() for p in self.parameters)
         self.hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
         self.resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in

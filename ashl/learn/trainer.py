@@ -89,6 +89,14 @@ class Trainer:
         planned = span is None or span == range(step * size, (step + 1) * size)
         return self.share(worker, range(step, step + 1) if planned else range(0))
 
+    def worker_state(self, worker: int) -> Any:
+        """Return what forward passes have changed of the module for this worker, beside its parameters."""
+        return self.learner.worker_state(worker)
+
+    def set_worker_state(self, worker: int, state: Any) -> None:
+        """Let a worker go on with this state; None is that of the beginning."""
+        self.learner.set_worker_state(worker, state)
+
     def blank(self, size: float) -> Tensor:
         """A body of this share of the model's size, to measure with."""
         return to_device(torch.zeros(max(1, round(size * self.learner.num_params))), self.device)
@@ -302,6 +310,12 @@ class SizeOnlyTrainer:
 
     def handed(self, gone: frozenset[int]) -> SizeOnlyTrainer:
         return self
+
+    def worker_state(self, worker: int) -> None:
+        """There is none."""
+
+    def set_worker_state(self, worker: int, state: Any) -> None:
+        """There is none."""
 
     def blank(self, size: float) -> SizeOnly:
         return SizeOnly(max(4, round(size * self.dense_bytes / 4) * 4))

@@ -25,6 +25,7 @@ from ashl.run.lives import away_until, nothing_yet, with_earlier
 from ashl.run.monitor import Monitor
 from ashl.run.newcomers import answer
 from ashl.run.pace_kept import kept_pace
+from ashl.run.parts import state_in
 from ashl.run.rank import FAILED, Place
 from ashl.run.watch import ALIKE_S, ALONE, AWAKE_S, DROPPED
 from ashl.runtime.agreement import KNOWN_S
@@ -39,6 +40,7 @@ from ashl.runtime.records import (
     Left,
     Lost,
     Missed,
+    ModuleState,
     PaceKept,
     RankError,
     Ready,
@@ -119,6 +121,9 @@ class Attendance:
                 self.pace.append(record)
             case Snapshot() | UpdateShown():
                 monitor.snapshot(record, vector)
+            case ModuleState():
+                assert vector is not None
+                monitor.take_state(record.rank, state_in(vector, ("ashl", *self.plan.allow_targets)))
             case Beat() | LedgerTotals() | Border() if record.rank in self.earlier:
                 monitor.emit(with_earlier(self.earlier[record.rank], record))
             case _:
@@ -274,6 +279,7 @@ def attend(seen: Attendance, run_dir: Path, monitor: Monitor, savings: Savings) 
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
             if vanished := [rank for rank in seen.silent(PATIENCE_S - SETTLE_S) if rank not in processes]:
                 raise AshlError(f"{who(plan, monitor, vanished[0])} vanished, and the run was interrupted")
+            monitor.settle()
             return None
         if unanswered_s > timeout_s:
             raise AshlError(f"{desk.store} did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here")
@@ -283,6 +289,7 @@ def attend(seen: Attendance, run_dir: Path, monitor: Monitor, savings: Savings) 
             desk.publish(desk.news._replace(wanted=wanted))
         monitor.tick()
         time.sleep(POLL_S)
+    monitor.settle()
     if monitor.final is None and seen.lost:
         rank, how = [*seen.lost.items()][-1]
         raise AshlError(f"worker {rank} {how} when the run had ended, and with it the last model")

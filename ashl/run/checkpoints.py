@@ -47,7 +47,7 @@ from ashl.runtime.records import Beat, Kept
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
-SCHEMA = 8
+SCHEMA = 9
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")
 LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL, ANEW = "lockstep", "server", "each", "round", "virtual", "anew"

@@ -17,7 +17,7 @@ from ashl.run.sealed import Sealed
 from ashl.run.watch import AWAKE_S
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
-from ashl.runtime.records import Kept, Record, Snapshot, UpdateShown, loads
+from ashl.runtime.records import Kept, ModuleState, Record, Snapshot, UpdateShown, loads
 
 POLL_S = 0.03
 PULSE_S = 0.25  # between news
@@ -145,6 +145,10 @@ class Desk:
                 elif isinstance(record, Kept):
                     vector = parts.received(self._store, record)
                     self._fetched += vector is not None
+                elif isinstance(record, ModuleState):
+                    vector = parts.received_state(self._store, record, life)
+                    self._fetched += 1
+                    self._from[parts.state_of(rank, life)] += 1
                 self._came.append((record, vector))
 
     def _send(self) -> None:

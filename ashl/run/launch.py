@@ -85,6 +85,7 @@ def conduct(
     """Start these ranks here and attend to all ranks, until they have left; returns how well the pace was kept, None
     where somebody was interrupted and would not leave. Raises AshlError naming the rank that failed. However it ends,
     every process of the job is notified."""
+    monitor.states_travel = True
     publish_fingerprint(store, monitor.job.learner.fingerprint())
     desk = Desk(store, plan.num_ranks, plan.num_params, held_by(monitor.job.stages[0]))
     end, processes = End(130), dict[int, BaseProcess]()

@@ -72,6 +72,7 @@ class Books:
     target: Target = field(default_factory=Target)
     stages: list[StageEnd] = field(default_factory=list)
     best: Tensor | None = None  # the model of the best evaluation
+    best_state: Any = None  # ... and what forward passes had changed beside its parameters
     absences: list[Absence] = field(default_factory=list)  # in the order in which they began
     borders: list[dict[int, dict[str, int]]] = field(default_factory=list)  # by stage that gave way, by worker: totals
 
@@ -101,6 +102,8 @@ class Monitor:
         self.final: Counts | None = None
         self.not_finite: str | None = None  # what was no number before any loss was
         self.sha256: str | None = None
+        self.states_travel = False  # whether workers send what their modules keep, the last after their last model
+        self._waiting: Whole | None = None  # the last model, until they have
         self.refused = 0  # messages that came to a real run and were not of it
         self._started = time.monotonic()
         self._state_host_s: float | None = None  # in the latest `state`
@@ -129,7 +132,9 @@ class Monitor:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         self._state_host_s = self.host_s
-        return {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.books}
+        constants = self.job.learner.constants()
+        known = {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.books}
+        return known | {"constants": constants}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take up what a checkpoint has kept; when the run ends, and where it runs, is as of now."""
@@ -139,8 +144,10 @@ class Monitor:
         if state["host_s"] != self._state_host_s:  # its own state, read back, holds nothing from before it
             self._started -= state["host_s"]
         self.books = state["books"]
+        self.job.learner.set_constants(state["constants"])
+        self.job.learner.set_constants(state["constants"])
         if self.books.best is not None:
-            self.save(BEST, self.books.best)  # what came after the checkpoint has not been
+            self.save(BEST, self.books.best, self.books.best_state)  # what came after the checkpoint has not been
 
     def emit(self, record: Record) -> None:
         """A record from a rank."""
@@ -211,6 +218,17 @@ class Monitor:
         elif whole := self.books.parts.add(record, vector):
             self.evaluate(whole)
 
+    def take_state(self, rank: int, state: Any) -> None:
+        """What forward passes have changed of a worker's module."""
+        if state is not None:
+            self.job.learner.set_worker_state(rank, state)
+
+    def settle(self) -> None:
+        """All have said all: evaluate the last model, where that has waited for what the modules keep beside it."""
+        whole, self._waiting, self.states_travel = self._waiting, None, False
+        if whole is not None:
+            self.evaluate(whole)
+
     def evaluate(self, whole: Whole) -> None:
         """Score one model; the last line of the metrics is left to `conclude`."""
         record, params, distance = whole
@@ -220,11 +238,18 @@ class Monitor:
             self.final = counts
         if not isinstance(params, Tensor):
             return  # a run without gradients has nothing to evaluate
+        if record.final and self.states_travel and self.job.learner.carries:
+            self._waiting = whole
+            return
         last = self.books.evaluations[-1] if self.books.evaluations else None
         if record.final:
             self.sha256 = hashlib.sha256(params.numpy().tobytes()).hexdigest()
             self.save(FINAL, params)
-            if last and (last.merges, last.consensus_distance) == (counts.merges, distance):
+            if (
+                last
+                and not self.job.learner.carries
+                and (last.merges, last.consensus_distance) == (counts.merges, distance)
+            ):
                 self.final = self.judged(counts, last, params)
                 return  # the model has not changed since the last evaluation
         found = self.score(params, record.time_ns / 1e9, counts.merges, distance)
@@ -254,7 +279,7 @@ class Monitor:
         self.books.evaluations.append(found)
         self.books.scores = scores_of(self.books.evaluations)
         if best_of(self.books.evaluations) is found:
-            self.books.best = params
+            self.books.best, self.books.best_state = params, self.job.learner.mean_state()
             self.save(BEST, params)
         return found
 
@@ -272,10 +297,10 @@ class Monitor:
         found = [one.time_s for one in self.books.evaluations if one.merges is not None and one.merges <= merges]
         return None if parts.under_way(merges) else round(max(found, default=0.0) * 1e9)
 
-    def save(self, name: str, params: Tensor) -> None:
+    def save(self, name: str, params: Tensor, own: Any = None) -> None:
         """Leave a model in the run folder, where weights are wanted."""
         if self.weights:
-            weights.write(self.recorder.run_dir / name, self.job.learner.state_dict(params))
+            weights.write(self.recorder.run_dir / name, self.job.learner.state_dict(params, own))
 
     def conclude(self, summary: Mapping[str, Any]) -> None:
         """The last line of metrics.jsonl, written once the ranks have accounted for what lies past the end: it agrees

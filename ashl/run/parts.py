@@ -22,7 +22,8 @@ from ashl.run.checkpoints import Saved
 from ashl.run.sealed import Sealed
 from ashl.run.vectors import PIECE, pieces_of
 from ashl.runtime import keeping
-from ashl.runtime.records import Kept
+from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.records import Kept, ModuleState
 
 POLL_S = 0.02
 
@@ -58,6 +59,29 @@ def through(store: Sealed, rank: int, number: int, document: dict[str, Any]) -> 
     content = file.getvalue()
     post(store, kept(rank, number), rank, content)
     return keeping.digest(content), len(content)
+
+
+def state_of(rank: int, life: int) -> str:
+    """The queue of what a worker's module keeps beside its parameters."""
+    return f"state/{rank}/{life}"
+
+
+def post_state(store: Sealed, rank: int, life: int, state: Any) -> int:
+    """At a worker, to home; returns how many bytes it has."""
+    file = io.BytesIO()
+    torch.save(packed(state), file)
+    post(store, state_of(rank, life), rank, file.getvalue())
+    return len(file.getvalue())
+
+
+def received_state(store: Sealed, record: ModuleState, life: int) -> Tensor:
+    """At home: the bytes that such a record comes with."""
+    return torch.frombuffer(bytearray(fetch(store, state_of(record.rank, life), record.nbytes)), dtype=torch.uint8)
+
+
+def state_in(content: Tensor, packages: tuple[str, ...]) -> Any:
+    """The state that these bytes are. Nothing is unpickled."""
+    return unpacked(torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages)
 
 
 def received(store: Sealed, record: Kept) -> Tensor | None:

@@ -234,13 +234,17 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         else None,
     )
     kernel.node.life = place.life
-    saved = None
+    learner = stage.trainer.learner
+    kernel.worker_states = learner
+    saved, own = None, None
     if given.file is not None:
         known = keeping.read(given.file, ("ashl", *plan.allow_targets), place.device)
         kernel.go_on(known, given.since_ns)
-        saved = known.stage, known.state
+        saved, own = (known.stage, known.state), known.own
     if place.rank < plan.num_workers:
         warm_up(stage.trainer, place.rank)
+        learner.set_worker_state(place.rank, own)
+        reporter.learner = learner
     lives = dict.fromkeys(all_others, 0)
     if place.life:
         reporter.emit(Ready(place.rank))
@@ -259,6 +263,8 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
     anew = saved is not None and (says_again(parts) or not in_lockstep(parts, plan.num_workers))
     kernel.run(partial(program, stages=stages, saved=saved, comes=anew or place.life > 0))
+    if place.rank < plan.num_workers and learner.carries:
+        reporter.show_last_state(learner.worker_state(place.rank))
     reporter.emit(kernel.pace.report())
     leave_together(place, plan, store, kernel, roll, answers=stage.elastic or place.rank == stage.server)
 

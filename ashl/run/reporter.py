@@ -9,25 +9,27 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ashl.run import vectors
+from ashl.learn.learner import Learner
+from ashl.run import parts, vectors
 from ashl.run.sealed import Sealed
 from ashl.run.watch import DROPPED, Watch, leave
 from ashl.runtime.keeping import Due, Keeper
 from ashl.runtime.news import End, News
 from ashl.runtime.plane import first_line
-from ashl.runtime.records import Alive, RankError, Record, Snapshot, UpdateShown, dumps
+from ashl.runtime.records import Alive, ModuleState, RankError, Record, Snapshot, UpdateShown, dumps
 from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
 
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
 PENDING = 4  # snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are spared
+STATES = 2  # of a worker's module that are on their way at a time
 LIVES = 1 << 20  # between the numbers of two lives; more than there are ranks
 RECORDS, NOTED = "records", "noted"  # queues of all ranks: their records; that they know of the end
 
@@ -45,6 +47,8 @@ class Reporter:
         self.dropped: Callable[[End], NoReturn] = leave  # where the run has gone on without this rank
         self.keeper: Keeper | None = None  # of this rank's part of checkpoints
         self.beat: Callable[[], Record] = lambda: Alive(rank)
+        self.learner: Learner | None = None  # whose module's state is shown
+        self._states: deque[tuple[Any, bool]] = deque()
         self._store, self._watch = store, watch
         self._out: deque[tuple[Record, Tensor | None]] = deque()
         self._posted_to: Counter[str] = Counter()  # vectors by queue, and how many home has taken out of each
@@ -67,6 +71,26 @@ class Reporter:
                 return
             self._held[type(record)] += 1
         self._out.append((record, vector))
+
+    def show_last_state(self, state: Any) -> None:
+        """Send what forward passes have changed of this worker's module in the end; nothing older is sent after it."""
+        with self._flush_lock:
+            self.learner = None
+            self._states.append((state, True))
+
+    def _show_states(self) -> Iterator[str]:
+        """Send what is to be shown, where home has kept up, and ask for the next; yields the records."""
+        queue = parts.state_of(self._rank, self._life)
+        if self.learner is not None:
+            if self.learner.shown is not None:
+                self._states.append((self.learner.shown, False))
+            self.learner.shown = None
+            self.learner.wants_state = True
+        while self._states:
+            state, last = self._states.popleft()
+            if last or self._posted_to[queue] - self._taken.get(queue, 0) < STATES:
+                self._posted_to[queue] += 1
+                yield dumps(ModuleState(self._rank, parts.post_state(self._store, self._rank, self._life, state), last))
 
     def close(self) -> None:
         """Everything is sent when this returns."""
@@ -107,7 +131,7 @@ class Reporter:
 
     def _flush(self) -> None:
         with self._flush_lock:
-            lines = [dumps(self.beat())]
+            lines = [dumps(self.beat()), *self._show_states()]
             size = 0
             while self._out:
                 record, vector = self._out.popleft()

@@ -15,6 +15,7 @@ import torch
 
 from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError
+from ashl.learn.module_state import mean_of
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
 from ashl.planning.legal_churn import check_rescaled
@@ -44,6 +45,7 @@ class Origin(NamedTuple):
     time_ns: int  # ... at this moment
     nodes: list[dict[str, Any]]  # by rank
     drawn: list[int]
+    own: Any  # what the workers' modules keep beside the parameters, in the mean
 
     @property
     def note(self) -> str:
@@ -78,17 +80,21 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
         mark, drawn = document["marks"][before.home], [mark["drawn"] for mark in document["marks"]]
         stage, state, time_ns = mark["stage"], unpacked(mark["state"], packages, device), mark["time_ns"]
         nodes = unpacked(document["nodes"])
+        states = [unpacked(mark["own"], packages, device) for mark in document["marks"]]
     else:
         ranks = [keeping.read(keeping.part_of(saved.folder, r), packages, device) for r in range(before.num_ranks)]
-        _, state, _, time_ns, _ = home = ranks[before.home]
+        home = ranks[before.home]
+        state, time_ns, states = home.state, home.time_ns, [rank.own for rank in ranks]
         stage, nodes, drawn = home.stage, [rank.node for rank in ranks], [rank.drawn for rank in ranks]
+    there = [state for state in states[: before.num_workers] if state is not None]
+    own = mean_of(there) if there else None
     cluster = job.parts.cluster
     if state.assigned is not None and not (isinstance(cluster, Cluster) and not cluster.missing()):
         raise UsageError(
             f"{run_dir} is planned by what it has measured of its {before.num_workers} workers, and nothing is known "
             f"of others; a new run takes its weights along, and measures them: run.start_from={run_dir}"
         )
-    return Origin(run_dir, saved, before, stage, state, time_ns, nodes, drawn)
+    return Origin(run_dir, saved, before, stage, state, time_ns, nodes, drawn, own)
 
 
 def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Saved:
@@ -113,6 +119,7 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
         node = taken_over(peers, rank % len(peers), plan.num_workers if rank < plan.num_workers else 1, time_ns)
         document = {"stage": origin.stage, "state": packed(state), "node": packed(node), "time_ns": time_ns}
         drawn = origin.drawn[rank] if rank < n else 0  # of jitter
+        document |= {"own": packed(origin.own if rank < plan.num_workers else None)}
         path = keeping.part_of(folder, rank)
         files[path.name] = keeping.write(path, {**document, "drawn": drawn})
     about = {"how": ANEW, "version": origin.state.version, "time_ns": time_ns, "home_ns": time_ns}

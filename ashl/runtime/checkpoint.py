@@ -46,6 +46,7 @@ class Mark:
     state: Any
     mail: list[Any]
     drawn: int
+    own: Any = None  # what its module keeps beside the parameters
     came: list[tuple[int, int, str, Any]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     posted: int = 0
@@ -115,6 +116,7 @@ class Saving:
             state=packed(state),
             mail=packed(mail),
             drawn=sim.speed.drawn(node.rank),
+            own=packed(node.own_state),
             first=sim._seq,
             unit_free=sim._unit_free[node.rank],
         )
@@ -196,6 +198,8 @@ def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) 
     heap, cut = sim._heap, tuple(saved["cut"])
     for rank, mark in enumerate(marks):
         node = sim.nodes[rank]
+        if sim.worker_states is not None:
+            sim.worker_states.set_worker_state(rank, restored(mark.own))
         task = Task(node, start(node, saved=(mark.stage, restored(mark.state))), main=True)
         sim._mains.append(task)
         sim._tasks.add(task)
@@ -221,6 +225,8 @@ def go_on(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], 
     sim.now_ns = time_ns
     for node, known in zip(sim.nodes, ranks, strict=True):
         put_back(node, known.node)
+        if sim.worker_states is not None:
+            sim.worker_states.set_worker_state(node.rank, known.own)
         node.ledger.mark("wait", time_ns)
         sim.speed.draw_from(node.rank, known.drawn)
         sim._mains.append(sim.spawn(node, start(node, saved=(known.stage, known.state)), main=True))

@@ -117,7 +117,7 @@ def part_of(folder: Path, rank: int) -> Path:
 def document_of(node: Node, stage: int, state: Any, time_ns: int, drawn: int) -> dict[str, Any]:
     """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which `read` has it."""
     known = {"stage": stage, "state": packed(state), "node": packed(counted(node))}
-    return known | {"time_ns": time_ns, "drawn": drawn}
+    return known | {"time_ns": time_ns, "drawn": drawn, "own": packed(node.own_state)}
 
 
 class Restored(NamedTuple):
@@ -128,11 +128,12 @@ class Restored(NamedTuple):
     node: dict[str, Any]
     time_ns: int
     drawn: int
+    own: Any = None  # what its module keeps beside the parameters
 
 
 def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restored:
     """What a rank kept; states may be of classes of these packages. Nothing is unpickled."""
     document = torch.load(file, weights_only=True)
-    for name in ("state", "node"):
+    for name in ("state", "node", "own"):
         document[name] = unpacked(document[name], packages, device)
     return Restored(**document)

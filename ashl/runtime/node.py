@@ -93,10 +93,19 @@ class Counter(Protocol):
     def tally(self) -> Progress: ...
 
 
+class WorkerStates(Protocol):
+    """Keeps, for each worker, what forward passes change of the module beside its parameters. None is the first one."""
+
+    def worker_state(self, worker: int) -> Any: ...
+
+    def set_worker_state(self, worker: int, state: Any) -> None: ...
+
+
 class Kernel(Protocol):
     """The part of a kernel that a node calls without awaiting."""
 
     observer: Observer
+    worker_states: WorkerStates | None
 
     @property
     def now_ns(self) -> int: ...
@@ -178,6 +187,12 @@ class Node:
 
         Returns whether a checkpoint has it without what others do at this moment, so that what follows is not in it."""
         return self.kernel.mark(self, stage, state)
+
+    @property
+    def own_state(self) -> Any:
+        """What this rank's module keeps beside its parameters."""
+        states = self.kernel.worker_states
+        return None if states is None else states.worker_state(self.rank)
 
     def keeps(self, version: int) -> bool:
         """Whether such a checkpoint would have this rank at a mark of this version, as of now."""

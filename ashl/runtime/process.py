@@ -30,7 +30,7 @@ from ashl.runtime.compute_unit import ComputeUnit, Ran
 from ashl.runtime.keeping import Keeper, Restored
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
-from ashl.runtime.node import Node, Observer
+from ashl.runtime.node import Node, Observer, WorkerStates
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
 from ashl.runtime.records import Beat, Missed
@@ -65,6 +65,7 @@ class TorchKernel:
         goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
         carry what lies there. `bodies` carry those of messages, unless gloo does."""
         self.observer = observer
+        self.worker_states: WorkerStates | None = None
         self.node = Node(self, rank)
         self._zero = time.monotonic_ns()  # until all have come, see `run`
         self._since_ns, self._keeper = 0, keeper
@@ -121,6 +122,8 @@ class TorchKernel:
     def go_on(self, known: Restored, time_ns: int) -> None:
         """To be called before `run`: as the rank was kept, with the clock at this moment."""
         put_back(self.node, known.node)
+        if self.worker_states is not None:
+            self.worker_states.set_worker_state(self.node.rank, known.own)
         self.node.ledger.mark("wait", time_ns)
         if self.pace.speed:
             self.pace.speed.draw_from(self.node.rank, known.drawn)

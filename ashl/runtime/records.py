@@ -281,6 +281,15 @@ class Kept(NamedTuple):
     rounds: list[int] | None = None  # of each worker, as a rank counts that counts them
 
 
+class ModuleState(NamedTuple):
+    """What forward passes have changed of a worker's module beside its parameters, for evaluations; it travels beside
+    the record."""
+
+    rank: int
+    nbytes: int
+    last: bool = False  # whether the worker computes no more
+
+
 class Snapshot(NamedTuple):
     """A model for the evaluator, or the counts that belong to it. Where every worker has its own model, those with the
     same tick make one evaluation (None = at the end)."""
@@ -326,6 +335,7 @@ Record = (
     | StopAsked
     | RankError
     | Kept
+    | ModuleState
     | Snapshot
     | UpdateShown
 )
@@ -351,6 +361,7 @@ KINDS: dict[str, type[Record]] = {
     "stop_asked": StopAsked,
     "error": RankError,
     "kept": Kept,
+    "module_state": ModuleState,
     "snapshot": Snapshot,
     "update": UpdateShown,
 }

@@ -21,7 +21,7 @@ from ashl.runtime.checkpoint import Saving
 from ashl.runtime.collected import collected
 from ashl.runtime.effects import COLLECTIVES, Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
-from ashl.runtime.node import Node, Observer
+from ashl.runtime.node import Node, Observer, WorkerStates
 from ashl.runtime.sums import chunk
 
 T = TypeVar("T")
@@ -47,6 +47,7 @@ class Sim:
         self._mains: list[Task] = []
         self.saving: Saving | None = None  # while a checkpoint is being made
         self.gone: set[int] = set()  # ranks that are lost
+        self.worker_states: WorkerStates | None = None
         self.ahead: Callable[[Compute], Any] | None = None  # runs a computation, or begins it on another core
 
     def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:

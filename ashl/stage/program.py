@@ -18,6 +18,8 @@ async def program(
     worker that `comes` while the others run begins where they are; from a checkpoint, where all of them do."""
     first = stages[0]
     node.ledger.limit_ns = first.judge.deadline_ns
+    if comes and saved is None:
+        first.trainer.set_worker_state(node.rank, None)
     if comes and (saved := await first.topology.come(node, stages, saved)) is None:
         return
     begin, state = saved or (0, first.topology.begin(node, first))

@@ -87,6 +87,7 @@ class Profiling(BarrierRule):
 async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     """Measure, and again whenever the server says so; take over the plan that it sends at the end."""
     assert isinstance(stage.sync, Profiling)
+    before = stage.trainer.worker_state(node.rank)
     times = await time_steps(node, stage, state, max(1, stage.sync.steps), distribution=stage.sync.by_part)
     compress_s = await repeated(partial(time_encoding, node, stage, state), REPEATS, REPEATS)
     found: tuple[float, ...] = (*figure(times), spread(times), statistics.median(compress_s))
@@ -121,6 +122,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         (order,) = over.order
         word, end_ns, *_ = (int(value) for value in order.meta)
     state.assigned = None if order.body is None else (stage.index + 1, order.body)
+    stage.trainer.set_worker_state(node.rank, before)  # steps that are only timed teach nothing
     leave(node, stage, word, end_ns)
     node.round(stage.index, state.round, 0, 0, dropped=False, loss=None)
     state.round += 1
