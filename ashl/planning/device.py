@@ -63,7 +63,7 @@ def by_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
     if not nccl_is_there():
         why = "this build of torch has no NCCL"
     elif topology.algorithm is not None:
-        why = f"topology.algorithm={topology.algorithm} has messages of its own, which go by gloo; NCCL chooses alone"
+        why = f"topology.algorithm={topology.algorithm} sums in collectives of gloo; NCCL chooses alone"
     elif isinstance(topology, AllReduce):
         return True
     elif not isinstance(topology, ParameterServer):

@@ -33,12 +33,17 @@ def check_summing(parts: Parts, stages: Sequence[StagePlan], layout: Layout) -> 
                 f"{stages[0].name} has {algorithm or 'null'}; give all stages of a run one"
             )
         if algorithm is not None:
-            check_stage(algorithm, stage, own, parts.cluster, layout)
+            check_stage(algorithm, stage, own, parts, layout)
 
 
-def check_stage(algorithm: str, stage: StagePlan, own: StageParts, cluster: Any, layout: Layout) -> None:
-    """Refuse a hierarchy without machines, a choice without costs, and what travels by no sum at all."""
-    name = f"topology.algorithm={algorithm}"
+def check_stage(algorithm: str, stage: StagePlan, own: StageParts, parts: Parts, layout: Layout) -> None:
+    """Refuse a hierarchy without nodes, a choice without costs, an algorithm on processes, and what is no sum."""
+    name, cluster = f"topology.algorithm={algorithm}", parts.cluster
+    if parts.runtime.name != "sim" and algorithm != "hierarchical":
+        raise UsageError(
+            f"{name} is a cost of virtual time, and on processes gloo or NCCL chooses how a sum travels; take "
+            f"runtime=sim, topology.algorithm=hierarchical, {DROP}"
+        )
     if algorithm == "hierarchical" and machines_of(cluster) is None:
         where = "cluster.hosts" if isinstance(cluster, RealCluster) else "cluster.node"
         raise UsageError(
@@ -67,7 +72,7 @@ def check_stage(algorithm: str, stage: StagePlan, own: StageParts, cluster: Any,
 
 
 def sums_of(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
-    """What a sum of all takes by the algorithm that was asked for, beside the others; and what exact ones cost. Raises
+    """What a sum of all takes by the algorithm that was asked for, beside the others. Raises
     UsageError where they cannot go so."""
     check_summing(parts, plan.stages, layout_of(plan.layers))
     algorithm, found = parts.stages[0].topology.algorithm, list[str]()
@@ -86,7 +91,7 @@ def sums_of(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
         found.append(f"{text}: a sum of {nbytes} bytes takes {best.cost_ns / 1e6:.4g} ms (ms: {times})")
     if isinstance(parts.cluster, RealCluster) and parts.runtime.name != "sim" and parts.runtime.sums == "exact":
         found.append(
-            f"topology.algorithm={algorithm} with runtime.sums=exact carries terms unsummed to whoever adds them up in "
-            "rank order; runtime.sums=native adds on the way, and moves fewer bytes"
+            "topology.algorithm=hierarchical has no effect with runtime.sums=exact, which sums in rank order; take "
+            "runtime.sums=native"
         )
     return tuple(found)

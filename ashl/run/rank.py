@@ -45,6 +45,7 @@ from ashl.runtime import keeping
 from ashl.runtime.agreement import Agreement
 from ashl.runtime.bodies import granted_by_nccl
 from ashl.runtime.effects import PeerLostError
+from ashl.runtime.hierarchical_sum import Hierarchy, hierarchy_of
 from ashl.runtime.keeping import Keeper, into_folder
 from ashl.runtime.meeting import come_in, meet
 from ashl.runtime.news import End
@@ -53,7 +54,6 @@ from ashl.runtime.plane import NEVER, first_line
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, StopAsked
 from ashl.runtime.sampling import Rounds
-from ashl.runtime.sum_messages import OwnSums
 from ashl.stage.program import hearing, peers_of, program
 from ashl.stage.stage import Stage
 
@@ -215,6 +215,8 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     peers, all_others = peers_of(stages, place.rank), hearing(stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
+    nodes = machines_of(parts.cluster) if algorithm == "hierarchical" else None
+    hierarchy = None if nodes is None else hierarchy_of(nodes)
     kernel = TorchKernel(
         place.rank,
         reporter,
@@ -222,12 +224,12 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         peers=peers,
         max_bytes=max(stage.most_bytes for stage in stages),
         exact=exact,
-        groups={} if place.life else process_groups(stages),
+        groups={} if place.life else process_groups(stages, hierarchy),
         device=place.device,
         settle=None if place.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
         keeper=reporter.keeper,
-        own_sums=OwnSums(place.rank, algorithm, machines_of(parts.cluster), exact) if algorithm else None,
+        hierarchy=hierarchy,
         agreement=agreement,
         bodies=granted_by_nccl(place.rank, stage.workers, stage.server, place.device)
         if nccl and stage.topology.has_server
@@ -295,9 +297,10 @@ def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
     os._exit(FAILED)
 
 
-def process_groups(stages: Sequence[Stage]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """One for each group that the plan lists. All ranks make all of them, in the same order."""
+def process_groups(stages: Sequence[Stage], hierarchy: Hierarchy | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make one for each group that the plan or the hierarchy of nodes lists: all ranks all of them, in one order."""
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
+    listed |= set(hierarchy.teams) if hierarchy else set()
     return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}
 
 

@@ -126,14 +126,6 @@ class Agreement:
             else:
                 return
 
-    def beside(self, team: Iterable[int], act: Callable[[], T]) -> T:
-        """What messages of our own among this team come to, which cannot be waited for a while at a time: gloo would
-        break the links. Raises RuntimeError where they never end."""
-        value = watched(act, lambda: bool(self.lost.intersection(team)))
-        if value is None:
-            raise RuntimeError("a member of the team is lost")
-        return value
-
     def regroup(self, asked: Regroup, clock_ns: Callable[[], int]) -> tuple[Formed, Groups | None]:
         """The new team and, where it is another one than before, its group, if one more is lost meanwhile without any.
         Raises AshlError where nobody is left who has the model."""

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from ashl.errors import AshlError
 from ashl.learn.device import to_device, to_host
 from ashl.learn.staging import in_host
-from ashl.runtime import collectives, subset_sum
+from ashl.runtime import collectives, hierarchical_sum, subset_sum
 from ashl.runtime.agreement import Agreement, Groups
 from ashl.runtime.channel import Collective, committed
 from ashl.runtime.effects import AllReduce, Formed, Regroup
+from ashl.runtime.hierarchical_sum import Hierarchy
 from ashl.runtime.kernel import waiting_for
 from ashl.runtime.meeting import world
 from ashl.runtime.pace import Pace
-from ashl.runtime.sum_messages import OwnSums
 from ashl.runtime.sums import HALVES_OF_A_SUM
 
 BATCHED = 64  # unpaced collectives whose waiting is found out together
@@ -165,15 +165,16 @@ class Communicator:
         clock_ns: Callable[[], int],
         max_bytes: int,
         settle: Callable[[], None] | None = None,
-        own_sums: OwnSums | None = None,
+        hierarchy: Hierarchy | None = None,
         agreement: Agreement | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. They carry what
-        lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done. With
-        `own_sums` sums go by these. With an `agreement` a collective that lacks a member comes to `Broken`."""
+        lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done. With a
+        `hierarchy` sums over all workers go by it, unless they are exact. With an `agreement` a collective that lacks
+        a member comes to `Broken`."""
         self._rank, self._exact, self._pace, self._clock = rank, exact, pace, clock_ns
         self._groups: Groups = {**groups}
-        self._max_bytes, self._settle, self._own_sums, self._agreement = max_bytes, settle, own_sums, agreement
+        self._max_bytes, self._settle, self._hierarchy, self._agreement = max_bytes, settle, hierarchy, agreement
         self._ends: dict[tuple[Team, Lives], End] = {}
         self._ways: subset_sum.Ways = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
@@ -315,24 +316,38 @@ class Communicator:
                 moved = total * (g - 1) // g
                 return value, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
             begin, cost = self._pace.all_reduced(group, number, nbytes, asked_ns)
-            if self._own_sums is not None and g > 1:
-                tag = subset_sum.tag(self._tag(group), subset_sum.CHUNKS)
-                how = (tensor, group, effect.op, nbytes, self._pace.network, tag, pg)
-                act = partial(self._own_sums.all_reduce, *how)
-                own = act() if self._agreement is None else self._agreement.beside(group, act)
-                return *own, begin, cost
-            if loose and g > 1:
+            moved = self._moved(group, nbytes)
+            if self._hierarchy is not None and self._sums_by_nodes(group) and not loose:
+                value = hierarchical_sum.all_reduce(tensor, effect.op, self._rank, self._hierarchy, self._groups, wait)
+            elif loose and g > 1:
                 assert effect.op == "sum"
                 value = subset_sum.all_reduce(tensor, *self._between(group, lives))
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
-            moved = 2 * (g - 1) * nbytes // g
-            return value, (moved, moved), begin, cost
+            return value, moved, begin, cost
         assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
         parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
         total = g * (longest - effect.riders)  # known only now
         moved = total * (g - 1) // g
         return parts, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
+
+    def _sums_by_nodes(self, group: Team) -> bool:
+        """Return True if a sum over this group goes by the hierarchy; after a failure its process groups are gone."""
+        hierarchy = self._hierarchy
+        if hierarchy is None or self._exact or group != hierarchy.members:
+            return False
+        return all(team in self._groups for team in hierarchy.teams)
+
+    def _moved(self, group: Team, nbytes: int) -> tuple[int, int]:
+        """Return the bytes that this rank sends and receives in a sum: by the model of costs where there is one."""
+        network, g = self._pace.network, len(group)
+        if network is not None and network.summing is not None and g > 1:
+            known, place = network.summing.known(group, nbytes), group.index(self._rank)
+            return known.sent[place], known.received[place]
+        if self._hierarchy is not None and self._sums_by_nodes(group):
+            return self._hierarchy.moved(self._rank, nbytes)
+        flat = 2 * (g - 1) * nbytes // g
+        return flat, flat
 
     def _loose(self, team: Team, lives: Lives) -> bool:
         """Whether nobody has made a process group for it, as it is."""

@@ -27,6 +27,7 @@ from ashl.runtime.channel import Collective
 from ashl.runtime.checkpoint import put_back
 from ashl.runtime.communicator import Communicator, End, Outcome
 from ashl.runtime.compute_unit import ComputeUnit, Ran
+from ashl.runtime.hierarchical_sum import Hierarchy
 from ashl.runtime.keeping import Keeper, Restored
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
@@ -34,7 +35,6 @@ from ashl.runtime.node import Node, Observer, WorkerStates
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Delivered, Links
 from ashl.runtime.records import Beat, Missed
-from ashl.runtime.sum_messages import OwnSums
 
 KEPT_UP_NS = 2_000_000
 LINGER_S = 0.01  # between two looks at whether it is over
@@ -57,7 +57,7 @@ class TorchKernel:
         settle: Callable[[], None] | None = None,
         nccl: bool = False,
         keeper: Keeper | None = None,
-        own_sums: OwnSums | None = None,
+        hierarchy: Hierarchy | None = None,
         agreement: Agreement | None = None,
         bodies: Bodies | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class TorchKernel:
         self._entry: Entry | None = None  # where it comes while others run
         self.pace = make_pace(self.clock_ns)
         self._communicator = Communicator(
-            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None, own_sums, agreement
+            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None, hierarchy, agreement
         )
         self._peers, self._max_bytes, self._device, self._bodies = peers, max_bytes, device, bodies
         self._settle, self._unsettled = settle, False

@@ -45,7 +45,6 @@ def fails(*events: tuple[int, float]) -> str:
             for worker, mode in (
                 (2, ("sync=bsp", "optimizer.momentum=0.9")),
                 (1, ("sync=bsp", "compression=topk", "compression.ratio=0.1")),
-                (1, ("sync=bsp", "topology.algorithm=ring")),
                 (0, ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov")),
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
                 (1, ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9")),
@@ -121,12 +120,12 @@ def test_groups_of_three_lose_two_of_four(mode: tuple[str, ...], pace: str, work
     "mode",
     [
         ("sync=bsp", "optimizer.momentum=0.9"),
-        ("sync=bsp", "optimizer=adam", "topology.algorithm=ring"),
+        ("sync=bsp", "optimizer=adam"),
         ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
         ("sync=bsp", "compression=topk", "compression.ratio=0.1", "cluster.exchange_s=0.002"),
         PARTS,
     ],
-    ids=["momentum", "adam, ring", "outer", "topk", "parts"],
+    ids=["momentum", "adam", "outer", "topk", "parts"],
 )
 def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
     mode: tuple[str, ...], rank: int, train, workplace: Path

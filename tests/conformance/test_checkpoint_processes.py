@@ -70,7 +70,6 @@ OWN_WAY = {
     "duals, some late": "round",
 }  # the others: by a server
 FIRST = next(iter(RUNS))
-APART = {name for name in RUNS if "topology=gossip" in RUNS[name] or "topology=sharded_server" in RUNS[name]}
 # nobody has the whole model there: these go on where they began
 
 

@@ -27,7 +27,7 @@ SYNCHRONOUS = [
     pytest.param(["sync=bsp", "topology=all_reduce"], marks=pytest.mark.slow),  # ... and so is this
     ["sync=backup", "sync.backups=0"],
     ["sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]", "planner=paper", "aggregate=fednova"],
-    ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce", "topology.algorithm=tree"],
+    ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce"],
     ["sync=local_sgd", "sync.local_steps=4", "outer=nesterov"],
     ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce", "outer=adam"],
 ]
