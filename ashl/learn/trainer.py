@@ -221,7 +221,8 @@ class Trainer:
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
         loss, grad = self.learner.gradient(params, indices, worker, step)
-        return (loss, *self.apply(self.stepped_from(params), moments, grad, lr, place=place_of(worker, step)))
+        lacks = not self.learner.complete  # else no look at the vector is needed
+        return (loss, *self.apply(self.stepped_from(params), moments, grad, lr, lacks, place_of(worker, step)))
 
     def stepped_from(self, params: Tensor) -> Tensor:
         """Return what the optimizer steps from after a gradient at `params`, see `Learner.stepped_from`."""
