@@ -99,8 +99,6 @@ def _guarded(args: list[str]) -> int:
         return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader went away, as `| head` does: nobody is left to tell
-        return 1
     except Exception as error:
         if "--debug" in args:
             traceback.print_exc()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder
-from itertools import takewhile
+from itertools import chain, takewhile
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -79,7 +79,7 @@ def parameters(file: Path) -> list[Parameter]:
 
     A file that starts from another option of its group (`defaults: [mixed]`) has that option's parameters too.
     """
-    text = read(file)
+    text = checked(file)
     root = _parsed(yaml.compose, text, file)
     own = list(_leaves(root, "", text.splitlines())) if isinstance(root, yaml.MappingNode) else []
     inherited: dict[str, Parameter] = {}
@@ -158,9 +158,9 @@ def head(file: Path) -> str:
 
 
 def load(file: Path) -> dict:
-    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid YAML and for a key that
-    a mapping has twice."""
-    text = read(file)
+    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid YAML, for an anchor that
+    contains itself and for a key that a mapping has twice."""
+    text = checked(file)
     if repeated := _parsed(repeated_key, text, file):
         line, key = repeated
         raise UsageError(
@@ -171,11 +171,36 @@ def load(file: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
+def checked(file: Path) -> str:
+    """The text of a YAML file; UsageError for an anchor that contains itself, which has no end."""
+    text = read(file)
+    if line := _parsed(endless_line, text, file):
+        raise UsageError(f"{file}, line {line}: this anchor contains itself; write out what it is to hold.")
+    return text
+
+
+def endless_line(text: str) -> int | None:
+    """The line of the first anchor that contains an alias of itself."""
+    done: set[int] = set()
+
+    def look(node: yaml.Node | None, around: frozenset[int]) -> int | None:
+        if not isinstance(node, yaml.CollectionNode) or id(node) in done:
+            return None
+        if id(node) in around:
+            return node.start_mark.line + 1 if node.start_mark else 1
+        parts = node.value if isinstance(node, yaml.SequenceNode) else chain.from_iterable(node.value)
+        line = next(filter(None, (look(part, around | {id(node)}) for part in parts)), None)
+        done.add(id(node))
+        return line
+
+    return look(yaml.compose(text, yaml.SafeLoader), frozenset())
+
+
 def repeated_key(text: str) -> tuple[int, str] | None:
     """The line and the name of the first key that a mapping has twice: written twice, or in two of the mappings that
     `<<` merges into it. A key of the mapping's own that replaces a merged one is no repetition: all readers agree."""
 
-    looked_at: set[int] = set()  # an alias is the node of its anchor again, and may lie in itself
+    looked_at: set[int] = set()  # an alias is the node of its anchor again
 
     def look(node: yaml.Node | None) -> tuple[int, str] | None:
         if id(node) in looked_at:
@@ -251,6 +276,8 @@ def _parsed(parse, text: str, file: Path):
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "some line"
         raise UsageError(f"{file}, {line}, is not valid YAML: {error.problem}.") from error
+    except RecursionError as error:
+        raise UsageError(f"{file} nests its values too deep; write them flatter.") from error
 
 
 def parents(file: Path) -> Iterator[Path]:

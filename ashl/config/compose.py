@@ -4,12 +4,13 @@ A composition in which values were set is checked against one of the same option
 there does not exist, whether it was mistyped on the command line, forced in with `++` or written in a preset.
 """
 
+import re
 import shlex
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,7 +23,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ashl.config.catalog import CONF, Catalog, catalog, check_keys, lacking, nearest, parameters
+from ashl.config.catalog import CONF, Catalog, catalog, check_keys, lacking, load, nearest, parameters
 from ashl.config.construct import found
 from ashl.config.override import command_line, key_of
 from ashl.config.workers import sized
@@ -53,7 +54,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
         overrides = [*overrides, "schedule=single"]
     changes = [_change(text, known, config_dir) for text in overrides]
     last = {change.key_or_group: change.value() for change in changes if change.key_or_group in known}
-    groups = tuple(f"{group}={option}" for group, option in sorted(last.items()))
+    groups = tuple(f"{group}={option}" for group, option in sorted(last.items()) if option is not None)
     values = [change for change in changes if change.key_or_group not in known]
     keys = [change.key_or_group for change in values]
     for key in keys:
@@ -125,6 +126,10 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
     """What Hydra, OmegaConf and YAML complain of, as a UsageError."""
     try:
         yield
+    except RecursionError as error:
+        for file in chain.from_iterable(options.values() for options in known.values()):
+            load(file)  # says which file it is
+        raise UsageError(f"A file in {folder} nests its values too deep.") from error
     except yaml.MarkedYAMLError as error:
         where = f"{mark.name}, line {mark.line + 1}," if (mark := error.problem_mark) else f"A file in {folder}"
         raise UsageError(f"{where} is not valid YAML: {error.problem}.") from error
@@ -183,14 +188,22 @@ def _standing(config: DictConfig, key: str) -> Any:
         return OmegaConf.select(config, key)
 
 
-def _compose(overrides: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
+def _compose(options: Sequence[str], config_dir: Path | None) -> tuple[DictConfig, dict[str, str]]:
     """One composition by Hydra, and the option that each group ended with."""
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'") if config_dir else ""
     search = [f"hydra.searchpath=['file://{path}']"] if config_dir else []
+    choosing = [f"{group}={in_quotes(option)}" for group, _, option in (text.partition("=") for text in options)]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF), **VERSION_BASE):
-            config = hydra.compose("config", [*map(quoted, overrides), *search], return_hydra_config=True)
+            config = hydra.compose("config", [*choosing, *search], return_hydra_config=True)
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:  # of a `defaults` list: YAML reads an option's name as a number or a truth value
+        raise UsageError(
+            f"{' '.join(choosing) or config_dir}: a `defaults` list names an option that YAML does not read as text; "
+            f"quote it, as in {{override /sync: '1'}} ({sentence(error)})"
+        ) from error
     finally:
         GlobalHydra.instance().clear()
     choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option}
@@ -252,6 +265,8 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
             raise UsageError(f"{text} stands for more than {MOST:,} values; give fewer, or a larger step.")
     if not values:
         raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
+    if key in known:
+        values = [re.sub(r"\\(.)", r"\1", re.sub("^'(.*)'$", r"\1", str(value))) for value in values]
     singles = [f"{key}={value}" for value in values]
     for single in singles:
         _change(single, known, config_dir)
@@ -265,7 +280,8 @@ def parsed(text: str, known: Catalog) -> Override:
         fix = f"; did you mean {group}={text}?" if group else ", as in sync=bsp or seed=1."
         raise UsageError(f"{text!r} is not of the form KEY=VALUE{fix}")
     try:
-        return _parsed(quoted(text))
+        options = known.get(key_of(text))
+        return _parsed(quoted(text) if options is None else with_names(text, options))
     except HydraException as error:
         raise UsageError(f"{text} cannot be read: {_unreadable(key, value)}.") from error
 
@@ -280,6 +296,29 @@ def quoted(text: str) -> str:
     except HydraException:
         return key + '="' + value.replace('"', '\\"') + '"'
     return text
+
+
+def with_names(text: str, options: Container[str]) -> str:
+    """Return an override of a group with the names of options quoted that Hydra reads as numbers, truth values or
+    several words: a file may be called 1.yaml, NaN.yaml or o'hara.yaml.
+
+    >>> with_names("sync=ssp,1", {"ssp", "1"}), with_names("sync=choice(NaN,ssp)", {"ssp", "NaN"})
+    ("sync=ssp,'1'", "sync=choice('NaN',ssp)")
+    """
+    key, equals, value = text.partition("=")
+    if value == "null" and key_of(text) in PRESETS:  # takes none of them
+        return text
+    if value in options:
+        return f"{key}={in_quotes(value)}"
+    parts = re.split(r"([,()])", value)
+    return f"{key}{equals}{''.join(in_quotes(part) if part in options else part for part in parts)}"
+
+
+def in_quotes(name: str) -> str:
+    """Return the name of an option as Hydra reads it as text: quoted where it would be read as another value."""
+    if re.fullmatch(r"[A-Za-z_]\w*", name) and name.lower() not in ("true", "false", "null", "nan", "inf"):
+        return name
+    return "'" + name.replace("'", "\\'") + "'"
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ what is printed. A terminal may show ASCII only, or close while the process goes
 import errno
 import io
 import os
+import stat
 import sys
 import unicodedata
 from codecs import register_error
@@ -48,14 +49,15 @@ def spell_failed(error: UnicodeError) -> tuple[str, int]:
 register_error(ASCII_ONLY, spell_failed)
 
 
-class Terminal(io.FileIO):
-    """A terminal's descriptor. Once the terminal is closed, writing to it fails with EIO: then it is /dev/null."""
+class Output(io.FileIO):
+    """The descriptor of a terminal or a pipe. Once the terminal is closed, or the pipe has no reader (`| head`), it
+    becomes /dev/null at the first write that fails, and the command continues to its end."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
@@ -76,15 +78,28 @@ def open_descriptors() -> None:
             os.set_inheritable(number, True)
 
 
+def read_elsewhere(stream: TextIO) -> bool:
+    """Return True if the stream leads to a terminal, a pipe or a socket, whose other end may be closed."""
+    mode = os.fstat(stream.fileno()).st_mode
+    return stream.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
 def usable(stream: TextIO | None) -> TextIO:
     """Return a stream that takes any text at any time, in place of this one."""
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's
         return stream
-    if isinstance(stream.buffer, io.BufferedWriter) and stream.isatty():
-        raw = Terminal(stream.fileno(), "wb", closefd=False)
-        return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, ASCII_ONLY, line_buffering=True)
+    if isinstance(stream.buffer, io.BufferedWriter | io.FileIO) and read_elsewhere(stream):  # FileIO by `python -u`
+        stream.flush()
+        raw = Output(stream.fileno(), "wb", closefd=False)
+        return io.TextIOWrapper(
+            io.BufferedWriter(raw) if isinstance(stream.buffer, io.BufferedWriter) else raw,
+            stream.encoding,
+            ASCII_ONLY,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
     stream.reconfigure(errors=ASCII_ONLY)
     return stream
 

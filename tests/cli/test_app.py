@@ -123,7 +123,6 @@ def test_cfg_prints_what_can_be_read_back(run, capsys) -> None:
             1,
             "ashl: ZeroDivisionError: by zero; this is a bug in ashl, --debug shows where.",
         ),
-        (BrokenPipeError(), 1, ""),
         (EOFError("no more"), 1, "ashl: EOFError: no more; this is a bug in ashl, --debug shows where."),
     ],
 )

@@ -1,5 +1,6 @@
 """Composition: every option composes; what does not ends in one sentence with the nearest right spelling."""
 
+import json
 import random
 import re
 
@@ -8,7 +9,7 @@ import yaml
 
 from ashl.config import compose as module
 from ashl.config.catalog import CONF, MERGE, catalog, repeated_key
-from ashl.config.compose import PRESETS, compose
+from ashl.config.compose import PRESETS, alternatives, compose
 from ashl.errors import UsageError
 
 
@@ -145,7 +146,7 @@ def test_debug_is_small() -> None:
         ("stop=3", "stop is no value but a group of them: stop.epochs, "),
         ("seed=1,2", "seed=1,2 gives several values where train takes one; use `ashl sweep seed=1,2`"),
         ("cluster.compute=1,2", "or write a list as 'cluster.compute=[1,2]'."),
-        ("seed=range(1,3)", "use `ashl sweep seed=range(1,3)`."),
+        ("seed=range(1,3)", "use `ashl sweep 'seed=range(1,3)'`."),
         ("sync=bsp,ssp", "use `ashl sweep sync=bsp,ssp`"),
         ("ssp", "'ssp' is not of the form KEY=VALUE; did you mean sync=ssp?"),
         ("nothing", "'nothing' is not of the form KEY=VALUE"),
@@ -174,6 +175,26 @@ def test_own_options_are_found(mine) -> None:
     assert "did you mean mine?" in message("sync=min", config_dir=folder)
 
 
+NAMES = ["NaN", "On", "1", "-1", "1e3", "1_000", "0x1f", "inf", "null", "True", "o'hara", "a b", "x=y", "a.b", "é"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_option_may_have_any_name(name: str, mine) -> None:
+    """Hydra reads some of these as numbers, truth values or null."""
+    folder = mine(f"sync/{name}.yaml", "defaults: [ssp]\nstaleness: 7\n")
+    mine("experiment/mine.yaml", f"# @package _global_\ndefaults: [{{override /sync: {json.dumps(name)}}}]\n")
+    for typed in (f"sync={name}", f"+sync={name}", "experiment=mine"):
+        config = compose([typed], folder)
+        assert (config["choices"].get("sync", name), config["sync"]["staleness"]) == (name, 7)
+    assert alternatives(f"sync=ssp,{name}", folder) == ["sync=ssp", f"sync={name}"]
+    assert alternatives(f"sync=choice({name},ssp)", folder) == [f"sync={name}", "sync=ssp"]
+    assert f"sync={name}" in message(f"sync={name}") or f"'{name}'" in message(f"sync={name}")
+
+
+def test_null_takes_no_preset() -> None:
+    assert compose(["experiment=null"]) == compose([])
+
+
 @pytest.mark.parametrize(
     ("path", "text", "override", "says"),
     [
@@ -184,6 +205,19 @@ def test_own_options_are_found(mine) -> None:
         ("model/a.yaml", "x:\n- {<<: [&c {<<: &a {k: 1}}, &b {k: 2}]}\n", "model=a", "line 2: k stands twice"),
         ("model/a.yaml", "x:\n  y: &a {k: 1}\n  z: {<<: [*a, *a]}\n", "model=a", "line 3: k stands twice"),
         ("model/a.yaml", "x: \xff\n", "model=a", "not UTF-8"),
+        ("model/a.yaml", "x: 1\ny: &a\n  z: *a\n", "model=a", "a.yaml, line 2: this anchor contains itself"),
+        ("model/a.yaml", "&a\nx: *a\n", "model=a", "contains itself"),
+        ("model/a.yaml", "x: 1\ny: &a [1, [*a]]\n", "model=a", "a.yaml, line 2: this anchor contains itself"),
+        ("model/a.yaml", "x: &a {<<: *a}\n", "model=a", "contains itself"),
+        ("model/a.yaml", "x: &a {<<: [{k: 1}, *a]}\n", "model=a", "contains itself"),
+        ("experiment/a.yaml", "# @package _global_\nrun: &a\n  dir: *a\n", "experiment=a", "contains itself"),
+        ("model/a.yaml", f"x: {'[' * 3000}{']' * 3000}\n", "model=a", "a.yaml nests its values too deep"),
+        (
+            "experiment/a.yaml",
+            "defaults: [{override /sync: 1}]\n",
+            "experiment=a",
+            "quote it, as in {override /sync: '1'}",
+        ),
         ("model/a.yaml", "- 1\n", "model=a", "must hold keys and values"),
         ("sync/ssp.yaml", "staleness: 1\n", "sync=ssp", "rename it, as in my_ssp.yaml."),
         ("snyc/a.yaml", "x: 1\n", "snyc=a", "There is no group 'snyc'"),

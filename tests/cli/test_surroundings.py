@@ -51,14 +51,15 @@ def in_ascii(monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
     return out.buffer.getvalue().decode("ascii")
 
 
-def test_every_page_of_list_in_ascii(monkeypatch) -> None:
+@pytest.mark.parametrize("options", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["one of each group", "all"])
+def test_pages_of_list_in_ascii(options: int | None, monkeypatch) -> None:
     monkeypatch.setattr(lists, "_laws", lambda file: None)  # measured, in plain letters
-    pages = [
-        [],
-        *([group] for group in catalog()),
-        *([g, option] for g, options in catalog().items() for option in options),
+    known = catalog()
+    named = [
+        [group, option] for group in known for option in sorted(known[group], key=lambda name: name == "none")[:options]
     ]
-    assert len(pages) > 150
+    pages = [[], *([group] for group in known), *named]
+    assert len(pages) > (25 if options else 150)
     for page in pages:
         assert in_ascii(monkeypatch, "list", *page).strip()
     assert "w <- w - gamma*Sigma_i w" in in_ascii(monkeypatch, "list", "sync", "bsp")
@@ -78,21 +79,50 @@ def test_a_terminal_that_closes_is_written_to_in_vain() -> None:
         usable.detach()
 
 
+SIM = ["train", *REAL, "runtime=sim", "run.dir=run"]
+
+
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [
+        (["list"], "1"),
+        (SIM, ""),
+        pytest.param(["list"], "", marks=pytest.mark.slow),
+        pytest.param(SIM, "1", marks=pytest.mark.slow),
+        pytest.param([*SIM, "runtime=local"], "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_ends_in_order_when_its_reader_has_gone(command, unbuffered, tmp_path) -> None:
+    """As in `ashl train | head -1`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [*ASHL, *command], cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE, env=env, timeout=PATIENCE_S
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert [jsonl.whole(file)["status"] for file in tmp_path.glob("run/summary.json")] == ["finished"] * (
+        command[0] == "train"
+    )
+
+
 # --- real processes
 
 
-def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(tmp_path) -> None:
+@pytest.mark.parametrize("sink", ["none", pytest.param("mlflow", marks=pytest.mark.slow)])
+def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(sink, tmp_path) -> None:
     place, long = tmp_path / "o'brien's \"runs\"", tmp_path / ("x" * 90)
     place.mkdir()
     long.mkdir()
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
-    command = [*closed, *ASHL, "train", "-q", *REAL, "tracking=mlflow", "runtime.timeout_s=30"]
+    command = [*closed, *ASHL, "train", "-q", *REAL, f"tracking={sink}", "runtime.timeout_s=30"]
     assert (
         subprocess.run(command, cwd=place, timeout=PATIENCE_S, env=os.environ | {"TMPDIR": str(long)}).returncode == 0
     )
     (summary,) = place.glob("runs/*/*/summary.json")
     assert jsonl.whole(summary)["status"] == "finished"
-    assert (place / "runs/mlflow.db").exists()
+    assert (place / "runs/mlflow.db").exists() == (sink == "mlflow")
     assert not list(long.iterdir())
     assert not (summary.parent / "mlflow.log").exists(), "MLflow took it"
 
@@ -106,7 +136,7 @@ def train(name):
     sys.exit(0 if run.summary["status"] == "finished" else 1)
 
 if __name__ == "__main__":
-    ashl.train("run.dir=first", *{REAL!r})
+    ashl.train("run.dir=first", *{REAL!r}, *sys.argv[1:])
     child = mp.get_context("fork").Process(target=train, args=("second",), daemon=True)
     child.start()
     child.join()
@@ -114,19 +144,25 @@ if __name__ == "__main__":
 """
 
 
-def test_a_daemonic_process_forked_from_one_that_has_trained(tmp_path) -> None:
+@pytest.mark.parametrize("runtime", ["sim", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_daemonic_process_forked_from_one_that_has_trained(runtime, tmp_path) -> None:
     (tmp_path / "daemon.py").write_text(DAEMON)
     done = subprocess.run(
-        [sys.executable, "daemon.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "daemon.py", f"runtime={runtime}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "first/summary.json").exists()
     assert (tmp_path / "second/summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    "job", [{}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}]
-)
+JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+
+
+@pytest.mark.parametrize("job", [{}, pytest.param(JOB, marks=pytest.mark.slow)], ids=["alone", "job"])
 def test_without_loopback(job, tmp_path) -> None:
     apart = ["unshare", "-n" if os.geteuid() == 0 else "-rn"]
     probe = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
