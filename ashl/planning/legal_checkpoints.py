@@ -64,8 +64,8 @@ def in_one_round(own: StageParts) -> bool:
 
 
 def comes_anew(own: StageParts) -> bool:
-    """Whether workers may take part again from a server's state, or each from its own, see `ashl.topology.membership`,
-    `ashl.topology.broken_groups` and `ashl.topology.partners`."""
+    """Whether workers may resume from a server's state, or each from its own; see `ashl.topology.membership`,
+    `ashl.topology.broken_groups` and `ashl.topology.coordinator`."""
     if isinstance(own.topology, PartialAllReduce):
         return True
     if isinstance(own.sync, RoamingRule):

@@ -16,7 +16,6 @@ from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by, chosen
 from ashl.stage.rule import CHURN
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.gossip import GossipRule, RoundRule
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from ashl.topology.sharded_server import ShardedServer
@@ -24,6 +23,10 @@ from ashl.topology.sharded_server import ShardedServer
 PIECEWISE = ("minibatch", "moments")  # estimators that take the worker's samples as they come
 COMING = {"join", "churn"}  # where workers come while others run
 MEMBERS = {FAIL, *COMING}  # what changes who takes part
+INSTEAD = (
+    "take topology=all_reduce or topology=parameter_server with sync=bsp, or restart from checkpoints with "
+    "run.checkpoint_s and --resume"
+)
 
 
 def beside(own: StageParts) -> bool:
@@ -45,32 +48,31 @@ def virtual_only(own: StageParts, parts: Parts) -> bool:
 
 
 def by_sums(own: StageParts) -> bool:
-    """Whether workers exchange by sums, if only now and then."""
-    return isinstance(own.topology, AllReduce | PartialAllReduce) or meets_all(own)
-
-
-def meets_all(own: StageParts) -> bool:
-    """Whether workers that gossip sum over all of them, too, or over all who are left."""
-    return isinstance(own.sync, RoundRule) and own.sync.meets_all
+    """Return True if workers exchange by collective sums."""
+    return isinstance(own.topology, AllReduce | PartialAllReduce)
 
 
 def closed(own: StageParts) -> bool:
     """Whether a worker that is lost cannot come back."""
-    return isinstance(own.topology, ShardedServer) or (isinstance(own.sync, GossipRule) and not own.sync.comes_back)
+    return isinstance(own.topology, ShardedServer)
+
+
+def survives(own: StageParts) -> bool:
+    """Return True if the topology and the sync mode have a protocol for failed workers."""
+    return CHURN in carried_by(own.topology, own.sync)
 
 
 def goes_on(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
     return not by_grants(parts) and all(
-        CHURN in carried_by(own.topology, own.sync) and not (entangled(own) or virtual_only(own, parts))
-        for own in parts.stages
+        survives(own) and not (entangled(own) or virtual_only(own, parts)) for own in parts.stages
     )
 
 
 def can_wait_for_good(parts: Parts) -> bool:
     """Whether others may wait for a worker that stands still, whatever they hear of it, until its process is ended:
     messages of sums over some of the workers cannot be broken off."""
-    return any(isinstance(own.topology, PartialAllReduce) or meets_all(own) for own in parts.stages)
+    return any(isinstance(own.topology, PartialAllReduce) for own in parts.stages)
 
 
 def by_grants(parts: Parts) -> bool:
@@ -97,7 +99,7 @@ def check_rescaled(parts: Parts, run_dir: Path) -> None:
     for own in parts.stages:
         alike = isinstance(own.topology, ParameterServer | AllReduce)
         plain = not isinstance(own.sync, ServerRule) or own.sync.messages() is UPDATES
-        if beside(own) or not (alike and plain) or CHURN not in carried_by(own.topology, own.sync):
+        if beside(own) or not (alike and plain) or not survives(own):
             raise UsageError(
                 f"a run with {modes_of(parts)} cannot go on with another number of workers, as what it keeps belongs "
                 f"to those that it has; a new one takes its weights along: run.start_from={run_dir}"
@@ -119,7 +121,20 @@ def check_respawn(parts: Parts, checkpoint_s: float | None) -> None:
     if not lets_in(parts):
         raise UsageError(
             f"{named}: a run with {modes_of(parts)} lets nobody back; drop it, or take topology=parameter_server or "
-            "all_reduce with sync=bsp overlap=none, say"
+            "all_reduce with sync=bsp overlap=none, or restart from checkpoints with run.checkpoint_s and --resume"
+        )
+
+
+def check_survivors(parts: Parts) -> None:
+    """Raises UsageError where settings say what follows a failure and the run ends with the first one."""
+    runtime, named = parts.runtime, list[str]()
+    if runtime.min_workers > 1:
+        named.append(f"runtime.min_workers={runtime.min_workers}")
+    if runtime.on_loss != "forget":
+        named.append(f"runtime.on_loss={runtime.on_loss}")
+    if named and not all(map(survives, parts.stages)):
+        raise UsageError(
+            f"{', '.join(named)}: a run with {modes_of(parts)} ends when a worker fails; drop it, or {INSTEAD}"
         )
 
 
@@ -131,6 +146,7 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
         raise UsageError(
             f"runtime.min_workers={parts.runtime.min_workers}, and there are {n} workers; take at most {n}"
         )
+    check_survivors(parts)
     if parts.runtime.on_loss == "reshard":
         check_reshard(parts, stages)
     if not befalls:
@@ -158,19 +174,16 @@ def check_stage(name: str, own: StageParts, parts: Parts, befalls: set[str]) -> 
     """Raises UsageError where a stage cannot go on through what befalls the cluster."""
     named = ", ".join(sorted(befalls))
     where = f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named})"
-    if befalls & MEMBERS and CHURN not in carried_by(own.topology, own.sync):
+    if befalls & MEMBERS and not survives(own):
         who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
         raise UsageError(
-            f"{where}: stage {name} has {who}, which cannot go on without a worker yet; take topology=parameter_server "
-            "and a mode that merges updates, as sync=bsp or sync=asp"
-            + (", or sync=ad_psgd" if own.topology.replicas else "")
+            f"{where}: stage {name} has {who}, which cannot go on without a failed worker; remove these failures, or "
+            f"{INSTEAD}"
         )
     if befalls & COMING and closed(own):
-        served = own.topology.has_server
-        who = f"topology={chosen(own.topology)}" if served else f"sync={chosen(own.sync)}"
         raise UsageError(
-            f"{where}: stage {name} has {who}, where a worker that is lost cannot come back yet; take "
-            f"{'topology=parameter_server' if served else 'sync=ad_psgd'}, or events of fail alone"
+            f"{where}: stage {name} has topology={chosen(own.topology)}, where a failed worker cannot rejoin yet; take "
+            "topology=parameter_server, or events of fail alone"
         )
     if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
         raise UsageError(

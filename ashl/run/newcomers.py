@@ -27,7 +27,7 @@ def answer(seen: Attendance, monitor: Monitor, ask: Ask, keeps: bool) -> Answer:
 def refusal(seen: Attendance, monitor: Monitor, worker: int | None, keeps: bool) -> str | None:
     plan, parts = seen.plan, monitor.job.parts
     if not lets_in(parts):
-        return f"a run with {modes_of(parts)} takes nobody yet."
+        return f"a run with {modes_of(parts)} takes nobody; a new run with run.checkpoint_s can be resumed."
     if keeps:
         return "a run that leaves checkpoints (run.checkpoint_s) takes nobody."
     if monitor.final is not None or monitor.stopping:

@@ -5,8 +5,6 @@ Rule: an active worker i computes Δ_i on its own, possibly stale, copy, draws a
 even and odd ranks where the edges between them connect all, otherwise the parity of the distance from rank 0; edges
 inside a role are not used. `overlap` hides the exchange behind the computation.
 
-Of workers that are lost and that come back: `ashl.topology.partners`.
-
 Limits: one worker is SGD; a slow worker costs the others nothing. The mean of all models moves by the Δ alone.
 Departs from the paper in that the exchange needs no lock (see `ashl.topology.pairs`), so that roles are kept as
 published and are not what prevents a deadlock.

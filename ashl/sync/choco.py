@@ -7,8 +7,6 @@ time, so C goes without error feedback. Of the neighbours' replicas only their w
 change. Replicas start from the first model, which all know; in a later stage from the models themselves, which are what
 its first round sends. The mean of all models moves by the Δ alone, whatever C and γ.
 
-Of workers that are lost: `ashl.topology.views`. Replicas begin anew then, with whole models.
-
 Limit: compression=none and γ = 1 is D-PSGD (`atc`), to rounding. γ has to be small where C leaves out much, or the
 models fly apart.
 Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
@@ -24,7 +22,7 @@ from ashl.option import Count, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
-from ashl.stage.rule import CHURN, CODEC
+from ashl.stage.rule import CODEC
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Round
@@ -44,7 +42,7 @@ class Replicas(NamedTuple):
 class Choco(RoundRule):
     """Compressed gossip in rounds."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, CHURN})  # what is sent are differences
+    carries: ClassVar[frozenset[str]] = frozenset({CODEC})  # what is sent are differences
     local_steps: Count | Literal["plan"]
     gamma: Positive
 
@@ -63,10 +61,6 @@ class Choco(RoundRule):
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Replicas:
         first = stage.trainer.init()[0] if stage.index == 0 else None
         return Replicas(first, first)
-
-    def changed(self, stage: Stage, state: RoundState, rank: int) -> Replicas:
-        """Replicas of the lost are forgotten, and all begin anew with the next round's models."""
-        return Replicas(None, None)
 
     async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
@@ -93,8 +87,7 @@ class Choco(RoundRule):
         if before is None:
             after = mixed(row, rank, own, heard)
         else:
-            there = {j: weight for j, weight in row.items() if j == rank or j in heard}
-            bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in there.items()]
+            bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
             after = stage.link.added(before, bodies)
         state.rule_state = Replicas(own, after, sent)
         state.params = state.params + (after - own) * self.gamma

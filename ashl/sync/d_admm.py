@@ -12,10 +12,6 @@ and the models are the same on whatever machines. Asynchronous: a worker goes on
 have sent what it needs (the partial barrier) and none is more than `delay` iterations behind that (the bounded delay);
 it takes a smaller ρ, as duals follow late.
 
-The duals of an edge add up to zero only while both ends are there: where a neighbour is lost, its edge's part is taken
-out of γ_p again, and what is left is D-ADMM on the graph without it, with Σ_p γ_p = 0 to rounding. Where that falls
-apart each part goes on by itself. Nobody comes back, as both ends would have to begin with one iteration.
-
 On processes a checkpoint is of one iteration: all are kept at its begin, once the models before it have come, and what
 has come of later ones is to come again. So both ends of an edge know the same pairs, and its duals add up to zero.
 
@@ -35,10 +31,8 @@ from typing import Any, ClassVar, Literal
 from ashl.errors import UsageError
 from ashl.optimizer.absent import plus
 from ashl.option import Count, Natural, Positive, option
-from ashl.runtime.effects import LOST
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
-from ashl.stage.rule import CHURN
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule, graph_of
@@ -52,8 +46,6 @@ Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 class DADMM(RoamingRule):
     """Penalties and duals on the edges of a graph."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({CHURN})
-    comes_back: ClassVar[bool] = False
     kept: ClassVar[Kept] = "round"
     local_steps: Count | Literal["plan"]
     rho: Positive
@@ -96,7 +88,6 @@ class Edges:
     matched: dict[int, int]  # neighbour → the last iteration that is in the dual
     ends: dict[int, int] = field(default_factory=dict)  # neighbour → its last iteration, once it has said so
     k: int = 0  # its iteration
-    parts: dict[int, Any] = field(default_factory=dict)  # where workers may be lost: neighbour → its edge's of the dual
 
     def behind(self, k: int) -> list[int]:
         """By neighbour: how many iterations it is behind what iteration k needs."""
@@ -106,25 +97,16 @@ class Edges:
         """Up to which iteration all neighbours' models have come."""
         return min(max(versions) for versions in self.heard.values())
 
-    def match(self, rho: float, elastic: bool = False) -> None:
+    def match(self, rho: float) -> None:
         """Add to the dual what both ends of an edge know by now, in the order of iterations and ranks."""
         pairs = [(m, j) for j, versions in self.heard.items() for m in versions if self.matched[j] < m <= max(self.own)]
         for m, j in sorted(pairs):
             step = (self.own[m] - self.heard[j][m]) * rho
             self.dual, self.matched[j] = self.dual + step, m
-            if elastic:
-                self.parts[j] = self.parts[j] + step if j in self.parts else step
         for j, versions in self.heard.items():
             self.heard[j] = {m: x for m, x in versions.items() if m > self.matched[j] or m == max(versions)}
         oldest = min(self.matched.values(), default=max(self.own))
         self.own = {m: x for m, x in self.own.items() if m > oldest or m == max(self.own)}
-
-    def lose(self, j: int) -> None:
-        """A neighbour is lost, and what was agreed on with it."""
-        if j in self.parts:
-            self.dual = self.dual - self.parts.pop(j)
-        for known in (self.lower, self.heard, self.matched, self.ends):
-            known.pop(j, None)
 
 
 @dataclass(frozen=True)
@@ -167,8 +149,7 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
 
 def opened(stage: Stage, state: RoamingState, rank: int) -> Edges:
     """Everybody begins at the same model, with duals of zero."""
-    colour, params, near = stage.once(colours_in), state.params, graph_of(stage).neighbours(stage, rank)
-    neighbours = [j for j in near if j not in state.absent]
+    colour, params, neighbours = stage.once(colours_in), state.params, graph_of(stage).neighbours(stage, rank)
     return Edges(
         dual=params - params,
         lower={j: colour[j] < colour[rank] for j in neighbours},
@@ -209,11 +190,11 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> 
         node.mark(stage.index, state)
         while await take_in(node, stage, state, before_s=node.now):
             pass  # what has come meanwhile
-        while state.word == GO and ((k >= last and not state.fewer) or not ready(rule, edges.behind(k))):
+        while state.word == GO and (k >= last or not ready(rule, edges.behind(k))):
             await take_in(node, stage, state)
         if state.word != GO:
             break
-        edges.match(rule.rho, stage.elastic)
+        edges.match(rule.rho)
         late = max([0, *edges.behind(k)])
         work = await local_work(node, augmented(stage, edges, state.params, rule.rho), state)
         await answered(node, stage, state)
@@ -232,7 +213,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> 
         await node.send(peer, stage.tag("model"), None, (edges.k - 1,))
     while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
         await take_in(node, stage, state)
-    edges.match(rule.rho, stage.elastic)
+    edges.match(rule.rho)
     await done(node, stage, state, dropped)
     while not state.gone:
         await take_in(node, stage, state)
@@ -240,18 +221,13 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> 
 
 
 async def take_in(node: Node, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:
-    """A neighbour's model, that it was its last, that it is lost, or a word of the coordinator; False when none came
-    before this moment."""
-    message, edges = await node.recv(stage.tag("model"), LOST, stage.tag("word"), before_s=before_s), state.rule_state
+    """Take in a neighbour's model, its last iteration, or a word of the coordinator; False when none came before this
+    moment."""
+    message, edges = await node.recv(stage.tag("model"), stage.tag("word"), before_s=before_s), state.rule_state
     if message is None:
         return False
-    if message.tag == LOST:
-        state.absent.add(message.src)
-        edges.lose(message.src)
-    elif message.tag == stage.tag("word"):
+    if message.tag == stage.tag("word"):
         obey(node, state, message)
-    elif message.src not in edges.heard:
-        pass  # it is lost
     elif message.body is None:
         edges.ends[message.src] = int(message.meta[0])
     else:

@@ -4,8 +4,6 @@ Rule: `awc` (adapt while communicating) x_i ← Σ_j w_ij·x_j + Δ_i, where mod
 before mixing; `atc` (adapt, then communicate) x_i ← Σ_j w_ij·(x_j + Δ_j). W is doubly stochastic, so both move the mean
 of all models by the mean of the Δ. With H local steps between two rounds it is local SGD on a graph.
 
-Of workers that are lost: `ashl.topology.views`.
-
 Limits: the complete graph with `atc` is BSP (SGD, momentum), to rounding; W = I is no exchange.
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056.
 """

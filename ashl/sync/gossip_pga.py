@@ -4,20 +4,16 @@ Rule: x_i ← Σ_j w_ij·(x_j + Δ_j), and in every `period`-th round x_i ← me
 Between two of them only neighbours talk, so that what a sparse graph leaves apart is bounded by the period and not by
 how long the graph is. In such a round neighbours still tell each other what is known of the run, and no model.
 
-Where a worker is lost, all hear of it. An average that lacks it comes to nothing, and everybody goes on with its own
-model x_j + Δ_j; from the round on that all agree on (`ashl.topology.views`) averages are over those who are left. On
-processes an average may have come to an end at one and to nothing at another. Nobody comes back.
-
 Limits: period = null is D-PSGD (`atc`), bit for bit; period = 1 is local SGD by all-reduce with aggregate=uniform, to
 rounding. Momentum stays at home. Source: Chen, Yuan, Zhang, Pan, Xu and Yin, "Accelerating Gossip SGD with Periodic
 Global Averaging", ICML 2021.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ashl.option import Count, option
-from ashl.runtime.effects import Broken, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
@@ -29,8 +25,6 @@ from ashl.topology.mixing import mixed
 class GossipPGA(RoundRule):
     """Neighbours, and now and then everybody."""
 
-    meets_all: ClassVar[bool] = True
-    comes_back: ClassVar[bool] = False
     local_steps: Count | Literal["plan"]
     period: Count | None
 
@@ -38,8 +32,8 @@ class GossipPGA(RoundRule):
         state.params = state.params + delta
         body = state.params
         if self._all_meet(k):
-            mean = await node.all_reduce(state.params * (1 / len(stage.workers)), stage.workers)
-            state.params, body = state.params if isinstance(mean, Broken) else mean, None
+            state.params = await node.all_reduce(state.params * (1 / stage.num_workers), stage.workers)
+            body = None
         return {rank: (body, ()) for rank in graph_of(stage).round(stage, k).targets[node.rank]}
 
     def merge(

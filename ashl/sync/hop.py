@@ -13,10 +13,6 @@ neighbour waits for it.
 On processes a checkpoint is of one iteration: all are kept at its begin, none skips it, and of models that have come
 only those of before count. Whoever goes on from there sends its own first, newer than any that was on its way.
 
-Where a neighbour is lost nobody waits for it any more, and its models take no part in a mean: what is left is the graph
-without it, and where that falls apart each part goes on by itself. The lead and the staleness are counted from
-neighbours' iterations, which one that comes back does not have, so nobody does.
-
 Limits: s = backups = 0 is D-PSGD (`awc` on a regular graph), to rounding. The mean of all models is
 kept only there. Where workers are equally fast, nobody ever jumps.
 Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv 1902.01064.
@@ -29,10 +25,9 @@ from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
-from ashl.runtime.effects import LOST, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
-from ashl.stage.rule import CHURN
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule, graph_of
@@ -54,8 +49,6 @@ class Heard:
 class Hop(RoamingRule):
     """Bounded staleness and backup workers on a graph."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({CHURN})
-    comes_back: ClassVar[bool] = False
     kept: ClassVar[Kept] = "round"
     local_steps: Count | Literal["plan"]
     staleness: Natural
@@ -118,7 +111,7 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
     """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, node.rank)
     near = graph_of(stage).neighbours(stage, node.rank)
-    known = state.rule_state or Heard({j: {} for j in near if j not in state.absent})
+    known = state.rule_state or Heard({j: {} for j in near})
     state.rule_state, heard, dropped = known, known.models, 0
     while state.word == GO:
         node.mark(stage.index, state)
@@ -157,15 +150,12 @@ async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> in
 async def take_in(
     node: Node, stage: Stage, state: RoamingState, heard: dict[int, Sent], before_s: float = math.inf
 ) -> bool:
-    """A neighbour's model, that it is lost, or a word of the coordinator; False when none came before this moment."""
-    message: Message | None = await node.recv(stage.tag("model"), LOST, stage.tag("word"), before_s=before_s)
+    """Take in a neighbour's model or a word of the coordinator; False when none came before this moment."""
+    message: Message | None = await node.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
     if message is None:
         return False
-    if message.tag == LOST:
-        state.absent.add(message.src)
-        heard.pop(message.src, None)
-    elif message.tag == stage.tag("word"):
+    if message.tag == stage.tag("word"):
         obey(node, state, message)
-    elif message.src in heard:
+    else:
         heard[message.src][int(message.meta[0])] = message.body
     return True

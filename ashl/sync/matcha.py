@@ -5,8 +5,6 @@ drawn alike by all from the seed, and x ← (I − α·Σ_m b_m·L_m)·(x + Δ).
 budget·M, so that a round costs `budget` of the whole graph's; α makes the expected contraction best. M is at most one
 more than the most neighbours that anyone has, as in the paper, and often just as many.
 
-Of workers that are lost: `ashl.topology.views`.
-
 Limit: budget = 1 is D-PSGD (`atc`) with W = I − α·L. Departs from the paper in that p is found by projected
 supergradient ascent and α by golden section, instead of by two convex solvers.
 Source: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", 2019, arXiv
@@ -28,7 +26,6 @@ from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Edge, matchings_of
 from ashl.topology.mixing import mixed
-from ashl.topology.remaining import relabelled
 
 ASCENT = 300  # steps of the search for p
 SECTIONS = 60  # of the search for α
@@ -52,9 +49,8 @@ class Matcha(RoundRule):
     budget: Ratio
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        plan, ranks = stage.once(sampling_in), stage.workers
-        own = ranks.index(rank) if stage.gone else rank
-        return tuple(sorted(ranks[plan.peers[m][own]] for m in used(plan, stage.seed, k) if own in plan.peers[m]))
+        plan = stage.once(sampling_in)
+        return tuple(sorted(plan.peers[m][rank] for m in used(plan, stage.seed, k) if rank in plan.peers[m]))
 
     async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
@@ -77,7 +73,7 @@ def used(plan: Sampling, seed: int, k: int) -> list[int]:
 def sampling_in(stage: Stage) -> Sampling:
     rule = stage.sync
     assert isinstance(rule, Matcha)
-    return sampling(relabelled(graph_of(stage).edges(stage), stage.workers), len(stage.workers), rule.budget)
+    return sampling(graph_of(stage).edges(stage), stage.num_workers, rule.budget)
 
 
 @lru_cache(maxsize=16)

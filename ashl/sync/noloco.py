@@ -9,8 +9,6 @@ sparse graph, is alone. Pairs are edges of the graph; as published, of the compl
 This momentum is no option of the group `outer`: δ_i is one worker's and takes in the gap φ_i − mean(φ) between two
 models, where an outer optimizer sees one merged update of one model.
 
-Of workers that are lost: `ashl.topology.views`.
-
 Limits: α = 0, β = γ = 1 is the mean of the two models θ. γ should be above α, or the models drift apart.
 Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", 2025, arXiv
 2506.10911.
@@ -27,7 +25,6 @@ from ashl.size_only import SizeOnly, Vector, halves, joined
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import matching
-from ashl.topology.remaining import relabelled
 
 
 @option
@@ -44,9 +41,8 @@ class NoLoCo(RoundRule):
         return state.params * 0.0
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        met, ranks = stage.once(matchings_in)(k), stage.workers
-        own = ranks.index(rank) if stage.gone else rank
-        return (ranks[met[own]],) if own in met else ()
+        met = stage.once(matchings_in)(k)
+        return (met[rank],) if rank in met else ()
 
     async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         peers = self.sources(stage, node.rank, k)
@@ -68,6 +64,6 @@ class NoLoCo(RoundRule):
 
 def matchings_in(stage: Stage) -> Callable[[int], dict[int, int]]:
     """Who meets whom in a round, drawn once for all who ask."""
-    edges, n = relabelled(graph_of(stage).edges(stage), stage.workers), len(stage.workers)
+    edges, n = graph_of(stage).edges(stage), stage.num_workers
     all_pairs = len(edges) == n * (n - 1) // 2
     return lru_cache(maxsize=64)(partial(matching, None if all_pairs else edges, n, stage.seed))

@@ -9,9 +9,6 @@ degrees, which skewed data need.
 The tree is that of breadth-first search from rank 0 in the graph. A mean over older models makes less progress in a
 round, as if the learning rate were divided by 1 + the mean delay: on wide trees it wants a larger one.
 
-Of workers that are lost: `ashl.topology.views`. Sums begin anew then, on the tree
-of those who are left.
-
 Limit: two workers are BSP.
 Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", NeurIPS 2021.
 """
@@ -30,7 +27,6 @@ from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Edge, Sources, depths, edge, sources_of
 from ashl.topology.mixing import numbers_of
-from ashl.topology.remaining import relabelled
 
 
 class Relay(NamedTuple):
@@ -57,14 +53,7 @@ class RelaySum(RoundRule):
         return Relay(state.params, {})
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        if not stage.gone:
-            return stage.once(tree_in)[rank]
-        ranks = stage.workers
-        return tuple(ranks[j] for j in stage.once(tree_in)[ranks.index(rank)])
-
-    def changed(self, stage: Stage, state: RoundState, rank: int) -> Relay:
-        """Others relay from now on: sums begin anew."""
-        return Relay(state.params, {})
+        return stage.once(tree_in)[rank]
 
     async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
@@ -78,7 +67,7 @@ class RelaySum(RoundRule):
         first = state.rule_state.first
         state.rule_state = Relay(first, latest)
         total, count = relayed(state.params, latest)
-        n = len(stage.workers)
+        n = stage.num_workers
         missing = n - count
         total = total + first * missing if missing else total
         state.params = total * (1 / n)
@@ -91,7 +80,7 @@ def relayed(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -
 
 
 def tree_in(stage: Stage) -> Sources:
-    return tree(relabelled(graph_of(stage).edges(stage), stage.workers), len(stage.workers))
+    return tree(graph_of(stage).edges(stage), stage.num_workers)
 
 
 def tree(edges: tuple[Edge, ...], n: int) -> Sources:

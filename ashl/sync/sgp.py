@@ -5,9 +5,6 @@ Rule: with numerator x_i and weight w_i (1 at first) the model is z_i = x_i/w_i,
 add up to 1: Σ x and Σ w over all workers and what is in flight never change but by the Δ. With overlap τ a round takes
 in the messages of τ rounds before; what is late is late in x and w alike, so z stays unbiased.
 
-Of workers that are lost: `ashl.topology.views`. What is
-sent to the lost and not taken in is lost in x and in w alike, so that z stays unbiased.
-
 Limits: τ = 0 on the one-peer exponential graph is D-PSGD (`atc`), bit for bit, as all w stay 1. Departs from the
 paper's code in that a message counts after exactly τ rounds instead of up to τ, so that a run is repeatable.
 Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792.
@@ -20,7 +17,6 @@ from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.rule import CHURN
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.mixing import numbers_of
@@ -40,11 +36,6 @@ class SGP(RoundRule):
     columns: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
     overlap: Natural
-
-    @property
-    def carries(self) -> frozenset[str]:
-        """Late messages of a worker that is lost would be of rounds that nobody agrees on."""
-        return frozenset() if self.overlap else frozenset({CHURN})
 
     @property
     def lag(self) -> int:

@@ -11,8 +11,6 @@ meeting to meeting. With fewer than 6 bits, more models are too far to be read, 
 The first goes whole, and so does the next where one came that was too far to be read: that end then keeps its own. What
 encoding costs is not in virtual time.
 
-Of workers that are lost and that come back: `ashl.topology.partners`.
-
 Limits: many bits are as good as whole models, to their grain. H = 1 on a graph of two roles is AD-PSGD but for who
 asks. Departs from the paper in that
 a worker asks after every H steps of its own, so that a fast one meets more often, instead of pairs being drawn from

@@ -5,15 +5,14 @@ judges when a stage is over and when models are evaluated, and it lets workers l
 longer. A worker's side of the protocol, with tags of the stage and iteration 0:
 
     "report" →   a `Report`, after each piece of work that has become part of the worker's model
-    ← "go"       the answer, with the samples that the learning rate follows (and who is gone); a worker waits for it
-                 (`answered`) before it merges its next piece of work, so that nobody runs ahead of the judge by more
-                 than one
-    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. FEWER: a worker is lost, so there is more for
-                 the others to do. NEXT or STOP, to all: start nothing more
+    ← "go"       the answer, with the samples that the learning rate follows; a worker waits for it (`answered`) before
+                 it merges its next piece of work, so that nobody runs ahead of the judge by more than one
+    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. NEXT or STOP, to all: start nothing more
     "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
     ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
 
-Where workers are lost or come back, see `ashl.topology.partners`.
+On processes, every worker resumes from a checkpoint with its own model. It sends what that model contains ("resume"),
+and the coordinator counts that, as messages in flight are not in the checkpoint, and answers ("resumed").
 
 Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A worker takes in words
 in a task of its own (`obey`), or where it receives anyway. A method that needs more of its coordinator (a group
@@ -22,19 +21,17 @@ generator, say) has its own loop around `verdict`.
 Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group expects it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ashl.runtime.effects import JOIN, LOST, Message
+from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.ending import leave, of_ending, record_end, verdict, within
 from ashl.topology.local_work import WorkerState
-from ashl.topology.members import as_members, away
-from ashl.topology.partners import close_doors, membership, welcome
 
-SNAPSHOT, BYE, FEWER = 3, 4, 5  # beside NEXT and STOP
+SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
 Kept = Literal["", "each", "round"]  # in no way; each when it hears of it; all at the begin of one round
 
 
@@ -55,6 +52,13 @@ class Word(NamedTuple):
     end_ns: float = 0.0  # of the stage, with BYE
 
 
+class Resumed(NamedTuple):
+    """What a worker has done that resumes from a checkpoint."""
+
+    rounds: float  # merges that its model contains
+    steps: float  # steps that it has taken
+
+
 @dataclass
 class CoordinatorState:
     """All that the coordinator needs to go on."""
@@ -65,7 +69,6 @@ class CoordinatorState:
     params: Any = None  # it has no model
     assigned: tuple[int, Any] | None = None
     entered: int | None = None  # the stage that it is in
-    newcomers: dict[int, tuple[float, ...]] = field(default_factory=dict)  # who asks to take part, and as what life
 
     @property
     def version(self) -> int:
@@ -86,8 +89,6 @@ class RoamingState(WorkerState):
     end_ns: int = 0
     reported: bool = False  # and not answered yet
     gone: bool = False  # the coordinator has let it go
-    fewer: bool = False  # somebody is lost
-    absent: set[int] = field(default_factory=set)  # neighbours that are lost
     asked: int | None = None  # whose answer is still to come
     cut: int = 0  # changes with each checkpoint that has it: those of one cut may exchange what each has only once
 
@@ -103,22 +104,15 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
     state.enter(stage, node.now)
     word, reason = GO, None
     reported, deadline_s = stage.tag("report"), stage.judge.deadline_s
-    for rank in sorted(state.newcomers):
-        await welcome(node, stage, state, rank)
     while word == GO:
         node.mark(stage.index, state)
-        message = await node.recv(reported, LOST, JOIN, before_s=deadline_s)
+        message = await node.recv(reported, before_s=deadline_s)
         node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
             word, reason = STOP, "seconds"
             break
-        if message.tag != reported:
-            await membership(node, stage, state, message)
-            if message.tag == LOST:
-                await say(node, stage, state, Word(FEWER))
-            continue
         take(tally, message)
-        await node.send(message.src, stage.tag("go"), None, (tally.samples, *away(stage, tally.gone)))
+        await node.send(message.src, stage.tag("go"), None, (tally.samples,))
         if stage.judge.take(state, node.now):
             await ask_snapshots(node, stage, state)
         word, reason = verdict(node, stage, tally)
@@ -139,15 +133,14 @@ def take(tally: Tally, message: Message) -> None:
 async def ask_snapshots(node: Node, stage: Stage, state: CoordinatorState) -> None:
     """Ask every worker for a snapshot, and hand in the counts that belong to them."""
     state.ticks += 1
-    await say(node, stage, state, Word(SNAPSHOT, state.ticks))
-    node.snapshot(None, tick=state.ticks, counts=state.tally.report(), without=state.tally.gone)
+    await say(node, stage, Word(SNAPSHOT, state.ticks))
+    node.snapshot(None, tick=state.ticks, counts=state.tally.report())
 
 
-async def say(node: Node, stage: Stage, state: CoordinatorState, word: Word) -> None:
-    """A word to all who are there."""
+async def say(node: Node, stage: Stage, word: Word) -> None:
+    """Send a word to all workers."""
     for rank in stage.workers:
-        if rank not in state.tally.gone:
-            await node.send(rank, stage.tag("word"), None, word)
+        await node.send(rank, stage.tag("word"), None, word)
 
 
 async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
@@ -156,26 +149,21 @@ async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, 
     that, in virtual time at this very moment, and counts, since it is part of a model."""
     tally = state.tally
     tally.end_ns = within(stage, node.now_ns)
-    await say(node, stage, state, Word(word))
-    working = set(stage.workers) - tally.gone
+    await say(node, stage, Word(word))
+    working = set(stage.workers)
     while working:
-        message = await node.recv(stage.tag("report"), stage.tag("done"), LOST, JOIN)
-        if message.tag in (LOST, JOIN):
-            await membership(node, stage, state, message, closing=True)
-            working -= tally.gone
-        elif message.tag[0] == "done":
+        message = await node.recv(stage.tag("report"), stage.tag("done"))
+        if message.tag[0] == "done":
             tally.drop(message.src, int(message.meta[0]), of_ending(word))
             working.discard(message.src)
         else:
             take(tally, message)
-            await node.send(message.src, stage.tag("go"), None, (tally.samples, *away(stage, tally.gone)))
+            await node.send(message.src, stage.tag("go"), None, (tally.samples,))
     if word == NEXT:
         tally.end_ns = within(stage, node.now_ns)
-    await say(node, stage, state, Word(BYE, end_ns=tally.end_ns))
+    await say(node, stage, Word(BYE, end_ns=tally.end_ns))
     record_end(node, stage, tally, reason)
     if word == STOP:
-        if stage.joins:
-            node.spawn(close_doors(node, state, tally.end_ns))
         node.ledger.close(tally.end_ns)
 
 
@@ -186,8 +174,6 @@ def obey(node: Node, state: RoamingState, message: Message) -> bool:
         node.snapshot(state.params, tick=int(word.tick))
     elif word.word == BYE:
         state.end_ns, state.gone = int(word.end_ns), True
-    elif word.word == FEWER:
-        state.fewer = True
     else:
         state.word = int(word.word)
     return state.gone
@@ -205,7 +191,7 @@ async def answered(node: Node, stage: Stage, state: RoamingState) -> None:
     """Wait for the answer to the last report, if it is still to come."""
     if state.reported:
         message = await node.recv(stage.tag("go"), src=stage.server)
-        state.samples, state.reported, state.away = int(message.meta[0]), False, as_members(message.meta[1:])
+        state.samples, state.reported = int(message.meta[0]), False
 
 
 async def done(node: Node, stage: Stage, state: RoamingState, dropped: int) -> None:
@@ -221,3 +207,28 @@ def left(node: Node, stage: Stage, state: RoamingState, dropped: int) -> int:
         node.round(stage.index, state.round, dropped, 0, dropped=True, loss=None)
         state.round += 1
     return word
+
+
+async def gather_workers(node: Node, stage: Stage, state: CoordinatorState) -> None:
+    """Resume from a checkpoint: count what each worker's model contains. All workers are level from here on."""
+    tally, resumed = state.tally, dict[int, Resumed]()
+    before = sum(tally.commits)
+    while len(resumed) < stage.num_workers:
+        message = await node.recv(stage.tag("resume"))
+        resumed[message.src] = Resumed(*message.meta)
+    for rank, done in sorted(resumed.items()):
+        rounds, steps = tally.done_by(rank)
+        more = int(done.steps) - steps
+        tally.take_back(rank, rounds - int(done.rounds), -more, -more * stage.worker(rank).batch)
+        tally.lose(rank)
+    tally.version += sum(tally.commits) - before
+    for rank in sorted(resumed):
+        tally.come(rank)
+        await node.send(rank, stage.tag("resumed"), None, (tally.samples,))
+
+
+async def resume_worker(node: Node, stage: Stage, state: RoamingState) -> None:
+    """Resume from a checkpoint: tell the coordinator what this worker's model contains."""
+    await node.send(stage.server, stage.tag("resume"), None, Resumed(state.round, state.step))
+    message = await node.recv(stage.tag("resumed"), src=stage.server)
+    state.samples, state.reported = int(message.meta[0]), False

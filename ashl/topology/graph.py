@@ -259,10 +259,10 @@ def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
         raise UsageError(f"{what} is not connected: some workers never hear of others; give it more edges")
 
 
-def reaches_all(rounds: Sequence[Round], n: int, first: int = 0) -> bool:
-    """Whether everybody hears of everybody in the end: the first rank of all n, and all of it."""
+def reaches_all(rounds: Sequence[Round], n: int) -> bool:
+    """Whether everybody hears of everybody in the end: rank 0 of all n, and all of rank 0."""
     for backwards in (False, True):
-        seen, fresh = {first}, [first]
+        seen, fresh = {0}, [0]
         while fresh:
             rank = fresh.pop()
             for each in rounds:

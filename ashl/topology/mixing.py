@@ -5,7 +5,7 @@ from typing import Any
 
 from ashl.runtime.effects import Message
 from ashl.size_only import SizeOnly
-from ashl.topology.knowledge import GossipHeader
+from ashl.topology.gossip import GossipHeader
 
 
 def numbers_of(message: Message) -> tuple[float, ...]:
@@ -18,9 +18,6 @@ def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Mes
     if isinstance(own, SizeOnly):
         return own
     total = None
-    if len(heard) + 1 < len(row):  # what is missing of the lost, it gives to its own
-        row = {j: weight for j, weight in row.items() if j == rank or j in heard}
-        row[rank] = 1.0 - (sum(row.values()) - row[rank])
     for j, weight in row.items():
         body = own if j == rank else heard[j].body
         total = body * weight if total is None else total.add_(body, alpha=weight)

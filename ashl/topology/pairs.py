@@ -6,8 +6,7 @@ whatever is in flight, Σ_i x_i changes by nothing but the workers' own steps. E
 also while it computes or waits for an answer itself, hence no circle of waiting can close whatever the graph.
 
 With `overlap`, i sends before it computes and takes the answer when it has computed, so that the exchange is hidden;
-otherwise it computes, then meets. Nobody leaves before the coordinator says that all are done. Of partners that are
-lost and that come back: `ashl.topology.partners`.
+otherwise it computes, then meets. Nobody leaves before the coordinator says that all are done.
 
 A checkpoint whose ranks keep themselves one after the other is a cut through the run: whoever has been kept belongs to
 what follows, whoever is still to be to what was before. Who asks says in the tag which it is, and whoever is on the
@@ -21,22 +20,17 @@ colours of messages as in Lai and Yang, "On Distributed Snapshots", Information 
 from typing import Any, ClassVar
 
 from ashl.data.rng import Purpose, bits
-from ashl.runtime.effects import JOIN, LOST, Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
-from ashl.stage.rule import CHURN
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
 from ashl.topology.gossip import RoamingRule
 from ashl.topology.local_work import local_work
-from ashl.topology.membership import welcomed
-from ashl.topology.partners import note_presence
 
 
 class PairRule(RoamingRule, contract=True):
     """A sync mode in which workers average in pairs: it says whom each of them may ask."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({CHURN})
     kept: ClassVar[Kept] = "each"
     overlap: ClassVar[bool] = True  # whether the exchange is hidden behind the computation
 
@@ -96,44 +90,41 @@ def drawn(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
 
 
 async def ask(node: Node, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:
-    """Ask one of them who is there."""
-    there = tuple(peer for peer in peers if peer not in state.absent) if state.absent else peers
-    state.asked = drawn(there, stage.seed, node.rank, state.round)
+    """Ask one of these peers."""
+    state.asked = drawn(peers, stage.seed, node.rank, state.round)
     if state.asked is not None:
         body = rule_of(stage).written(stage, state, node.rank, True)
-        await node.send(state.asked, stage.tag("ask", state.cut), body, (state.life, state.round))
+        await node.send(state.asked, stage.tag("ask", state.cut), body)
 
 
 async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> None:
-    """Take the answer of the worker that was asked, if one was and it is not lost."""
-    while state.asked is not None:
-        message = await node.recv(stage.tag("answer"), LOST)
-        if message.tag == LOST:
-            await note_presence(node, stage, state, message)
-        elif message.src == state.asked and message.meta == (state.life, state.round):
-            state.asked = None
-            if message.body is not None:
-                merge(rule_of(stage), state, message, sent)
+    """Take the answer of the worker that was asked, if one was."""
+    if state.asked is None:
+        return
+    message = await node.recv(stage.tag("answer"), src=state.asked)
+    state.asked = None
+    if message.body is not None:
+        rule = rule_of(stage)
+        merge(rule, state, message.body, sent)
 
 
-def merge(rule: PairRule, state: RoamingState, message: Message, sent: Vector) -> None:
+def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
     """x ← x + (y − x')/2."""
-    state.params = state.params + (rule.read(state, message.body, sent) - sent) * 0.5
+    state.params = state.params + (rule.read(state, body, sent) - sent) * 0.5
     state.version += 1
 
 
 async def answer(node: Node, stage: Stage, state: RoamingState) -> None:
-    """Beside the worker's own loop: answer whoever asks, and take in words and who is there, until all are done."""
+    """Beside the worker's own loop: answer whoever asks, and take in words, until all are done."""
     asked, word, rule = (stage.tag("ask"), stage.tag("ask", 1)), stage.tag("word"), rule_of(stage)
     while True:
-        message = await node.recv(*asked, word, LOST, JOIN, welcomed(state.life))
-        if message.tag in asked and message.tag != stage.tag("ask", state.cut):
-            await node.send(message.src, stage.tag("answer"), None, message.meta)
-        elif message.tag in asked:
+        message = await node.recv(*asked, word)
+        if message.tag == word:
+            if obey(node, state, message):
+                return
+        elif message.tag != stage.tag("ask", state.cut):
+            await node.send(message.src, stage.tag("answer"), None)
+        else:
             body = rule.written(stage, state, node.rank, False)
-            await node.send(message.src, stage.tag("answer"), body, message.meta)
-            merge(rule, state, message, state.params)
-        elif message.tag != word:
-            await note_presence(node, stage, state, message)
-        elif obey(node, state, message):
-            return
+            await node.send(message.src, stage.tag("answer"), body)
+            merge(rule, state, message.body, state.params)

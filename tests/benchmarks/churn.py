@@ -37,7 +37,6 @@ MODES = {
     "decoupled, H = 8, 8 of 16": DECOUPLED,
     "decoupled, H = 8, 1 of 16": (*DECOUPLED[:-1], "sync.min_learners=1"),
     "fedbuff, 4 of 16": ("sync=fedbuff", "sync.buffer=4"),
-    "ad_psgd, exponential graph": ("topology=gossip", "sync=ad_psgd", "topology.graph=exponential"),
 }
 MTBF_S, MTTR_S, SEEDS = (10, 30, 100, 300, 1000), 5, (0, 1, 2)
 

@@ -26,7 +26,7 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
         (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp makes no sense"),
         (
             f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",
-            "a worker that is lost cannot come back yet; take topology=par",
+            "a failed worker cannot rejoin yet; take topology=parameter_server",
         ),
     ],
 )

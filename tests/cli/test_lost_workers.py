@@ -143,12 +143,8 @@ def joined(run: Path) -> Generator[subprocess.Popen[str]]:
         pytest.param(
             ["topology=partial_all_reduce", "sync=ripples_smart", "cluster.compute=[1,1.5,1]"], marks=pytest.mark.slow
         ),
-        *(
-            pytest.param(["topology=gossip", f"sync={sync}", "cluster.compute=[1,1.5,1]"], marks=pytest.mark.slow)
-            for sync in ("d_psgd", "relay_sum")
-        ),
     ],
-    ids=["server", "sums", "groups", "neighbours", "relay"],
+    ids=["server", "sums", "groups"],
 )
 def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(mode, train, workplace, capsys) -> None:
     """Each reason for which there is no place is one sentence. The file with the secret is there for as long as the run

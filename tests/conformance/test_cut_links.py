@@ -30,10 +30,12 @@ MODES = {
     "bsp": "sync=bsp",
     "ssp": "sync=ssp",
     "all_reduce": "topology=all_reduce sync=bsp",
-    "ad_psgd": "topology=gossip sync=ad_psgd",
 }
+GOSSIP = {"ad_psgd": "topology=gossip sync=ad_psgd"}  # which ends without a worker
 APART = {
-    f"{name}, its server apart": f"{MODES[name]} cluster.server_host={{last}}" for name in ("bsp", "ssp", "ad_psgd")
+    f"{name}, its server apart": f"{mode} cluster.server_host={{last}}"
+    for name, mode in (MODES | GOSSIP).items()
+    if name != "all_reduce"
 }
 BY_AGENTS = {f"{name}, by torchrun": MODES[name] for name in ("bsp", "all_reduce")}
 GROUPS = "topology=partial_all_reduce sync=ripples_random sync.group_size=2"
@@ -66,7 +68,7 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
     with machines(1000, 1000, 1000) as names:
         world = {"WORLD_SIZE": "3", "MASTER_ADDR": address(names[0]), "MASTER_PORT": "29500"}
         world |= {"GLOO_SOCKET_IFNAME": "eth0"}
-        mode = {**MODES, **APART, **BY_AGENTS, "groups": GROUPS}[request.param]
+        mode = {**MODES, **GOSSIP, **APART, **BY_AGENTS, "groups": GROUPS}[request.param]
         command = ["-m", "ashl.cli", "train", *RUN.split(), *mode.format(last=names[2]).split()]
         folders = [tmp_path / str(rank) for rank in range(3)]
 
@@ -161,7 +163,7 @@ def test_a_workers_link_is_cut_where_torchrun_has_started_it(job: Job) -> None:
     assert [process.poll() for process in job.processes[:2]] == [None, None]
 
 
-@pytest.mark.parametrize("job", [*MODES, *BY_AGENTS], indirect=True)
+@pytest.mark.parametrize("job", [*MODES, *GOSSIP, *BY_AGENTS], indirect=True)
 def test_the_link_of_the_store_is_cut(job: Job) -> None:
     """Or of home, where that is the same machine: those on the others know whom they miss."""
     home, said = job.home(), ended(job, lambda: cut(job.names[0]))
@@ -180,14 +182,14 @@ def test_the_link_of_a_server_is_cut_that_is_neither_at_home_nor_at_the_store(jo
     assert "the job's store at " in said[2]
 
 
-@pytest.mark.parametrize("job", ["groups"], indirect=True)
-def test_the_link_of_a_member_of_groups_is_cut(job: Job) -> None:
-    """The others may wait for it in a sum, which cannot be broken off: the run ends."""
+@pytest.mark.parametrize("job", ["groups", *GOSSIP], indirect=True)
+def test_the_link_of_a_worker_is_cut_whom_others_may_wait_for(job: Job) -> None:
+    """In groups in a sum, which cannot be broken off, and in gossip for its model: the run ends."""
     said = ended(job, lambda: cut(job.names[1]))
     assert f"on {job.names[1]} was not heard of for {TIMEOUT_S:g} s" in said[0]
 
 
-@pytest.mark.parametrize("job", MODES, indirect=True)
+@pytest.mark.parametrize("job", [*MODES, *GOSSIP], indirect=True)
 def test_a_link_is_cut_for_a_while(job: Job) -> None:
     """Who is heard again within the timeout was only late."""
     events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
@@ -204,6 +206,13 @@ def test_a_link_is_cut_for_a_while(job: Job) -> None:
 def test_a_process_is_killed(job: Job) -> None:
     who = next(k for k in (1, 2) if k != job.home())
     assert goes_on(job, who, job.processes[who].kill) == ("vanished", -9, "")
+
+
+@pytest.mark.parametrize("job", GOSSIP, indirect=True)
+def test_a_process_of_gossip_is_killed(job: Job) -> None:
+    who = next(k for k in (1, 2) if k != job.home())
+    said = ended(job, job.processes[who].kill, but=(who,))
+    assert all(f"worker {who}" in sentence or f"rank {who}" in sentence for sentence in said), said
 
 
 @pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)

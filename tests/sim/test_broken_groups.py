@@ -10,6 +10,8 @@ import torch
 from ashl.errors import AshlError, UsageError
 from ashl.planning.build import parts_of
 from ashl.planning.legal_churn import check_churn, check_respawn
+from ashl.run.mean_model import ModelSet
+from ashl.runtime.records import Counts, Snapshot
 from ashl.runtime.sums import sum_in_rank_order
 from tests.sim.test_churn import RUN, back, lost, with_events
 from tests.support import Ran, planned, run
@@ -105,8 +107,7 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     [
         (("topology=all_reduce", "sync=bsp"), {}, None),
         (GROUPS[-2:], {}, None),
-        (("topology=gossip", "sync=d_psgd"), {}, None),
-        (("topology=gossip", "sync=gossip_pga"), {}, "sync=gossip_pga lets nobody back; drop it, or take"),
+        (("topology=gossip", "sync=d_psgd"), {}, "sync=d_psgd lets nobody back; drop it, or take"),
         (("topology=parameter_server", "sync=bsp"), {"name": "torchrun"}, "others have started these processes"),
         (("topology=parameter_server", "sync=bsp"), {"checkpoint_s": 1.0}, r"leaves checkpoints \(run.checkpoint_s\)"),
     ],
@@ -123,3 +124,16 @@ def test_nobody_is_started_anew_where_nobody_comes_back(own: tuple[str, ...], kn
     parts = replace(parts_of(planned(*RUN, *own)), runtime=SimpleNamespace(**runtime))
     with pytest.raises(UsageError, match=said) if said else nullcontext():
         check_respawn(parts, known.get("checkpoint_s"))
+
+
+def test_an_evaluation_does_not_wait_for_a_model_of_the_lost() -> None:
+    models, counts = ModelSet(3), Counts(3, 3, 1, *([[0] * 3] * 5), 0, None, None, 0.0, None)
+    assert models.add(Snapshot(3, 5, tick=1, counts=counts), None) is None
+    for rank in (0, 1):
+        assert models.add(Snapshot(rank, 6, tick=1), torch.full((2,), float(rank))) is None
+    (whole,) = models.lose(2)
+    assert whole.params.tolist() == [0.5, 0.5]
+    assert models.add(Snapshot(3, 7, tick=2, counts=counts), None) is None
+    models.come(2)
+    assert models.add(Snapshot(0, 7, tick=2), torch.ones(2)) is None
+    assert models.add(Snapshot(1, 7, tick=2), torch.ones(2)) is not None, "who came later was not asked"

@@ -300,7 +300,7 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
         with pytest.raises(UsageError, match=said):
             check_churn(changed, plan.stages, checkpoint_s)
 
-    refused("sync=spy, which cannot go on without a worker yet; take", sync=conf_option("sync", "spy"))
+    refused("sync=spy, which cannot go on without a failed worker; remove", sync=conf_option("sync", "spy"))
     refused("overlap=wfbp is not built yet: .* take overlap=none", overlap=conf_option("overlap", "wfbp"))
     refused("no checkpoint holds yet", 1.0)
     server = Event(time_s=1.0, server_fail=True)

@@ -29,10 +29,8 @@ MODES = {
     "local SGD": "sync=local_sgd sync.local_steps=3",
     "by all-reduce": "topology=all_reduce sync=bsp aggregate=data_share",
     "in groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
-    "in pairs": "topology=gossip sync=ad_psgd topology.graph=complete",
-    "gossip in rounds": "topology=gossip sync=d_psgd topology.graph=complete",
 }
-COMES_BACK = ("bsp", "asp, by the data", "by all-reduce", "in groups", "in pairs")
+COMES_BACK = ("bsp", "asp, by the data", "by all-reduce", "in groups")
 LOST = 2
 
 

@@ -151,12 +151,11 @@ def check_time(seen: Seen, n: int, end_ns: int) -> None:
     assert set(check_books(seen, n, end_ns).values()) == {end_ns}
 
 
-def check_books(seen: Seen, n: int, end_ns: int, unheard: bool = False, missing: int = 1) -> dict[int, int]:
+def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, int]:
     """Every instant of every worker has one class, also of those that are gone, and the rounds of a worker follow each
     other without a gap; returns when each one's last ended. Their numbers do, too, but that at each return one may be
     missing, which was merged before its worker could record it, or be there again, as its report was lost on the way;
-    where they sum two may be `missing`, as what was under way when it was lost counts as dropped, begun or not; with
-    `unheard` any number, where workers gossip: of whatever nobody had heard, nothing is in a model.
+    where they sum two may be `missing`, as what was under way when it was lost counts as dropped, begun or not.
 
     Only the round before the last may have been recorded as longer
     than the run: the worker did not know yet.
@@ -168,7 +167,7 @@ def check_books(seen: Seen, n: int, end_ns: int, unheard: bool = False, missing:
     returns = Counter(rank for record in seen.of("joined") for rank in [record["rank"]] * missing)
     for record in seen.of("round"):
         ahead = record["round"] - following[record["rank"]]
-        returns[record["rank"]] -= 1 if unheard and ahead < 0 else abs(ahead)
+        returns[record["rank"]] -= abs(ahead)
         assert returns[record["rank"]] >= 0, record
         following[record["rank"]] = record["round"] + 1
         assert record["start_ns"] == min(cursor[record["rank"]], end_ns)
