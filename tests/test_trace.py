@@ -47,7 +47,7 @@ def test_what_a_line_leaves_open_stays_as_it_is(tmp_path: Path) -> None:
         ("time_s,compute\n0,2\nsoon,2\n", "line 3: time_s=soon is no number"),
         ("time_s,compute\n-1,2\n", "line 2: time_s=-1 is no number that can be"),
         ("time_s,compute\n1,nan\n", "line 2: compute=nan"),
-        ("time_s,compute\n1,0\n", "line 2: compute=0 stands still"),
+        ("time_s,compute\n1,0\n", "line 2: compute=0 is no factor"),
         ("time_s,worker,link\n1,2,3\n", "line 2: worker=2 is none of the workers 0 to 1"),
         (f"time_s,worker,link\n1,{'9' * 5000},3\n", "line 2: worker=99999999999999999999 is none of the workers"),
         ("time_s,worker,link\n1,2\n", "line 2 has other columns than the first line; give 3 cells"),

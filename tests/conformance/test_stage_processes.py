@@ -9,7 +9,7 @@ from ashl.plan.plan import Plan, Spec
 from tests.conformance.test_kernels import QUICK, adds_up, real
 from tests.support import Ran, planned, simulated
 
-COMMON = (*QUICK, "schedule=single", "cluster=homogeneous", "stop.steps=96")
+COMMON = (*QUICK, "cluster=homogeneous", "stop.steps=96")
 TWICE = {  # the first stage, and what differs in the second one
     "server": (("sync=bsp",), {"exchange": "difference"}, 1),
     "all_reduce": (("topology=all_reduce", "sync=local_sgd", "sync.local_steps=2"), {"local_steps": 3}, 3),

@@ -83,10 +83,10 @@ def test_an_error_on_another_core_is_told_as_ever(
 ) -> None:
     gradient = Learner.gradient
 
-    def fails(self: Learner, params, indices, worker: int, step: int):
+    def fails(self: Learner, params, indices, worker: int, step: int, *more):
         if step == 5:
             raise UsageError(f"worker {worker} will not")
-        return gradient(self, params, indices, worker, step)
+        return gradient(self, params, indices, worker, step, *more)
 
     monkeypatch.setattr(Learner, "gradient", fails)
     assert main(["train", "-q", *RUN.split(), "sync=bsp", "run.dir=run", "runtime.cores=2"]) == 2

@@ -116,8 +116,8 @@ def test_an_update_that_is_no_number_names_its_layer(
 ) -> None:
     gradient = Learner.gradient
 
-    def broken(self, params, indices, worker, step):
-        loss, grad = gradient(self, params, indices, worker, step)
+    def broken(self, params, indices, worker, step, *more):
+        loss, grad = gradient(self, params, indices, worker, step, *more)
         if worker == 2 and step == 3:
             grad[-3] = math.nan
         return loss, grad
