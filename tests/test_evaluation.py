@@ -1,11 +1,12 @@
 """Targets, and when they count as reached."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from ashl.plan.plan import Limits
-from ashl.run.evaluation import Evaluation, Target
+from ashl.run.evaluation import Evaluation, Target, is_out_of_patience
 
 LIMITS = Limits(
     epochs=None,
@@ -57,3 +58,25 @@ def test_the_metric_of_a_task_is_a_target_in_its_own_direction(higher: bool, rea
             ),
         )
     assert target.reached_s == reached_s
+
+
+@pytest.mark.parametrize(
+    ("found", "over"),
+    [
+        ([(0.5, 1.0), (0.4, 0.9)], False),  # one evaluation without a new best, where two are allowed
+        ([(0.5, 1.0), (0.4, 0.9), (0.5, 1.0)], True),  # an equal one is no new best
+        ([(0.5, 1.0), (0.4, 0.9), (0.5, 0.9)], False),  # of equal metrics the test loss decides
+        ([(0.5, 1.0), (0.6, 1.0), (0.1, 0.1), (0.1, 0.1)], True),
+        ([(0.5, math.nan), (0.5, math.nan), (0.5, math.nan)], False),  # that is a divergence
+        ([], False),
+    ],
+)
+def test_patience_ends_with_the_last_evaluation_that_it_allows(found: list[tuple[float, float]], over: bool) -> None:
+    evaluations = [
+        Evaluation(
+            time_s=float(i), merges=None, train_loss=loss, test_loss=loss, test_accuracy=metric, test_metric=metric
+        )
+        for i, (metric, loss) in enumerate(found)
+    ]
+    assert is_out_of_patience(replace(LIMITS, patience=2), evaluations) == over
+    assert not is_out_of_patience(LIMITS, evaluations)

@@ -66,6 +66,7 @@ def assigned(workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool
 
 
 TARGETS = ("target_accuracy", "target_loss", "target_metric")  # any of them, once it holds
+PATIENCE = "patience"  # the exit reason of a run without a new best for too many evaluations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class Limits:
     eval_every_s: float | None
     eval_every_commits: int | None
     target_metric: float | None = None
+    patience: int | None = None  # evaluations in a row without a new best
 
 
 @dataclass(frozen=True, kw_only=True)

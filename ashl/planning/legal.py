@@ -425,3 +425,5 @@ def check_targets(limits: Limits, gradients: bool, task: Task, name: str) -> Non
         raise UsageError(f"stop.target_metric: task={name} has no metric; take stop.target_loss")
     if not gradients and any(getattr(limits, target) is not None for target in TARGETS):
         raise UsageError("runtime.gradients=false learns nothing, so a target cannot be reached; drop stop.target_…")
+    if not gradients and limits.patience is not None:
+        raise NoEffectError("runtime.gradients=false evaluates nothing; drop stop.patience", "stop.patience")

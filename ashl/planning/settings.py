@@ -25,6 +25,7 @@ class Stop:
     target_loss: NonNegative | None
     target_metric: Annotated[float, Number, Field(allow_inf_nan=False)] | None
     target_hold: Count
+    patience: Count | None
 
 
 @option
@@ -94,6 +95,7 @@ def limits_of(settings: Settings, dataset: Any) -> Limits:
         target_loss=stop.target_loss,
         target_metric=stop.target_metric,
         target_hold=stop.target_hold,
+        patience=stop.patience,
         eval_every_s=settings.eval.every_s,
         eval_every_commits=settings.eval.every_commits,
     )

@@ -89,6 +89,15 @@ def at_least(value: float | None, bound: float | None) -> bool:
     return value is not None and bound is not None and value >= bound
 
 
+def is_out_of_patience(limits: Limits, evaluations: list[Evaluation]) -> bool:
+    """Return True if the last `stop.patience` evaluations or more brought no new best, as `best_of` judges."""
+    best = best_of(evaluations)
+    if limits.patience is None or best is None:
+        return False
+    since = len(evaluations) - 1 - next(i for i, one in enumerate(evaluations) if one is best)
+    return since >= limits.patience
+
+
 def best_of(evaluations: list[Evaluation]) -> Evaluation | None:
     """The one with the best metric, of equal ones that with the lowest loss."""
     scored = [found for found in evaluations if math.isfinite(found.test_loss)]

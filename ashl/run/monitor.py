@@ -11,13 +11,13 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.learn.device import to_host
 from ashl.learn.weights import BEST, FINAL
-from ashl.plan.plan import Plan, assigned
+from ashl.plan.plan import PATIENCE, Plan, assigned
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
 from ashl.planning.build import Job
 from ashl.run import weights
 from ashl.run.divergence import why_diverged
-from ashl.run.evaluation import Evaluation, Target, best_of, scores_of
+from ashl.run.evaluation import Evaluation, Target, best_of, is_out_of_patience, scores_of
 from ashl.run.health import Health
 from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.run.metrics import Waited, metrics_line, values_of
@@ -257,6 +257,8 @@ class Monitor:
             self.final = self.judged(counts, found, params)
         hit = self.books.target.judge(self.plan.limits, found)
         self.stopping = self.stopping or hit
+        if self.stopping is None and is_out_of_patience(self.plan.limits, self.books.evaluations):
+            self.stopping = PATIENCE
         if not record.final:
             waited = [Waited(b.rank, b.totals_ns["wait"] / 1e9, b.bytes_up, b.bytes_down) for b in self.workers()]
             self.recorder.metric(self.line(counts, found, found.time_s, waited))

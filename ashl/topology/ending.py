@@ -16,7 +16,7 @@ what it had before (`keep_in_time`), which is what the run ends with (`within_bu
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from ashl.plan.plan import TARGETS
+from ashl.plan.plan import PATIENCE, TARGETS
 from ashl.runtime.node import Node
 from ashl.runtime.records import Border, StageEnd
 from ashl.stage.stage import GO, NEXT, STOP, Stage
@@ -25,7 +25,7 @@ from ashl.stage.tally import RUN_END, STAGE_END, Progress, Tally
 JOIN = "join"
 # What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does,
 # or that a worker has come
-REASONS = (None, "seconds", *TARGETS, "interrupted", "next", JOIN)
+REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", JOIN)
 
 
 class InTime(NamedTuple):

@@ -31,6 +31,7 @@ ENDS = {
     "target_accuracy": "the target was reached",
     "target_loss": "the target was reached",
     "target_metric": "the target was reached",
+    "patience": "there was no new best for stop.patience evaluations",
 }
 EVALUATED = ("evaluated_loss", "accuracy")  # rules that evaluations judge
 
