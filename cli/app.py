@@ -1,15 +1,17 @@
 """The command line. Nothing heavy is imported before a command runs: `ashl --help` must answer at once."""
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ashl import __version__
-from ashl.config.catalog import meant, nearest
+from ashl.config.catalog import CONF, defaults, meant, nearest, parameters
 from ashl.config.override import command_text
 from ashl.errors import AshlError, UsageError, plain
 from ashl.run.streams import standard_streams
@@ -44,7 +46,27 @@ class UnknownOption(Complaint, Protocol):
     possibilities: Sequence[str] | None
 
 
+class PlainFlags:
+    """A command whose help shows a flag without a type, as a flag takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(PlainFlags, TyperCommand):
+    pass
+
+
+class Group(PlainFlags, TyperGroup):
+    pass
+
+
 app = typer.Typer(
+    cls=Group,
     help="Which sync mode, topology, compression and schedule trains fastest on my unequal machines?",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -65,7 +87,7 @@ COMMANDS = {
     "doctor": doctor,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name, cls=Command)(command)
 
 
 def _version(wanted: bool) -> None:
@@ -118,20 +140,33 @@ def _run(args: list[str]) -> int:
     except Exception as error:
         if not isinstance(error, Complaint):
             raise
-        raise UsageError(_rephrased(error, args[0])) from error
+        raise UsageError(_rephrased(error, args)) from error
 
 
-def _rephrased(error: Complaint, command: str) -> str:
-    """Typer's complaint as one sentence with the fix."""
+def _rephrased(error: Complaint, args: Sequence[str]) -> str:
+    """Return Typer's complaint as one sentence with the fix."""
+    command = args[0]
     text, hint = " ".join(error.format_message().split()).rstrip("."), "; `ashl --help` shows what there is."
     if text.startswith("No such command"):
         return f"There is no command {command}{meant(command, COMMANDS, hint)}"
     if isinstance(error, UnknownOption) and text.startswith("No such option"):
         option, key = error.option_name, error.option_name.lstrip("-").replace("-", "_")
-        hint = f"; settings are written without dashes, as in {key}=1."
-        near = nearest(key, {name.lstrip("-").replace("-", "_") for name in error.possibilities or ()})
+        hint = f"; settings are written without dashes, as in {_as_setting(option, key, args)}."
+        known = {*defaults(), *(parameter.key for parameter in parameters(CONF / "config.yaml"))}
+        names = () if {key, key.partition(".")[0]} & known else error.possibilities or ()
+        near = nearest(key, {name.lstrip("-").replace("-", "_") for name in names})
         return f"There is no option {option}" + (f"; did you mean --{near.replace('_', '-')}?" if near else hint)
     return text + hint
+
+
+def _as_setting(option: str, key: str, args: Sequence[str]) -> str:
+    """Return KEY=VALUE for what was typed as an option, with the value that was typed, quoted for a shell."""
+    word = next((word for word in args if word.partition("=")[0] == option), option)
+    _, equals, value = word.partition("=")
+    if not equals and word in args:
+        value = next(iter(args[args.index(word) + 1 :]), "")
+        value = "" if value.startswith("-") or "=" in value else value
+    return shlex.quote(f"{key}={value or defaults().get(key, 1)}")
 
 
 def _sentence(error: Exception) -> str:

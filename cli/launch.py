@@ -16,7 +16,7 @@ from ashl.config.override import key_of
 from ashl.errors import UsageError
 from ashl.run.hosts import copied_environment, idle, read_hosts, shared_out
 
-from .train import Debug, resumed, starting
+from .train import Debug, DryRun, resumed, starting
 from .typed import TYPED_LAUNCH, launched
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def launch(
         typer.Option(metavar="NAME", help="Copy this variable, too, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what all ranks say.")] = False,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> int:
     """Run train, profile or sweep on several hosts: one ssh for each, ranks in the order of the file.
@@ -64,6 +65,7 @@ def launch(
     assert known is not None
     inner = known.make_context(name, [*args], parent=ctx)  # it takes what it reads out of the list
     params = inner.params
+    params["dry_run"] = dry_run or params["dry_run"]
     own = implied(name, params["overrides"] or [], params["config_dir"])
     if params.get("resume"):  # it has its cluster
         own = [text for text in own if text != "cluster=real"]

@@ -60,6 +60,12 @@ def test_help_is_fine(args: list[str], capsys) -> None:
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_help_shows_flags_without_a_type(command: str, capsys) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    assert "bool" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -67,7 +73,7 @@ def test_help_is_fine(args: list[str], capsys) -> None:
         ("xyz", "`ashl --help`"),
         ("sync=bsp seed=1", "write `ashl train sync=bsp seed=1`"),
         ("train --confg", "There is no option --confg; did you mean --cfg?"),
-        ("train --seed 3", "as in seed=1."),
+        ("train --seed 3", "as in seed=3."),
         ("train --config-dir", "requires an argument"),
         ("train sync=spp", "did you mean ssp?"),
         ("train seed=1,2", "`ashl sweep seed=1,2`"),
@@ -290,6 +296,11 @@ def test_an_output_that_nobody_reads(command: str) -> None:
     ("args", "says"),
     [
         (["train", "--foo"], "There is no option --foo; settings are written without dashes, as in foo=1."),
+        (["train", "--sync", "bsp"], "There is no option --sync; settings are written without dashes, as in sync=bsp."),
+        (["sweep", "--sync=bsp,asp"], "settings are written without dashes, as in sync=bsp,asp."),
+        (["train", "--optimizer.lr", "0.05"], "settings are written without dashes, as in optimizer.lr=0.05."),
+        (["train", "--name", "a b"], "settings are written without dashes, as in 'name=a b'."),
+        (["train", "--topology"], "settings are written without dashes, as in topology=parameter_server."),
         (["train", "--quite"], "There is no option --quite; did you mean --quiet?"),
         (["sweep", "sync=bsp,"], "sync=bsp, cannot be read: a value is missing beside a comma; write sync=bsp."),
         (["train", "cluster.compute=[1,2"], "brackets do not match; write a list as 'cluster.compute=[1,2,3]'."),

@@ -54,6 +54,18 @@ def test_a_run_and_what_is_said_of_it(two_hosts: list[str], capfd: pytest.Captur
     assert "ashl: nothing to do for 127.0.0.3\n" in err
 
 
+@pytest.mark.parametrize("name", ["train", "profile", "sweep"])
+def test_a_dry_run_may_be_asked_for_on_both_sides(name: str, two_hosts: list[str], capfd) -> None:
+    command = [name, "sync=bsp", "cluster.num_workers=1", "stop.steps=4", "tracking=none"]
+    said = []
+    for before, behind in ((["--dry-run"], []), ([], ["--dry-run"])):
+        assert main([*two_hosts, *before, "--", *command, *behind]) == 0
+        said.append(capfd.readouterr().out.splitlines()[:1])
+    assert said[0] == said[1]
+    assert said[0]
+    assert not Path("runs").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [["sync=bsp", "cluster.num_workers=2"], ["topology=all_reduce", "sync=bsp"]])
 def test_a_run_goes_on_without_a_killed_worker(
