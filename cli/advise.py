@@ -6,13 +6,14 @@ import typer
 
 from .sweep import interruptible
 from .table import console
-from .train import ConfigDir, Debug, Overrides, starting
+from .train import ConfigDir, ConfigFile, Debug, Overrides, starting
 from .typed import typed
 
 
 def advise(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     target: Annotated[float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")] = None,
     budget: Annotated[

@@ -6,11 +6,12 @@ import typer
 
 from .sweep import interruptible
 from .table import console
-from .train import ConfigDir, Debug, Overrides, starting
+from .train import ConfigDir, ConfigFile, Debug, Overrides, starting
 
 
 def calibrate(
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="What each run should take.")

@@ -6,13 +6,14 @@ import typer
 
 from ashl.errors import UsageError
 
-from .train import Cfg, ConfigDir, Debug, DryRun, Overrides, as_yaml, starting
+from .train import Cfg, ConfigDir, ConfigFile, Debug, DryRun, Overrides, as_yaml, starting
 from .typed import typed
 
 
 def profile(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
     dry_run: DryRun = False,

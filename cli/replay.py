@@ -7,15 +7,18 @@ import typer
 
 from .complete import complete
 from .table import console
-from .train import ConfigDir, Debug, starting
+from .train import ConfigDir, ConfigFile, Debug, starting, with_file
 
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a real run.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="What to change, as in sync=ssp.", autocompletion=complete),
+        typer.Argument(
+            metavar="KEY=VALUE", help="What to change, as in sync=ssp.", autocompletion=complete, callback=with_file
+        ),
     ] = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,

@@ -12,7 +12,7 @@ import typer
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import UsageError
 
-from .train import ConfigDir, Debug, Overrides, as_yaml, starting
+from .train import ConfigDir, ConfigFile, Debug, Overrides, as_yaml, starting
 from .typed import typed as typed_line
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ SHELL = 128  # plus a signal's number: the exit code of what that signal has end
 def sweep(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print every run's resolved configuration and stop.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid; run nothing.")] = False,

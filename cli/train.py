@@ -10,14 +10,34 @@ import typer
 
 from ashl.config.catalog import CONFIG_DIR
 from ashl.config.override import key_of
+from ashl.config.settings_file import with_settings
 from ashl.errors import UsageError
 
 from .complete import complete
-from .typed import typed
+from .typed import CONFIG_FILE, typed
+
+
+def with_file(ctx: typer.Context, overrides: list[str] | None) -> list[str] | None:
+    """Return what was typed, with the settings of `--config FILE` before it: every command sees them as typed."""
+    if ctx.resilient_parsing:  # a completion
+        return overrides
+    return with_settings(ctx.params.get(CONFIG_FILE), overrides or [])
+
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings, as in sync=bsp optimizer.lr=0.05.", autocompletion=complete),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings, as in sync=bsp optimizer.lr=0.05.",
+        autocompletion=complete,
+        callback=with_file,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", is_eager=True, help="A YAML file of KEY: VALUE; what is typed here goes before it."
+    ),
 ]
 ConfigDir = Annotated[
     Path | None,
@@ -33,6 +53,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def train(
     ctx: typer.Context,
     overrides: Overrides = None,
+    config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = False,
     dry_run: DryRun = False,

@@ -9,7 +9,7 @@ import typer
 from ashl.config.override import CommandLine
 
 MUTE = ("debug", "quiet", "cfg", "dry_run", "verbose")  # they change nothing that is computed
-CONFIG_DIR = "config_dir"
+CONFIG_DIR, CONFIG_FILE = "config_dir", "config_file"
 TYPED_LAUNCH = "ASHL_LAUNCHED"  # variable of the ranks: how `ashl launch` was typed, up to the command that they run
 
 
@@ -29,11 +29,17 @@ def launched(ctx: Any) -> list[str]:
 
 
 def options(ctx: Any) -> list[str]:
-    """Return the options that were given, but for the folder of the user's own options."""
+    """Return the options that were given, without the folder of the user's own options, which stands elsewhere, and
+    the file of settings: its settings are among the arguments, so that the line is complete without it."""
     words: list[str] = []
     for parameter in ctx.command.params:
         name, value = parameter.name, ctx.params.get(parameter.name or "")
-        if name is None or parameter.param_type_name != "option" or name in (*MUTE, CONFIG_DIR) or not given(ctx, name):
+        if (
+            name is None
+            or parameter.param_type_name != "option"
+            or name in (*MUTE, CONFIG_DIR, CONFIG_FILE)
+            or not given(ctx, name)
+        ):
             continue
         option = max(map(str, parameter.opts), key=len)
         if isinstance(value, bool):

@@ -72,7 +72,7 @@ def test_help_shows_flags_without_a_type(command: str, capsys) -> None:
         ("trian", "There is no command trian; did you mean train?"),
         ("xyz", "`ashl --help`"),
         ("sync=bsp seed=1", "write `ashl train sync=bsp seed=1`"),
-        ("train --confg", "There is no option --confg; did you mean --cfg?"),
+        ("train --confg", "There is no option --confg; did you mean --config?"),
         ("train --seed 3", "as in seed=3."),
         ("train --config-dir", "requires an argument"),
         ("train sync=spp", "did you mean ssp?"),

@@ -168,7 +168,7 @@ def test_what_an_error_proposes(line: list[str], place: Path, capsys, monkeypatc
 def test_a_command_line_is_written_as_it_was_understood(name: str, place: Path) -> None:
     """Every option of every command whose line is kept, with values that a shell would take apart."""
     group: Any = typer.main.get_command(app)
-    command, words, mute = group.commands[name], [], ("debug", "quiet", "cfg", "dry_run", "help")
+    command, words, mute = group.commands[name], [], ("debug", "quiet", "cfg", "dry_run", "help", "config_file")
     for parameter in command.params:
         if parameter.param_type_name == "option" and parameter.name not in mute:
             value = "3" if parameter.name in NUMBERS else "a 'b"
