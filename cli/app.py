@@ -46,23 +46,26 @@ class UnknownOption(Complaint, Protocol):
     possibilities: Sequence[str] | None
 
 
-class PlainFlags:
-    """A command whose help shows a flag without a type, as a flag takes no value."""
+def plain_flags(params: list[Any]) -> list[Any]:
+    """Let the help show flags without a type, as they take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command whose help shows flags plainly."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        params = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
-        return params
+        return plain_flags(super().get_params(ctx))
 
 
-class Command(PlainFlags, TyperCommand):
-    pass
+class Group(TyperGroup):
+    """The root of the commands, which shows flags plainly, too."""
 
-
-class Group(PlainFlags, TyperGroup):
-    pass
+    def get_params(self, ctx: Any) -> list[Any]:
+        return plain_flags(super().get_params(ctx))
 
 
 app = typer.Typer(
