@@ -28,7 +28,8 @@ OURS = [page for page in PAGES if page.name != "CONTRIBUTING.md"]  # whose metho
 LINES = sorted({line for page in OURS for line in shown(TEXTS[page])})
 CLI = typer.main.get_command(app)
 PLACEHOLDER = re.compile(r"\[?[A-Z][A-Z_]*\]?|\[?\[[A-Z].*|.*\.\.\.")  # FILE, [KEY=VALUE]..., RUN_OR_SWEEP...
-CODED = ("model/tiny", "dataset/moons", "task/huber", "planner/equal", "aggregate/root")  # in the page's order
+# The options whose classes the page shows, in its order.
+CODED = ("model/tiny", "dataset/moons", "task/huber", "optimizer/lion", "planner/equal", "aggregate/root")
 OPTIONS = (*CODED, "cluster/desk", "topology/broadcast")
 MODULES = tuple(f"mine/{option.rpartition('/')[2]}.py" for option in (*CODED, OPTIONS[-1]))
 MAX_WORDS, MAX_PICTURE = 1100, 150_000
@@ -173,6 +174,7 @@ def test_pictures_are_small_and_whole() -> None:
 
 def test_the_examples_of_the_page_run(examples: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["model=tiny", "dataset=moons", "planner=equal", "aggregate=root", "cluster=desk", "schedule.h_preset=[4]"]
+    chosen += ["optimizer=lion", "optimizer.lr=0.01"]
     small = ["sync=local_sgd", "sync.local_steps=plan", "runtime=sim", "tracking=none", "stop.steps=80", "run.dir=out"]
     assert main(["train", "--config-dir", "options", "allow_targets=[mine]", *chosen, *small, "-q"]) == 0
     summary = json.loads(Path("out/summary.json").read_text())

@@ -44,7 +44,10 @@ ALGORITHMS = ("sync", "aggregate", "outer", "overlap", "topology", "compression"
 CITED = ("sync", "aggregate", "outer", "overlap", "topology", "compression", "planner", "task")
 FOLDERS = {"dataset": "data"}  # a group whose code lies in a folder of another name
 PRESETS = ("experiment", "debug")
-STANDS_IN = {"ashl.data.plain.PlainDataset"}  # for classes of plain torch, whose files are their users'
+STANDS_IN = {
+    "ashl.data.plain.PlainDataset",
+    "ashl.optimizer.plain.PlainOptimizer",
+}  # for classes of plain torch, whose files are their users'
 
 # What is imported, and the only places that may.
 HOMES = {

@@ -19,6 +19,7 @@ from ashl.learn.learner import Learner, named, place_of
 from ashl.learn.pieces import Pieces
 from ashl.optimizer.absent import kept_where_absent, marks, plus, some_absent
 from ashl.optimizer.contract import Optimizer
+from ashl.optimizer.plain import PlainOptimizer
 from ashl.size_only import SizeOnly
 
 Moments = tuple[Any, ...]
@@ -39,7 +40,8 @@ class Trainer:
         the same step."""
         self.learner, self.optimizer, self.deal, self.in_rounds = learner, optimizer, deal, in_rounds
         self.batches = deal(shares)
-        self._of_step = (("optimizer", named(type(optimizer))),)
+        made = optimizer.make if isinstance(optimizer, PlainOptimizer) else type(optimizer)
+        self._of_step = (("optimizer", named(made)),)
         self._last: tuple[Any, float] = (None, 1.0)  # the mean density of the last step that was asked for
         self.epoch_samples = learner.epoch_samples
         self.num_params = learner.num_params

@@ -25,6 +25,7 @@ from ashl.learn.making import load_data
 from ashl.learn.trainer import AnyTrainer, SizeOnlyTrainer, Trainer
 from ashl.model.plain import plain_model
 from ashl.optimizer.contract import Optimizer
+from ashl.optimizer.plain import plain_optimizer
 from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
@@ -46,7 +47,11 @@ from ashl.stage.stage import Stage
 from ashl.task.contract import Task
 from ashl.topology.sharded_server import ShardedServer
 
-PLAIN: dict[str, Plain] = {"model": plain_model, "dataset": plain_dataset}  # what need not be an option
+PLAIN: dict[str, Plain] = {  # groups whose classes need not be options, and what is made of such a class
+    "model": plain_model,
+    "dataset": plain_dataset,
+    "optimizer": plain_optimizer,
+}
 
 Deal = Callable[[Sequence[float]], list[np.ndarray]]  # everybody's samples, by everybody's share
 
