@@ -24,6 +24,7 @@ from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
 from ashl.report.measure import Target, time_to
+from ashl.study import sweep
 from ashl.study.race import Course
 from ashl.study.slots import Job
 from ashl.tracking import jsonl
@@ -417,6 +418,21 @@ def test_a_budget_for_one_run_and_for_none(
     assert main(["advise", *TINY, "run.dir=other", "--target", "0.9", "--budget", "40", "-q"]) == 1
     problem = r"ashl: not enough budget for an answer: no run came to its end in 40 s; --budget [0-9]+ would do, and "
     assert re.match(problem, capsys.readouterr().err)
+
+
+def test_a_budget_that_is_used_up_leaves_time_to_copy_to_mlflow(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer takes seconds to start; killed after one, it left the runs out and blamed a lock."""
+    waits: list[float] = []
+    monkeypatch.setattr(advise.Deadline, "left_s", 0.0)
+    monkeypatch.setattr(sweep.mlflow_study, "start", lambda *_, **__: SimpleNamespace(process=None))
+    monkeypatch.setattr(sweep.mlflow, "finish", lambda writer, wait_s: waits.append(wait_s) or (None, None))
+    monkeypatch.setattr(contest, "run_all", raced({}, only=lambda job: False))
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    assert main(["advise", *TINY, "tracking=mlflow", "--target", "0.9", "--budget", "40", "-q"]) == 1
+    assert waits
+    assert min(waits) >= 30
 
 
 @pytest.mark.parametrize("seeds", [1, 2])

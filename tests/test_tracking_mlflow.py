@@ -192,7 +192,13 @@ def test_a_store_that_is_away_costs_a_warning_and_no_more(store, tmp_path, monke
         link, warning = mlflow.finish(locked[1], timeout_s=3.0)
         assert time.monotonic() - began < 6.0
     assert link is None
-    assert re.fullmatch(r"MLflow did not take all of this run \(.*locked.* for 3 s\); its records are .*", str(warning))
+    said = r"MLflow did not take all of this run \(.*mlflow.db is locked by another process; waited 3 s\); its .*"
+    assert re.fullmatch(said, str(warning))
+    hurried = begin(tmp_path / "hurried", store)
+    hurried[0].close(summary("finished"))
+    link, warning = mlflow.finish(hurried[1], timeout_s=0.0)
+    assert link is None
+    assert "(0 s were not enough)" in str(warning), "a lock of its own writer is none"
     eventually(lambda: statuses(tmp_path / "its store").get("deleted") == "RUNNING")
     (tmp_path / "its store" / "mlflow.db").unlink()
     assert "was deleted or replaced during the run" in str(end(deleted)[1])

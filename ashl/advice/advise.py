@@ -22,7 +22,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import TARGETS
 from ashl.run.profile import profile as measure
 from ashl.run.rank import step_here_s
-from ashl.run.train import is_virtual
+from ashl.run.train import MLFLOW_S, is_virtual
 from ashl.study.sweep import copied_to_mlflow, locked
 from ashl.tracking import jsonl
 from ashl.tracking.counting import Counting
@@ -69,8 +69,10 @@ def advise(
             announce(console, field, scale, folder)
         tries = tuned(field, scale, place, TUNING * budget_s)
         scale = judged(field, scale, place)
-        grid, wait_s = race_grid(field, tries, scale, place), lambda: max(1.0, deadline.left_s / 2)
-        with copied_to_mlflow(grid, folder, str(command), console, wait_s) as to_mlflow:
+        grid = race_grid(field, tries, scale, place)
+        with copied_to_mlflow(
+            grid, folder, str(command), console, MLFLOW_S
+        ) as to_mlflow:  # whatever the budget has left
             found, unreached = final(field, tries, scale, place, RACING * budget_s, to_mlflow)
             if found is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)

@@ -166,7 +166,7 @@ def winner(found: Comparison, command: CommandLine) -> str:
 
 @contextmanager
 def copied_to_mlflow(
-    grid: Grid, folder: Path, command: str, console: Console, wait_s: Callable[[], float] = lambda: MLFLOW_S
+    grid: Grid, folder: Path, command: str, console: Console, wait_s: float = MLFLOW_S
 ) -> Generator[Callable[[Setting], None]]:
     """MLflow hears of each run that has ended, by a process of its own, and in the end of the sweep."""
     config = grid.settings[0].config
@@ -182,7 +182,7 @@ def copied_to_mlflow(
 
         yield to_mlflow
     finally:
-        link, warning = mlflow.finish(writer, wait_s())
+        link, warning = mlflow.finish(writer, wait_s)
         if warning:
             Console(stderr=True, highlight=False).print(f"ashl: {warning}", soft_wrap=True)
         elif link:

@@ -115,7 +115,9 @@ def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | N
     except subprocess.TimeoutExpired:
         writer.process.kill()
         writer.process.communicate()
-        reason = f"{stores.public(writer.uri)} was locked, slow or out of reach for {timeout_s:g} s"
+        reason = f"{timeout_s:g} s were not enough"
+        if stores.is_locked(writer.uri):  # by another process, now that the writer has ended
+            reason = f"{stores.public(writer.uri)} is locked by another process; waited {timeout_s:g} s"
         link, warning = None, warning_of(writer.run_dir, reason)
     except ValueError:
         reason = f"its writer ended with code {writer.process.returncode}, see {writer.run_dir / LOG}"

@@ -80,6 +80,20 @@ def has_run(path: Path, run_id: str) -> bool:
         return "locked" in str(error)
 
 
+def is_locked(uri: str) -> bool:
+    """Return True if another process holds a lock that keeps a SQLite store from being written."""
+    path = database(uri)
+    if path is None or not path.exists():
+        return False
+    try:
+        with closing(_connected(path, timeout_s=0.5)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        return "locked" in str(error)
+    return False
+
+
 def latest(uri: str, address: str = ADDRESS) -> str | None:
     """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet or it cannot be read."""
     path = database(uri)
@@ -116,5 +130,10 @@ def link(address: str, experiment: str) -> str:
 def _first(path: Path, query: str, *values: str) -> tuple | None:
     if not path.exists():
         return None
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)) as connection:
+    with closing(_connected(path, timeout_s=1.0)) as connection:
         return connection.execute(query, values).fetchone()
+
+
+def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None)
