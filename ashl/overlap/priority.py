@@ -11,7 +11,7 @@ time of a step decides: the slices with which it is shortest, and the largest cr
 it.
 
 At a parameter server a slice is committed until the worker knows that the server has it; what has come from all is
-merged, and sent back at once (`ashl.topology.by_priority`), and a step takes max_k (q_k + D_k), with D_k the moment
+merged, and sent back at once, and a step takes max_k (q_k + D_k), with D_k the moment
 at which the last slice of the layers up to k is back. A step that all have computed when `stop.seconds` is over still
 counts.
 

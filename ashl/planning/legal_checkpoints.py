@@ -64,7 +64,7 @@ def in_one_round(own: StageParts) -> bool:
 
 
 def comes_anew(own: StageParts) -> bool:
-    """Whether workers may resume from a server's state, or each from its own; see `ashl.topology.membership`,
+    """Whether workers may resume from a server's state, or each from its own; see `ashl.topology.parameter_server`,
     `ashl.topology.broken_groups` and `ashl.topology.coordinator`."""
     if isinstance(own.topology, PartialAllReduce):
         return True

@@ -11,7 +11,7 @@ LOCKSTEP: all go round by round, so that nothing is on its way when they are at 
 or is said again (`ashl.topology.under_way`), and the run goes on bit for bit; also in virtual time what began on
 processes, and the other way round. SERVER: workers go at their own pace, and each keeps its state when it next goes on
 with that version or a newer one, after the server has kept its own (all of them, where there are several); what is on
-its way then is lost, and computed again (`ashl.topology.membership`). EACH: workers have models of their own and meet
+its way then is lost, and computed again (`ashl.topology.parameter_server`). EACH: workers have own models, meet
 in groups or pairs, and each keeps its state when it hears of it (`ashl.topology.broken_groups`, `ashl.topology.pairs`).
 ROUND: the same, but all at the begin of one round of their own, which is the version; so whatever comes from there on
 shows that it is later. ANEW: all are at the top of their loops at one moment, and nothing is on its way, as it is made

@@ -2,7 +2,7 @@
 
 Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker. A ring moves
 2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest. Where workers are lost or come it
-goes on as `ashl.topology.regrouping` says. By which `algorithm` a sum travels is `ashl.cluster.sum_rounds`'s to say.
+goes on as `ashl.topology.all_reduce` says. By which `algorithm` a sum travels is `ashl.cluster.sum_rounds`'s to say.
 
 Limit: all algorithms give the same model, bit for bit, where sums are exact.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
@@ -10,27 +10,35 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+import copy
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 
 from ashl.cluster.sum_rounds import Algorithm
+from ashl.compression.contract import Collective
+from ashl.errors import AshlError
+from ashl.learn.pieces import Pieces
 from ashl.option import option
+from ashl.overlap.streaming import Fragmented
+from ashl.runtime.effects import LOST, Formed, Message, Tag
 from ashl.runtime.node import Node
+from ashl.runtime.packed import opened, parcelled
+from ashl.runtime.sums import piece, together
+from ashl.stage.link import Ends
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import Stage
-from ashl.stage.tally import NOTHING, Start, Tally
+from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.tally import FAILURE, NOTHING, Start, Tally
 from ashl.stage.team import Team, TeamBrokenError, whole
-from ashl.topology import pipelined, streaming
-from ashl.topology.delayed import at_border, worked
-from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, foreseen, keep_in_time
-from ashl.topology.exchange import exchanged
-from ashl.topology.local_work import Work, WorkerState, local_work
-from ashl.topology.overlapped import overlapped
-from ashl.topology.regrouping import come, keep, regrouped, repaired
+from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, foreseen, keep_in_time, of_ending, within
+from ashl.topology.estimate import draw
+from ashl.topology.exchange import Coding, exchanged
+from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
+from ashl.topology.local_work import Work, WorkerState, at_border, local_work, worked
 
 Do = Callable[[Node, Stage, WorkerState], Awaitable[Work]]
 
@@ -119,8 +127,8 @@ class AllReduce(Topology):
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if stage.delayed is not None:
-            return streaming.worker if stage.fragments else delayed
-        return pipelined.worker if stage.overlap.crosses else worker
+            return run_streaming if stage.fragments else run_delayed
+        return run_pipelined if stage.overlap.crosses else worker
 
 
 def longest_body(stage: Stage) -> int:
@@ -220,7 +228,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         if node.rank == home:
             word = REASONS.index(state.word) + len(REASONS) * rule.due(state.rule_state, node.now)
         try:
-            work, update = await summed(team, stage, state, do, word)
+            work, update = await sum_update(team, stage, state, do, word)
             step_s = await told(team, work) if rule.tells else ()
         except TeamBrokenError:
             stage, reason = await repaired(node, stage, state)
@@ -262,20 +270,20 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
             state.word = foreseen(node, stage, tally) or (JOIN if node.knocks else None)
 
 
-async def summed(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
+async def sum_update(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
     """(a round's work, or that of the round that is done once more, and the weighted sum of everybody's); `team.loss`
     and `team.word` are sums then. Raises TeamBrokenError where a worker is lost."""
     version = state.tally.version
     if stage.messages:
-        return await overlapped(team, stage, state, version, word)
+        return await sum_overlapped(team, stage, state, version, word)
     work = await do(team.node, stage, state) if state.redo is None else state.redo
     if stage.elastic:
         keep(state, work)
     team.begin(work.loss / team.size, word)
-    return work, await exchanged(team, stage, state, version, stage.aggregate.clip(work.body))
+    return work, await exchanged(team, stage, state, state.tally, version, stage.aggregate.clip(work.body))
 
 
-async def delayed(node: Node, stage: Stage, state: PeerState) -> int:
+async def run_delayed(node: Node, stage: Stage, state: PeerState) -> int:
     """Hand in the work that is done, compute the next while it is summed, merge; returns the last word.
 
     A word of rank 0 rides one exchange later, as the loss does. Where it is that another stage begins, the work that is
@@ -293,7 +301,7 @@ async def delayed(node: Node, stage: Stage, state: PeerState) -> int:
         team = Team.of(node, own)
         team.begin(work.loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
         x = stage.aggregate.clip(work.body)
-        exchange = node.spawn(exchanged(team, stage, state, state.tally.version, x))
+        exchange = node.spawn(exchanged(team, stage, state, state.tally, state.tally.version, x))
         await node.sleep(0)  # what is encoded is encoded first
         ahead = None if state.last or spent(state.rest) else await local_work(node, stage, state)
         update = await node.join(exchange)
@@ -372,3 +380,501 @@ def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge; returns the last word."""
     state.word = None
     return end_ridden(node, stage, state, reason, state.formed_ns if stage.elastic else node.now_ns)
+
+
+# --- a model that comes back group by group, beneath the next forward pass --------------------------------------------
+#
+# Steps whose sums go on during the next forward pass, which waits for the model layer group by layer group.
+#
+# Rule: message k of the gradient is summed as `overlap` says. Once the sum of a group is in, the optimizer steps on
+# that group, and the forward pass may come to it. The bits are those of a sum and a step in one piece.
+#
+# With the group that forward comes to first ride the losses and rank 0's word: so before a step begins everybody
+# knows whether the run goes on, as without overlap. A model is handed to the evaluator once all of its groups are in,
+# and so a target that it reaches ends the run one step later. At the end of a stage, and for a checkpoint, nothing is
+# begun before all is in.
+#
+# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019; Zhang et
+# al., "DeAR", ICDCS 2023. What goes when is `ashl.overlap`'s to say.
+
+
+async def run_pipelined(node: Node, stage: Stage, state: PeerState) -> int:
+    """One step after the other; returns the last word."""
+    state.begin(node, stage)
+    team, exchange = Team.of(node, stage), None
+    groups = [(stage.tag("group", k), message) for k, message in enumerate(stage.messages)]
+    while True:
+        if exchange is not None and node.wants_mark:
+            await flush_exchange(node, stage, exchange)
+            exchange = None
+        if exchange is None:
+            node.mark(stage.index, state if stage.cut(state.rest) is stage else None)
+            for tag, message in groups:
+                await node.send(node.rank, tag, piece(state.params, message.start, message.stop))
+        exchange = node.spawn(exchange_by_group(team, stage, state))
+        needs = tuple((message.needed, tag) for tag, message in reversed(groups))
+        loss = await node.compute(gradient_work(node, stage, state), state.batch, parts=stage.ready, needs=needs)
+        team.begin(loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
+        await node.send(node.rank, stage.tag("loss"))
+        await node.recv(stage.tag("counted"))
+        tally = state.tally
+        reason = stage.judge.over(tally) or REASONS[int(team.word)]
+        if reason:
+            await flush_exchange(node, stage, exchange)
+        node.round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
+        state.round += 1
+        state.word = foreseen(node, stage, tally) if node.rank == 0 and not reason else None
+        if reason:
+            return end_ridden(node, stage, state, reason, node.now_ns)
+        state.plan_round(stage, node.rank)
+
+
+def gradient_work(node: Node, stage: Stage, state: PeerState) -> Callable[..., float]:
+    """The work of one step, which hands out the gradient's slices and takes the model's."""
+    step, span = draw(state)
+
+    def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any]) -> float:
+        pieces = Pieces(stage.slices[::-1], take)
+        return stage.trainer.gradient_in_parts(pieces, node.rank, step, span, stage.slices, hand_out)
+
+    return work
+
+
+async def flush_exchange(node: Node, stage: Stage, exchange: Any) -> None:
+    """Everything is in, and the model is no longer on its way to a forward pass."""
+    if await node.join(exchange):
+        for k in range(len(stage.messages)):
+            await node.recv(stage.tag("group", k))
+
+
+async def exchange_by_group(team: Team, stage: Stage, state: PeerState) -> bool:
+    """Sum the gradient of one step, and make of it the model, group by group, for the next forward pass; returns
+    whether there is one. Once the first group is in, `team.loss` and `team.word` are sums, and `state.tally` counts the
+    step."""
+    node, version = team.node, state.tally.version
+    sums = await (begin_half_sums if stage.overlap.halves else begin_slice_sums)(team, stage)
+    before, params, moments, made = state.tally, state.params, state.moments, list[Any]()
+    rate = stage.trainer.rate(before.samples)
+    for k in reversed(range(len(stage.messages))):
+        message = stage.messages[k]
+        total = piece(together([await node.join(task) for task in sums[k]]), 0, message.stop - message.start)
+        if k == len(stage.messages) - 1:
+            count = partial(stage.counted, before, team.loss)
+            state.tally = node.alike(team.ranks, ("count", stage.index, version), count)
+            tally = state.tally
+            state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
+            await node.send(node.rank, stage.tag("counted"))
+        if not state.tally.diverged:
+            where, exact = (message.start, message.stop), stage.link.flags.lossless
+            step = partial(stage.trainer.apply_slice, params, moments, *where, total, rate, exact)
+            made.append(node.alike(team.ranks, ("group", stage.index, version, k), step))
+            await node.send(node.rank, stage.tag("group", k), made[-1][1])
+    late = keep_in_time(node, stage, state, params, before)
+    if made:
+        whole = partial(stage.trainer.joined, made)
+        state.moments, state.params = node.alike(team.ranks, ("model", stage.index, version), whole)
+    if node.rank == 0 and not late and stage.judge.take(state, node.now):
+        node.snapshot(state.params, counts=state.tally.report())
+    return bool(made)
+
+
+async def begin_sums(team: Team, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]) -> list[list[Any]]:
+    """The tasks that sum each part of the gradient, begun as it is ready, alike in order on all ranks."""
+    node, tasks, last = team.node, list[list[Any]](), len(stage.messages) - 1
+    for k in range(last + 1):
+        part = await node.recv(stage.tag("part", k))
+        if k == last:
+            await node.recv(stage.tag("loss"))
+        tasks.append([node.spawn(coroutine) for coroutine in post(k, part.body * team.weight, k == last)])
+    return tasks
+
+
+async def begin_slice_sums(team: Team, stage: Stage) -> list[list[Any]]:
+    """Slices of each part, those that forward needs first with the lowest key."""
+
+    def post(k: int, x: Any, rides: bool) -> list[Coroutine]:
+        key, credit = len(stage.messages) - k, stage.overlap.most_committed
+        cut = [piece(x, start, stop) for start, stop in stage.overlap.cuts(stage.messages[k])]
+        alone: list[Coroutine] = [sum_slice(team, part, key, credit) for part in (cut[:-1] if rides else cut)]
+        return [*alone, team.all_reduce(cut[-1], key=key, credit=credit)] if rides else alone
+
+    return await begin_sums(team, stage, post)
+
+
+async def sum_slice(team: Team, x: Any, key: int, credit: int) -> Any:
+    return await team.node.all_reduce(x, team.ranks, key=key, credit=credit)
+
+
+async def begin_half_sums(team: Team, stage: Stage) -> list[list[Any]]:
+    """Each part's sum is scattered as it is ready; once all have been, they are gathered, those that forward needs
+    first before the others."""
+    scatters = await begin_sums(team, stage, lambda k, x, rides: [scatter_sum(team, x)])
+    chunks = [await team.node.join(task) for (task,) in scatters]
+    rides, others = team.gather(chunks[-1]), chunks[-2::-1]
+    gathers = [team.node.spawn(rides), *(team.node.spawn(gather_sum(team, chunk)) for chunk in others)]
+    return [[task] for task in reversed(gathers)]
+
+
+async def scatter_sum(team: Team, x: Any) -> Any:
+    return await team.node.all_reduce(x, team.ranks, "scatter")
+
+
+async def gather_sum(team: Team, chunk: Any) -> Any:
+    return await team.node.all_reduce(chunk, team.ranks, "gather")
+
+
+# --- a gradient that is summed in parts, during backward --------------------------------------------------------------
+#
+# A step whose gradient is summed in parts, while backward goes on.
+#
+# Rule: message k, a slice of the gradient, is summed over all workers as soon as it is ready everywhere and message k
+# − 1 has ended. The sum is the same to the bit as that of the gradient in one piece. What rides along goes with the
+# last. Where a codec works in each message by itself, see `topology.exchange`.
+#
+# Where a sum of one message comes to nothing, as a worker is lost, backward goes on to its end, no later message is
+# sent, and nothing of the round is merged. Those who are left do it once more with the gradients that they have,
+# message by message (`ashl.topology.all_reduce`).
+#
+# Source: Zhang et al., "Poseidon", USENIX ATC 2017; what each message holds is `ashl.overlap`'s to say.
+
+
+Bodies = list[Any]  # of messages, in the order in which they go
+
+
+async def sum_overlapped(team: Team, stage: Stage, state: PeerState, version: int, word: float) -> tuple[Work, Any]:
+    """(one gradient, the weighted sum of everybody's); `team.loss` and `team.word` are sums then. Raises
+    TeamBrokenError once the gradient is there."""
+    coding = Coding.of(team, stage, state, version) if stage.links else None
+    others = replace(team, carried=True)
+    if state.redo is None:
+        work, bodies, came = await compute_and_sum(others, coding, stage, state)
+    else:
+        work = state.redo
+        bodies = work.body if coding is None else await team.compute(partial(coding.encoded, work.body), work=1)
+        came = await sum_parts(others, coding, bodies[:-1])
+    if stage.elastic:
+        keep(state, work)
+    if len(came) < len(bodies) - 1:
+        raise TeamBrokenError
+    team.begin((work.loss if coding is None or coding.ended() else math.nan) / team.size, word)
+    came.append(await sum_part(team, coding, len(came), bodies[-1]))
+    return work, together(came[::-1]) if coding is None else await coding.decoded(came)
+
+
+async def compute_and_sum(
+    team: Team, coding: Coding | None, stage: Stage, state: PeerState
+) -> tuple[Work, Bodies, list[Any]]:
+    """(the gradient in parts, what is sent of each, what has come of all but the last), which have been exchanged
+    meanwhile, as long as nobody was lost."""
+    node, start, tags = team.node, team.node.now, [tag for _, tag in stage.ready]
+    step, span = draw(state)
+    compute = partial(stage.trainer.gradient_in_parts, state.params, node.rank, step, span, stage.slices)
+    others = node.spawn(sum_as_ready(team, coding, tags[:-1])) if tags[:-1] else None
+    encoding = None if coding is None else coding.encoding
+    loss = await node.compute(compute, work=state.batch, parts=stage.ready, encoding=encoding)
+    step_s = node.now - start
+    bodies, came = (Bodies(), []) if others is None else await node.join(others)
+    bodies.append((await node.recv(tags[-1], src=node.rank)).body)
+    parts = bodies if coding is None else [coding.vectors[k] for k in range(len(tags))]
+    return Work(parts, loss, 1, state.batch, step_s, state.version), bodies, came
+
+
+async def sum_as_ready(team: Team, coding: Coding | None, tags: Sequence[Tag]) -> tuple[Bodies, list[Any]]:
+    """(these messages, what came of them): each is exchanged once this rank has it, up to one that comes to nothing."""
+    bodies, came = Bodies(), list[Any]()
+    for k, tag in enumerate(tags):
+        bodies.append((await team.node.recv(tag, src=team.node.rank)).body)
+        if len(came) == k:
+            came += await sum_parts(team, coding, bodies[k:], k)
+    return bodies, came
+
+
+async def sum_parts(team: Team, coding: Coding | None, bodies: Bodies, first: int = 0) -> list[Any]:
+    """What came of these messages, one after the other, up to the one that comes to nothing."""
+    came = list[Any]()
+    for k, body in enumerate(bodies, first):
+        try:
+            came.append(await sum_part(team, coding, k, body))
+        except TeamBrokenError:
+            break
+    return came
+
+
+async def sum_part(team: Team, coding: Coding | None, k: int, body: Any) -> Any:
+    return await (team.all_reduce(body, team.weight) if coding is None else coding.exchanged(team, k, body))
+
+
+# --- one fragment of the model at a time ------------------------------------------------------------------------------
+#
+# An all-reduce of one fragment of the model at a time, beside local steps, see `ashl.overlap.streaming` and `loscar`.
+#
+# As in `ashl.topology.local_work` a worker holds one piece of work that is done and not exchanged, so that at the top
+# of the loop nothing is under way. A fragment is exchanged and merged as a model is, and counts are those of all.
+
+
+async def run_streaming(node: Node, stage: Stage, state: PeerState) -> int:
+    """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others; returns the last word."""
+    stage, overlap, count = state.begin(node, stage), stage.delayed, len(stage.fragments)
+    assert isinstance(overlap, Fragmented)
+    state.fragment_ends = state.fragment_ends or ends_of(stage)
+    while True:
+        pending: Work | None = state.pending
+        node.mark(stage.index, state if pending is None or stage.cut(state.pending_rest) is stage else None)
+        if pending is None:
+            await finish_piece(node, stage, state, None, state.local_steps)
+            continue
+        version = state.tally.version
+        k, own = version % count, stage.cut(state.pending_rest)
+        part, staleness, fragment = own.fragment(k), version - pending.version, fragment_at(stage, version)
+        team = replace(Team.of(node, part), share=part.link.d / stage.link.d)
+        team.begin(pending.loss / team.size, REASONS.index(state.word) if node.rank == stage.home else 0)
+        held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
+        exchange = exchanged(team, part, held, state.tally, version, stage.aggregate.clip(pending.body))
+        total, ahead = state.local_steps, None
+        more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)  # alike on all, as `beside` need not be
+        beside = overlap.beside(total) if more else 0
+        if beside:
+            under_way = node.spawn(exchange)
+            await node.sleep(0)  # what is encoded is encoded first
+            ahead = await steps(node, stage, state, beside)
+            update = await node.join(under_way)
+        else:
+            update = await exchange
+        late = keep_in_time(node, stage, state, state.params)
+        merge = partial(apply_fragment, own, state, k, update, team.loss, staleness)
+        state.params, state.outer_state, tally = node.alike(team.ranks, ("merge", stage.index, version), merge)
+        state.tally, state.version, state.steps, state.samples = tally, tally.version, tally.steps, tally.samples
+        if state.start is not None:
+            places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
+            state.start = fragment.put(state.start, overlap.mixed(*places))
+        reason = stage.judge.over(tally) or REASONS[int(team.word)]
+        if reason and more:  # nobody ends before the others
+            await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
+        node.round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
+        state.round += 1
+        if node.rank == stage.home and not late and stage.judge.take(state, node.now):
+            node.snapshot(state.params, counts=tally.report())
+        if reason:
+            state.word = None
+            return end_ridden(node, stage, state, reason, node.now_ns)
+        await finish_piece(node, stage, state, ahead, total - beside)
+        if node.rank == stage.home:
+            state.word = foreseen(node, stage, tally)
+
+
+def apply_fragment(
+    stage: Stage, state: PeerState, k: int, update: Any, mean_loss: float, staleness: int
+) -> tuple[Any, Any, Tally]:
+    """(model, outer moments of all fragments, counts) with this sum merged into a fragment; `state` stays as it is."""
+    tally = stage.counted(state.tally, mean_loss, staleness)
+    if tally.diverged:
+        return state.params, state.outer_state, tally
+    fragment, held = fragment_at(stage, state.tally.version), [*(state.outer_state or len(stage.fragments) * (None,))]
+    before, lr = fragment.of(state.params), stage.trainer.rate(state.tally.samples)
+    held[k], params = fragment.outer.step(held[k], before, update, lr)
+    return fragment.put(state.params, params), tuple(held), tally
+
+
+# --- members that fail and rejoin -------------------------------------------------------------------------------------
+#
+# Who takes part in an all-reduce: it goes on without workers that are lost, and with those that come (back).
+#
+# Rule of a loss: the sum that lacks a member comes to nothing, and the others form a new team. They repeat that round
+# from the state that all of them have, with the work that each has done for it, summed by those who are left with Σ
+# w_i = 1. Who is a merge ahead goes back by one. What the lost worker was at counts as dropped: a round of its steps.
+# A compressor's own messages come to nothing for who waits for one of the lost, and then for who waits for one of
+# those; who has them all waits until all others have, too. What compressors keep of it is forgotten. The lowest rank
+# that is left does what rank 0 does. With `runtime.on_loss=reshard` its data are with the others from the round after
+# that on, as `ashl.topology.parameter_server` says.
+#
+# Rule of a join: whoever comes asks, the first rank says with the next sum that somebody is at the door, and after
+# that merge all form the team anew. The newcomer gets model, counts, outer moments, and where all step alike on the
+# sum the optimizer's; its own moments and its compressor begin anew, and its data go on behind what was counted of
+# it. Where compressors keep copies of each other, or something that all have alike, all of them begin anew with it.
+#
+# All members have one merge alike, so that from there on a run is, bit for bit, one of those who are left.
+#
+# Source: a new communicator of those who are left as in Bland et al., "Post-failure recovery of MPI communication
+# capability", IJHPCA 2013; an all-reduce that goes on as in Horovod Elastic.
+
+
+MOST = 64  # messages to a newcomer
+NONE = -1  # the version of who has no model yet
+ENDS = (None, "next", "seconds")  # what a rank calls the reason that has not seen it, by the word
+
+
+class Known(NamedTuple):
+    """What a newcomer receives beside the model."""
+
+    stage: int
+    tally: Tally
+    rest: tuple[int, int] | None
+    moments: Any  # of the optimizer, where all step alike
+    outer_state: Any
+    rule_state: Any
+
+
+def keep(state: PeerState, work: Work) -> None:
+    """The work of a round is done and not exchanged yet: from here it could be repeated."""
+    before = copy.copy(state)
+    before.ends, before.kept, before.redo = state.ends.copy(), (), work
+    state.kept = (*state.kept[-1:], before)
+
+
+async def repaired(node: Node, stage: Stage, state: PeerState) -> tuple[Stage, str | None]:
+    """A sum has come to nothing: go on without who is lost, with that round once more (`state.redo`). Returns the stage
+    as it is among those who are left, and why it ends instead, with what was to be summed dropped, where somebody sees
+    that it is time. Raises AshlError where too few are left."""
+    reason = foreseen(node, stage, state.tally)
+    formed = await node.regroup(state.tally.version, word_of(stage, reason))
+    go_back(node, state, formed.version)
+    stage = await among(node, stage, state, formed)
+    if not formed.word:
+        return stage, None
+    if state.redo is not None:
+        node.round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
+        state.round += 1
+    state.redo, state.tally, steps = None, state.tally.copy(), stage.cut(state.rest).round_steps
+    for rank in stage.workers:
+        state.tally.drop(rank, steps[rank], of_ending(formed.word))
+    return stage, reason if word_of(stage, reason) == formed.word else ENDS[formed.word]
+
+
+async def regrouped(node: Node, stage: Stage, state: PeerState, reason: str) -> Stage:
+    """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it is among those who
+    are there. Where some have not come so far, all go back to their round: then there is a `state.redo`. Raises
+    AshlError where too few are left."""
+    formed = await node.regroup(state.tally.version, word_of(stage, reason), open=reason == JOIN)
+    if formed.version < state.tally.version:
+        go_back(node, state, formed.version)
+    return await among(node, stage, state, formed)
+
+
+def word_of(stage: Stage, reason: str | None) -> int:
+    if reason in (None, JOIN):
+        return GO
+    return NEXT if reason == "next" and stage.following else STOP
+
+
+async def among(node: Node, stage: Stage, state: PeerState, formed: Formed) -> Stage:
+    """Go on as this team."""
+    state.epoch, state.lives, state.formed_ns = formed.epoch, formed.lives, formed.time_ns
+    if formed.ranks == stage.workers and not (formed.lost or formed.came):
+        return stage
+    if len(formed.ranks) < stage.min_workers:
+        raise AshlError(
+            f"worker {', '.join(map(str, formed.lost))} is lost by {node.now:.6g} s and {len(formed.ranks)} of "
+            f"{stage.num_workers} workers are left, fewer than runtime.min_workers={stage.min_workers}: the run ends "
+            "here"
+        )
+    state.tally = changed(stage, state, formed)
+    for rank in formed.lost:
+        state.ends.forget(rank)
+    if formed.came and not alone(stage, state.ends):
+        state.ends = Ends(gradients=state.ends.gradients)
+    first = min(set(formed.ranks) - set(formed.came))
+    before, stage = stage, stage.among(state.tally.gone)
+    if state.redo is None:
+        state.plan_round(stage, node.rank)
+    if node.rank == first:
+        for rank in formed.came:
+            await welcome(node, stage, state, rank)
+    if stage.home != before.home:
+        stand_in(node, stage, state)
+    return stage
+
+
+def go_back(node: Node, state: PeerState, version: int) -> None:
+    """To the round of this version, with its work done."""
+    before = next(kept for kept in state.kept if kept.tally.version == version)
+    if before is not state.kept[-1] and before.redo is not None:
+        node.steps -= before.redo.steps  # that round is recorded once more
+    taken, lives = state.evaluated, state.lives
+    state.__dict__.update(before.__dict__)
+    state.ends, state.evaluated, state.lives = before.ends.copy(), taken, lives
+
+
+def changed(stage: Stage, state: PeerState, formed: Formed) -> Tally:
+    """The counts without those who are lost, and with those who came. What the lost had handed in for a round that is
+    done once more is dropped; where none is, they had nothing under way."""
+    planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.tally)
+    tally, steps = state.tally.copy(), planned.cut(state.rest).round_steps
+    tally.gone = set(tally.gone)
+    for rank in formed.lost:
+        tally.lose(rank)
+        if formed.word == GO and state.redo is not None:
+            tally.drop(rank, steps[rank], FAILURE)
+    for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
+        tally.lose(rank)  # who waits for the model still
+    for rank in tally.gone.intersection(formed.came):
+        tally.come(rank)
+    return tally
+
+
+def alone(stage: Stage, ends: Ends) -> bool:
+    """Whether what compressors keep is each worker's own business."""
+    shared = isinstance(stage.link.innermost, Collective) or ends.memory is not None
+    return not (shared or any(kept is not None for kept in ends.receivers.values()))
+
+
+def stand_in(node: Node, stage: Stage, state: PeerState) -> None:
+    """Another rank counts, judges and hands out snapshots from now on."""
+    here = node.rank == stage.home
+    node.counter = state if here else None
+    if here:
+        state.evaluated = state.tally.here(node.now)
+
+
+def welcome_tag(epoch: int, k: int) -> Tag:
+    """The tag of the k-th message to who is new in a team; the first holds the model, the second says what follows."""
+    return "welcome", k, epoch
+
+
+async def welcome(node: Node, stage: Stage, state: PeerState, rank: int) -> None:
+    """At the lowest of those who were there: let a newcomer know all that it needs."""
+    alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
+    parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state, state.rule_state))
+    for k, body in enumerate((state.params, *parcel)):
+        await node.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))
+
+
+async def heard(node: Node, epoch: int, host: int) -> list[Message] | None:
+    """What a newcomer receives; None where the sender is lost meanwhile."""
+    messages = list[Message]()
+    while not messages or len(messages) <= messages[0].meta[0]:
+        message = await node.recv(welcome_tag(epoch, len(messages)), LOST, src=host)
+        if message.tag == LOST:
+            await node.drop(*(welcome_tag(epoch, k) for k in range(MOST)))
+            return None
+        messages.append(message)
+    return messages
+
+
+async def come(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[int, PeerState] | None:
+    """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
+    is over. `state` is that of before the first stage."""
+    first = stages[0]
+    while True:
+        while await node.recv(LOST, before_s=node.now):
+            pass  # what was before is of no concern
+        formed = await node.regroup(NONE)
+        if formed.word == STOP:
+            node.ledger.close(within(first, formed.time_ns))
+            return None
+        host = min(set(formed.ranks) - set(formed.came))
+        if (messages := await heard(node, formed.epoch, host)) is not None:
+            break
+    model, *parcel = [message.body for message in messages]
+    known = opened(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
+    stage = stages[known.stage].among(known.tally.gone)
+    state.params, state.tally, state.outer_state = model, known.tally, known.outer_state
+    state.version, state.steps, state.samples = known.tally.version, known.tally.steps, known.tally.samples
+    state.enter(stage, node.rank)
+    state.moments = stage.trainer.moments() if known.moments is None else known.moments
+    state.round, state.step = known.tally.done_by(node.rank)
+    state.drawn = state.step * state.batch
+    state.rest = known.rest
+    state.rule_state = known.rule_state
+    state.epoch, state.lives = formed.epoch, formed.lives
+    stand_in(node, stage, state)
+    return stage.index, state

@@ -33,7 +33,7 @@ from ashl.stage.tally import FAILURE
 from ashl.topology import group_generator as generator
 from ashl.topology.group_generator import Group
 from ashl.topology.members import as_members, as_numbers
-from ashl.topology.membership import check_left, welcomed
+from ashl.topology.parameter_server import check_left, welcomed
 
 if TYPE_CHECKING:
     from ashl.topology.group_rule import GroupRule

@@ -13,27 +13,31 @@ Source: gathering as in Alistarh et al., "QSGD", NeurIPS 2017.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import Any
 
 import torch
 
+from ashl.compression.around.sliced import cut, joined
 from ashl.compression.contract import Collective, Turn
+from ashl.runtime.effects import Encoding
+from ashl.runtime.sums import together
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.link import Body
+from ashl.stage.link import Body, Ends
 from ashl.stage.stage import Stage
+from ashl.stage.tally import Tally
 from ashl.stage.team import Team, TeamBrokenError
-from ashl.topology.local_work import WorkerState, not_finite, report_health, reports_mean, turn_of
-
-if TYPE_CHECKING:
-    from ashl.topology.all_reduce import PeerState
+from ashl.topology.local_work import WorkerState, all_finite, not_finite, report_health, reports_mean, turn_of
 
 
-async def exchanged(team: Team, stage: Stage, state: PeerState, tick: int, x: Vector) -> Vector:
+async def exchanged(team: Team, stage: Stage, state: WorkerState, tally: Tally, tick: int, x: Vector) -> Vector:
     """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and `team.word` are sums
     then. Of an update that is not finite nothing is made: the mean loss says so."""
     node = team.node
-    if stage.link.flags.lossless or stage.sync.sums_whole(stage, state.tally):
+    if stage.link.flags.lossless or stage.sync.sums_whole(stage, tally):
         return await team.all_reduce(x, team.weight)
     if not isinstance(x, SizeOnly) and not_finite(node, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
@@ -90,3 +94,112 @@ async def gathered(team: Team, stage: Stage, state: WorkerState, x: Vector, body
 def least_ratio(stage: Stage) -> float:
     """The kept share that all workers of a sum agree on."""
     return min(worker.compression_ratio for worker in stage.plan.workers)
+
+
+# --- parts of a vector, encoded one by one ----------------------------------------------------------------------------
+#
+# A codec in each message of a gradient that travels in parts: each selects, and keeps what it left out, by itself.
+#
+# Rule: the elements x_k of message k are encoded as soon as they are there, before backward goes on, with their own
+# part of what the sender keeps: p_k = x_k + e_k is sent as C(p_k), and e_k ← p_k − C(p_k). Messages that add up are
+# summed on their way, the others are gathered, and all are decoded once the last one is there.
+#
+# Limits: the sum is the same to the bit as that of one message in which the codec is applied part by part; one part
+# is no overlap. Source: Shi et al., "Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with
+# Convergence Guarantees", ECAI 2020.
+
+
+@dataclass
+class Coding:
+    """The messages of one gradient, counted from 0 as backward comes to them."""
+
+    team: Team
+    stage: Stage
+    state: WorkerState
+    version: int
+    ends: list[Ends]  # of each message
+    turns: list[Turn]
+    vectors: dict[int, Vector] = field(default_factory=dict)  # what was to be sent
+    bodies: dict[int, Body] = field(default_factory=dict)  # ... and what is
+    finite: bool = True
+
+    @classmethod
+    def of(cls, team: Team, stage: Stage, state: WorkerState, version: int) -> Coding:
+        """Before the gradient is computed."""
+        ends = [replace(state.ends, sender=cut(state.ends.sender, m.start, m.stop)) for m in stage.messages]
+        turn, turns = turn_of(stage, team.node.rank, state, version), []
+        if stage.link.flags.linear:  # what adds up is alike in shape
+            turn = turn._replace(ratio=least_ratio(stage), weight=team.weight)
+        for k, link in enumerate(stage.links):
+            ratio = stage.overlap.shares[k] if stage.overlap.shares else turn.ratio
+            turns.append(turn._replace(ratio=ratio, layer=link.layer))
+        return cls(team, stage, state, version, ends, turns)
+
+    @property
+    def encoding(self) -> Encoding:
+        """Of all elements it is one encoding, of each message its part of it."""
+        d, sizes = self.stage.link.d, (link.d for link in self.stage.links)
+        return Encoding(self.encode, tuple(done / d for done in accumulate(sizes)))
+
+    def encode(self, k: int, x: Vector) -> Body:
+        """The body of message k. Of a gradient that is not finite nothing is made, see `ended`."""
+        self.vectors[k], link = x, self.stage.links[k]
+        if not isinstance(x, SizeOnly) and not all_finite(x):
+            x, self.finite = torch.zeros_like(x), False
+        if link.flags.linear:
+            x = x * self.team.weight
+        self.bodies[k] = link.encode(self.ends[k], x, self.turns[k])
+        return self.bodies[k]
+
+    def encoded(self, vectors: Sequence[Vector]) -> list[Body]:
+        """The bodies of all messages, where these are there."""
+        return [self.encode(k, x) for k, x in enumerate(vectors)]
+
+    def ended(self) -> bool:
+        """Everything has been encoded: whether it was finite."""
+        node, stage, state, every = self.team.node, self.stage, self.state, self.stage.health_every
+        state.ends.sender = joined([ends.sender for ends in reversed(self.ends)])
+        if isinstance(self.vectors[0], SizeOnly):
+            return True
+        if not self.finite:
+            not_finite(node, stage, state, in_order(self.vectors))
+        elif every is not None and not (state.round % every and self.version % every):
+            x, weight = in_order(self.vectors), self.team.weight if stage.link.flags.linear else 1.0
+            sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
+            report_health(node, stage, state, x * weight, sent[::-1])
+            if reports_mean(stage, self.version):
+                node.show_update(x, of=node.rank, tick=self.version, weight=self.team.weight)
+        return self.finite
+
+    async def exchanged(self, team: Team, k: int, body: Body) -> Any:
+        """The sum of everybody's message k, or everybody's."""
+        link = self.stage.links[k]
+        if link.flags.linear:
+            return await team.all_reduce(link.summand(body, self.turns[k]))
+        return await team.all_gather(body)
+
+    async def decoded(self, came: Sequence[Any]) -> Vector:
+        """The weighted sum of everybody's gradients, of what came of each message."""
+        team, stage = self.team, self.stage
+        if isinstance(self.vectors[0], SizeOnly):
+            return SizeOnly(4 * stage.link.d)
+        if team.lost:
+            return torch.zeros_like(in_order(self.vectors))
+        update = await team.compute(partial(self.sum, came))
+        if reports_mean(stage, self.version) and team.node.rank == stage.home:
+            team.node.show_update(update, of=None, tick=self.version)
+        return update
+
+    def sum(self, came: Sequence[Any]) -> Vector:
+        sums = {}
+        for k, (link, ends) in enumerate(zip(self.stage.links, self.ends, strict=True)):
+            if link.flags.linear:
+                sums[k] = link.summed(ends, self.bodies[k], came[k])
+            else:
+                sums[k] = link.merge(ends, came[k], self.team.weights, self.team.ranks)
+        return in_order(sums)
+
+
+def in_order(slices: dict[int, Any]) -> Any:
+    """The flat vector of the slices of messages, the last one first."""
+    return together([slices[k] for k in reversed(range(len(slices)))])

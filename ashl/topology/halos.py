@@ -39,11 +39,20 @@ from ashl.runtime.node import Node
 from ashl.stage.rule import CODEC, OUTER, WEIGHTS, Loop, Members, Network, Rule, Topology
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Tally
-from ashl.topology.dismissal import dismiss
 from ashl.topology.ending import of_ending, record_end, verdict, within
 from ashl.topology.local_work import WorkerState
-from ashl.topology.merging import merge, receive, reply, rule_of
-from ashl.topology.parameter_server import ServerRule, ServerState, Updates, server, worker
+from ashl.topology.parameter_server import (
+    ServerRule,
+    ServerState,
+    Updates,
+    dismiss,
+    merge,
+    receive,
+    reply,
+    rule_of,
+    server,
+    worker,
+)
 
 REPORTED = ("commits", "steps_by", "dropped_by", "stale_sum", "stale_max")  # of a region's tally, by worker
 

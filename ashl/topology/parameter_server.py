@@ -1,9 +1,9 @@
 """Parameter server: workers push what they computed, the server merges it and answers with the model.
 
 Rule: on a push of worker i the server folds it into the model (`aggregate` weighs, `outer` steps), then answers every
-worker that may go on (`sync.admit`). Traffic per exchange and worker: one push and one pull of the model. Of workers
-that are lost and that come: `ashl.topology.membership`; with `runtime.on_loss=reshard` each of the others goes on with
-its part of their data from the first round that it begins after the answer that tells it.
+worker that may go on (`sync.admit`). Traffic per exchange and worker: one push and one pull of the model. With
+`runtime.on_loss=reshard` each surviving worker goes on with its part of a failed worker's data, from the first round
+that it begins after the answer that tells it.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -11,34 +11,40 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from heapq import heappop, heappush
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, ClassVar, cast
 
 from ashl.aggregate.weighted import Push
 from ashl.compression.contract import Turn
-from ashl.option import Ratio, option
-from ashl.plan.plan import WorkerPlan
+from ashl.errors import AshlError, UsageError
+from ashl.learn.pieces import Pieces
+from ashl.option import Ratio, option, quoted
+from ashl.overlap.streaming import Fragmented
+from ashl.plan.plan import WorkerPlan, assigned
 from ashl.plan.profile import Profile
-from ashl.runtime.effects import JOIN, LOST, Message, Tag
+from ashl.planner.assignment import Planner
+from ashl.planner.online import Averages
+from ashl.runtime.effects import JOIN, LOST, Message, PeerLostError, Tag
 from ashl.runtime.node import Node
+from ashl.runtime.records import Replan
+from ashl.runtime.sums import piece, together
+from ashl.stage.fragment import Fragment
 from ashl.stage.link import Ends
+from ashl.stage.program import reassigned
 from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
-from ashl.stage.tally import NOTHING, Start, Tally
-from ashl.topology import by_fragment
-from ashl.topology.by_priority import drained, given_up
-from ashl.topology.by_slice import taken
-from ashl.topology.delayed import AT_ONCE_S, at_border, worked
-from ashl.topology.dismissal import call_in, dismiss
-from ashl.topology.ending import leave, record_end, verdict
-from ashl.topology.local_work import Work, WorkerState, encoded, local_work
-from ashl.topology.members import as_members
-from ashl.topology.membership import come, gather, membership, welcome
-from ashl.topology.merging import CLOSE, close, merge, merged, more, receive, reply, rule_of
-from ashl.topology.replies import PULL, Orders, Pull, parsed
-from ashl.topology.sliced import comes_in_parts, following, settled, sliced
+from ashl.stage.tally import DIVERGED, FAILURE, LATE, NOTHING, Start, Tally
+from ashl.topology.ending import leave, of_ending, record_end, verdict, within
+from ashl.topology.estimate import draw
+from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
+from ashl.topology.local_work import AT_ONCE_S, Work, WorkerState, at_border, encoded, local_work, reports_mean, worked
+from ashl.topology.members import as_members, away
+from ashl.topology.replies import AS_PLANNED, PULL, WELCOME, Orders, Pull, Welcome, parsed
 
 
 class Updates:
@@ -75,12 +81,12 @@ class Updates:
 
     def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
         """What a push that is not late does to the server's state; whether the model changed."""
-        return (by_fragment.taken_in if stage.fragments else merged)(node, stage, state, message)
+        return (merge_fragment_push if stage.fragments else merged)(node, stage, state, message)
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
         if stage.fragments:
-            return await by_fragment.answered(node, stage, state, rank)
+            return await answer_fragment(node, stage, state, rank)
         if not changed or stage.topology.pull_ratio is None:
             return state.params if changed else None
         turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
@@ -207,7 +213,7 @@ class ParameterServer(Topology):
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:
             return server
-        return by_fragment.worker if stage.fragments else worker
+        return run_fragments if stage.fragments else worker
 
 
 @dataclass
@@ -355,3 +361,793 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     await dismiss(node, stage, state, state.word)
     record_end(node, stage, tally, state.reason)
     return state.word
+
+
+# --- what the server makes of a push ----------------------------------------------------------------------------------
+#
+# What a parameter server makes of pushes: taken in, folded into the model, and answered.
+
+
+CLOSE: Tag = ("close", 0, 0)  # from a server to itself: what has come is merged now
+
+
+def rule_of(stage: Stage) -> ServerRule:
+    """The stage's sync mode, as a server asks it."""
+    rule: Any = stage.sync  # planning has seen to it
+    return rule
+
+
+async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Take in one push; returns whether the model changed."""
+    tally, worker, rule = state.tally, message.src, rule_of(stage)
+    if stage.messages:
+        message, stage = await put_together(node, stage, message), await after_slices(node, stage, state)
+    steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
+    staleness = tally.version - version
+    all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
+    beyond = staleness - 1 if all_late else staleness
+    late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
+    tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
+    tally.arrive(worker, staleness, late)
+    if late or tally.diverged:
+        tally.drop(worker, steps, LATE if late else DIVERGED)
+        return False
+    if stage.by_priority:
+        return counted(stage, state, message)
+    return await rule.messages().absorb(node, stage, state, message)
+
+
+async def more(node: Node, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
+    """What else has come, where the rule takes in all of it, or comes until what has come is merged."""
+    closes_s, deadline_s = rule_of(stage).closes_s(state.rule_state, state.tally), stage.judge.deadline_s
+    message = await node.recv(*tags, before_s=max(node.now, min(closes_s, deadline_s)))
+    due = message is None and -math.inf < closes_s <= deadline_s
+    return Message(node.rank, CLOSE, None, (), int(node.now_ns)) if due else message
+
+
+async def close(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Merge what has come, however few."""
+    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+    return True
+
+
+async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
+    tally, worker = state.tally, message.src
+    steps, samples, loss, version, step_s, pull_s = message.meta
+    body = stage.link.arrived(state.ends, worker, message.body)
+    staleness, push_s = tally.version - int(version), node.now - message.start_ns / 1e9
+    push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
+    update = await node.compute(partial(merge, stage, state, push), stage.push_share, "apply")
+    if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
+        node.show_update(update, of=None, tick=tally.version - 1)
+    tally.now_s = node.now
+    state.rule_state = rule_of(stage).observe(stage, state.rule_state, tally, push)
+    if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
+        replan(node, stage, state, push, stage.planner)
+    return update is not None
+
+
+def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
+    """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum.
+    Until a quorum has come it is kept (None); with push None those that were are folded in, however few: at a border,
+    or where the others of the quorum are gone."""
+    tally = state.tally
+    members = state.buffer
+    if push is not None:
+        members.append(push)
+        if len(members) < state.quorum:
+            return None
+    if len(members) > 1:
+        members.sort(key=attrgetter("worker"))
+    weights = stage.doing(state.workers).handed(tally.gone).weights_of(members, tally.gone)
+    if stage.codec.flags.reduces:
+        update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
+    else:
+        update = stage.aggregate.fold(members, weights)
+    state.buffer = []
+    lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
+    step = joined if state.made else stage.sync.step
+    moments, state.outer_state, state.params = step(stage, state, update, lr)
+    if moments is not None:
+        state.moments = moments
+    tally.merge()
+    for member in members:
+        tally.commit(member.worker, member.steps, member.samples)
+    return update
+
+
+def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
+    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on, of
+    those who are there."""
+    payload = stage.payload(state.workers[push.worker].compression_ratio)
+    if state.averages is None:
+        profile = state.profile or stage.profile
+        assert profile is not None, "an online planner starts from a profile"
+        state.averages = Averages(profile)
+    averages = planner.observe(state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload)
+    averages = planner.hear(averages, push.worker, push.body, push.steps, push.samples)
+    assert stage.plan.h_preset is not None
+    presets = (stage.plan.h_preset, stage.plan.r_preset)
+    there = [rank for rank in stage.workers if rank not in state.tally.gone]
+    current = [state.workers[rank] for rank in there]
+    seen, rows = planner.replan(averages.of(there), current, *presets, stage.payload)
+    state.averages = replace(averages, commits=seen.commits)
+    if rows is not None:
+        anew = dict(zip(there, assigned(current, rows, resharded=False), strict=True))  # shards are cut at borders only
+        state.workers = tuple(anew.get(rank, worker) for rank, worker in enumerate(state.workers))
+        ratios = [w.compression_ratio for w in state.workers]
+        node.emit(Replan(node.rank, stage.index, ratios, [w.local_steps for w in state.workers], node.now_ns))
+
+
+async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
+    """Go on, on this model; returns whether it is another one than before.
+
+    Raises UsageError where the rule lets go who does not wait.
+    """
+    tally = state.tally
+    if rank not in tally.waiting:
+        who = f"{quoted(type(stage.sync))} lets worker {rank} go on, which does not wait"
+        raise UsageError(f"{who}; let its `admit` return some of `tally.waiting`.")
+    changed = tally.pulled[rank] != tally.version  # since this worker's last pull
+    staleness, late = tally.release(rank)
+    tally.now_s = node.now
+    local_steps, ratio, interval_s, batch = orders_of(stage, state, rank)
+    body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
+    body = head(stage, body) if stage.messages and changed else body
+    counts = tally.version, tally.steps, tally.samples
+    meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
+    await node.send(rank, state.pulls[rank], body, (*meta, *away(stage, tally.gone)) if stage.reshards else meta)
+    return changed
+
+
+def orders_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
+    """What this worker, which goes on now, does next: `Orders` in full."""
+    tally, plan = state.tally, state.workers[rank]
+    orders = rule_of(stage).steer(stage, state.rule_state, tally, rank) or AS_PLANNED
+    planned = plan.local_steps if orders.local_steps is None else orders.local_steps
+    ahead = int(stage.delayed is not None)
+    rest = None if planned == 1 else stage.rest(tally.steps, tally.samples, ahead, tally.gone)
+    ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
+    return stage.at_most(planned, rank, rest), ratio, orders.interval_s, orders.batch
+
+
+# --- workers that fail and rejoin -------------------------------------------------------------------------------------
+#
+# Who takes part: a parameter server goes on without a worker that is lost, and with one that comes (back).
+#
+# Rule of a loss, once it is noticed: what others wait for, they wait for without that worker. A lead is counted from
+# the slowest of those who are left. A round waits for them alone, is merged at once where the loss makes it whole,
+# and what the lost worker had pushed for it is dropped and counted; so from there on it is the round of the others.
+# Where pushes are merged as they come, what had come is used, and the weights are those of the others, Σ w_i = 1.
+# What compressors keep for the worker is forgotten.
+#
+# With `runtime.on_loss=reshard` the data of the lost are with the others meanwhile: dealt out one by one, each worker
+# goes on behind its cursor in the order of passes over its own samples and these, from its next round on after it has
+# heard. So a pass visits each of them once, at one worker; who comes back has its own again.
+#
+# Rule of a join: the worker gets the stage, the model, and its orders. It counts as far as the slowest is; its
+# optimizer and its compressor begin anew, and its data go on where the server has last heard of them. Who comes at a
+# border takes part from the next stage on, and who comes when the run is over learns it. A life is known by the
+# moment at which it asked to take part, and what the server sends to it has that as its tag: nothing is mistaken for
+# an answer to another.
+#
+# From a checkpoint of workers that go at their own pace all come anew, to the server as it was: what it had merged is
+# counted, and what was on its way is lost and computed again. Each is as far as it was, with the optimizer's state
+# and the residual that it had when it next went on.
+#
+# Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014
+# (3.8); rounds of those who are left as with the backup workers of Chen et al., arXiv 1604.00981.
+
+
+PLANNED: Tag = ("planned", 0, 0)  # what profiling has planned, for who was not there
+
+
+def welcomed(life: int) -> Tag:
+    """The tag of the answer to a newcomer."""
+    return "welcome", 0, life
+
+
+async def membership(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """At the server: a worker is lost or has come; returns whether the model changed."""
+    if message.tag == LOST:
+        return await lost(node, stage, state, message.src)
+    introduced(state, message)
+    if state.word != NEXT:
+        await welcome(node, stage, state, message.src)
+    return False
+
+
+def introduced(state: ServerState, message: Message) -> None:
+    """A newcomer asks to take part."""
+    (life,) = message.meta
+    state.newcomers += (message.src,)
+    state.lives[message.src] = int(life)
+
+
+def check_left(node: Node, stage: Stage, rank: int, left: int) -> None:
+    """Raises AshlError where too few workers are left without this one; where a run goes on without none, that is but a
+    consequence of its loss."""
+    if left < stage.min_workers:
+        raise AshlError(
+            f"worker {rank} is lost at {node.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
+            f"runtime.min_workers={stage.min_workers}: the run ends here"
+        ) from (None if stage.elastic else PeerLostError(rank))
+
+
+async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
+    """Go on without a worker; returns whether the model changed, as the round was whole without it. Raises AshlError
+    where too few are left."""
+    tally, rule = state.tally, rule_of(stage)
+    state.newcomers = tuple(other for other in state.newcomers if other != rank)
+    if rank in tally.gone:
+        return False
+    tally.lose(rank)
+    state.quorum = stage.quorum_of(tally.present)
+    state.ends.forget(rank)
+    check_left(node, stage, rank, tally.present + len(state.newcomers))
+    tally.now_s = node.now
+    rule.messages().changed(stage, state, rank)
+    if not rule.in_rounds:
+        return False
+    for push in state.buffer:
+        if push.worker == rank:
+            tally.drop(rank, push.steps, FAILURE)
+    state.buffer = [push for push in state.buffer if push.worker != rank]
+    if not state.buffer or len(state.buffer) < state.quorum:
+        return False
+    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+    return True
+
+
+async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
+    """Let a newcomer take part, from this model on."""
+    tally = state.tally
+    state.newcomers = tuple(other for other in state.newcomers if other != rank)
+    tally.come(rank)
+    state.quorum, state.pulls[rank] = stage.quorum_of(tally.present), stage.tag("pull", state.lives[rank])
+    tally.now_s = node.now
+    messages = rule_of(stage).messages()
+    messages.changed(stage, state, rank)
+    stage.link.gave(state.ends, rank, state.params)
+    planned, rows = state.assigned or (0, None)
+    applied, what = (tally.version, tally.steps, tally.samples), orders_of(stage, state, rank)
+    held, (rounds, done) = [push.steps for push in state.buffer if push.worker == rank], tally.done_by(rank)
+    pushed = rounds + len(held), done + sum(held)
+    greeting = Welcome(GO, 0, stage.index, *applied, *pushed, planned, *what)
+    body = messages.greeting(stage, state)
+    await node.send(rank, welcomed(state.lives[rank]), body, (*greeting, *away(stage, tally.gone)))
+    if rows is not None:
+        await node.send(rank, PLANNED, rows)
+
+
+async def close_doors(node: Node, state: ServerState, end_ns: int) -> None:
+    """At the server, once nobody else is to be answered: whoever has come, or comes, learns that the run is over."""
+    while True:
+        for rank in state.newcomers:
+            await node.send(rank, welcomed(state.lives[rank]), None, Welcome(STOP, end_ns))
+        state.newcomers = ()
+        message = await node.recv(JOIN, LOST)
+        if message.tag == JOIN:
+            introduced(state, message)
+
+
+async def gather(node: Node, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
+    """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
+    stage, tally, heard = stages[index], state.tally, set[int]()
+    state.newcomers, state.called, state.ahead, state.buffer = (), (), None, []
+    for rank in stage.workers:
+        state.ends.forget(rank)
+        if rank in tally.waiting:
+            tally.answer(rank)
+    while len(heard) < stage.num_workers:
+        message = await node.recv(JOIN, LOST)
+        heard.add(message.src)
+        if message.tag == LOST:
+            await lost(node, stage, state, message.src)
+        else:
+            introduced(state, message)
+    return index, state
+
+
+async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = None) -> tuple[int, WorkerState] | None:
+    """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
+    is over. `kept`: what it was in a checkpoint."""
+    life = int(float(node.now_ns))
+    await node.send(stages[0].server, JOIN, None, (life,))
+    message = await node.recv(welcomed(life))
+    greeting = parsed(Welcome, message.meta)
+    if greeting.word == STOP:
+        node.ledger.close(greeting.end_ns)
+        return None
+    params, moments = stages[0].trainer.init()
+    state = WorkerState(params, moments if kept is None else kept.moments)
+    state.steps, state.samples = greeting.steps, greeting.samples
+    if greeting.planned:
+        state.assigned = greeting.planned, (await node.recv(PLANNED)).body
+        stages = reassigned(stages, *state.assigned)
+    stage, state.life, state.away = stages[greeting.stage], life, as_members(message.meta[WELCOME:])
+    state.enter(stage, node.rank)
+    if kept is not None:
+        state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
+    if message.body is not None:
+        rule_of(stage).messages().greeted(state, message.body, kept)
+    state.follow(greeting)
+    state.round, state.step = greeting.rounds, greeting.done
+    state.drawn = state.step * state.batch
+    return stage.index, state
+
+
+# --- the end of a stage -----------------------------------------------------------------------------------------------
+#
+# How a parameter server ends a stage: what is under way is called in or dropped, and every worker is answered.
+
+
+async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
+    """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
+    tally = state.tally
+    applied = (tally.version, tally.steps, tally.samples)
+    for rank in sorted(set(tally.waiting) - set(state.called)) if stage.delayed else ():
+        state.called += (rank,)
+        staleness, late = tally.answer(rank)
+        await node.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
+
+
+async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_ns: int | None = None) -> None:
+    """Tell every worker that the stage ended now, or then. What came before and was not merged is dropped."""
+    tally, end_ns = state.tally, within(stage, node.now_ns) if end_ns is None else end_ns
+    tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
+    unmerged = {push.worker for push in state.buffer}
+    for push in state.buffer:
+        tally.drop(push.worker, push.steps, of_ending(word))
+    state.buffer = []
+    working = set(stage.workers) - set(tally.waiting) - tally.gone
+    for rank in sorted(tally.waiting):
+        staleness, late = tally.answer(rank)
+        stage.link.gave(state.ends, rank, state.params)
+        meta = (*Pull(word, *applied, staleness, late or rank in unmerged, end_ns), *away(stage, tally.gone))
+        await node.send(rank, state.pulls[rank], state.params if word == NEXT else None, meta)
+    while working:
+        message = await node.recv(stage.tag("push"), LOST, JOIN)
+        if message.tag == JOIN:
+            introduced(state, message)
+            continue
+        working.discard(message.src)
+        if message.tag == LOST:
+            continue
+        message = await put_together(node, stage, message) if stage.messages else message
+        if message.start_ns <= end_ns:
+            tally.drop(message.src, int(message.meta[0]), of_ending(word))
+        await node.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
+    if word == STOP:
+        if stage.joins and node.rank == stage.server:
+            node.spawn(close_doors(node, state, end_ns))
+        node.ledger.close(end_ns)
+
+
+# --- messages in parts ------------------------------------------------------------------------------------------------
+#
+# What travels between a worker and the parameter server in parts, while the worker computes.
+#
+# Rule: message k, a slice of the gradient, leaves the moment backward has come to it; the slices queue at the
+# worker's port, and at the server's with those of the others. The last of them is the push itself, with what rides
+# along. The server puts a push together when that has come, so the gradient is the same to the bit as one in one
+# piece. Where the model comes back in parts, too, the first goes with the reply, and the forward pass waits for each
+# of the others.
+#
+# Source: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019. What each message holds is
+# `ashl.overlap`'s to say.
+
+
+async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
+    """One gradient, whose last slice is the body; the others are on their way. At its end a model that came in parts is
+    there as a whole."""
+    if stage.by_priority:
+        return await step_by_priority(node, stage, state)
+    start, tags = node.now, [tag for _, tag in stage.ready]
+    step, span = draw(state)
+    needs = () if state.coming is None else tuple((stage.messages[k].needed, tag) for k, tag in groups(stage))
+    came = [state.coming]  # the first layers first
+
+    def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
+        def taken(k: int) -> Any:
+            if k and take is not None:
+                came.append(take(k - 1))
+            return came[k]
+
+        model = Pieces(stage.slices[::-1], taken) if needs else state.params
+        return stage.trainer.gradient_in_parts(model, node.rank, step, span, stage.slices, hand_out)
+
+    others = None
+    if stage.overlap.by_slice:
+        others = node.spawn(push_slices(node, stage, state.batch))
+    elif tags[:-1]:
+        others = node.spawn(forwarded(node, stage.server, tags[:-1]))
+    loss = await node.compute(work, work=state.batch, parts=stage.ready, needs=needs)
+    if needs:
+        state.params, state.coming = together(came), None
+    step_s = node.now - start
+    body = None if others is None else await node.join(others)
+    if not stage.overlap.by_slice:
+        body = (await node.recv(tags[-1])).body
+    return Work(body, loss, 1, state.batch, step_s, state.version)
+
+
+async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
+    """To the server, each part as it is ready."""
+    for tag in tags:
+        part = await node.recv(tag, src=node.rank)
+        await node.send(server, tag, part.body)
+
+
+async def put_together(node: Node, stage: Stage, push: Message) -> Message:
+    """At the server: a push with the slices that left before it; it began when the first of them did."""
+    if stage.overlap.by_slice or stage.by_priority:  # they have been taken in one by one
+        return push
+    before = [await node.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
+    parts = (push, *reversed(before))  # the first layers first
+    return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
+
+
+# --- the way back
+
+
+def comes_in_parts(stage: Stage) -> bool:
+    """Whether a reply is not the whole model."""
+    return stage.overlap.by_slice or (stage.overlap.pulls and len(stage.messages) > 1)
+
+
+def groups(stage: Stage) -> list[tuple[int, Tag]]:
+    """The messages of a model that follow the first one, in the order in which forward needs them."""
+    return [(k, stage.tag("group", k)) for k in reversed(range(len(stage.messages) - 1))]
+
+
+def head(stage: Stage, model: Any) -> Any:
+    """What goes with the reply: the model, or what forward needs first, or the last slice; by priority, nothing."""
+    if not stage.overlap.pulls:
+        return None if stage.by_priority else model
+    if stage.overlap.by_slice:
+        return piece(model, *stage.once(slices)[-1])
+    return piece(model, stage.messages[-1].start, stage.messages[-1].stop)
+
+
+async def following(node: Node, stage: Stage, ranks: Sequence[int], model: Any) -> None:
+    """At the server: the rest of the model, to these workers in turn, but for slices that have gone."""
+    if stage.overlap.by_slice:
+        return
+    for k, tag in groups(stage):
+        body = piece(model, stage.messages[k].start, stage.messages[k].stop)
+        for rank in ranks:
+            await node.send(rank, tag, body)
+
+
+async def settled(node: Node, stage: Stage, state: WorkerState) -> bool:
+    """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are all there."""
+    if stage.overlap.by_slice:
+        state.params = await pulled(node, stage, state.coming)
+    elif not node.wants_mark:
+        return False
+    elif stage.by_priority:
+        await flush_by_priority(node, stage, state)
+    else:
+        state.params = together([state.coming, *[(await node.recv(tag)).body for _, tag in groups(stage)]])
+    state.coming = None
+    return True
+
+
+# --- slices that are merged by themselves -----------------------------------------------------------------------------
+#
+# A server that merges slice by slice, where all wait for all.
+#
+# Rule: of a slice that has come from all workers the server takes the weighted sum, steps on these elements alone,
+# and sends them to everybody at once. The last slice of a gradient is the push itself: with it goes what the server
+# counts and answers, and once that is back all others are. The bits are those of a gradient and a model in one piece.
+#
+# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019. How large
+# slices are is `ashl.overlap.slices`'s to say.
+
+
+def slices(stage: Stage) -> list[tuple[int, int]]:
+    """The elements [start, stop) of each, in the order in which they leave."""
+    return [(m.start + start, m.start + stop) for m in stage.messages for start, stop in stage.overlap.cuts(m)]
+
+
+def last(stage: Stage) -> Stage:
+    """The stage as it is for the last slice alone."""
+    start, stop = slices(stage)[-1]
+    return replace(stage, size=stop - start)
+
+
+# --- at a worker
+
+
+async def push_slices(node: Node, stage: Stage, samples: int) -> Any:
+    """To the server, each slice as it is ready, but the last one, which is returned."""
+    number, up, count = 0, stage.tag("slice"), len(stage.once(slices))
+    for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
+        part = (await node.recv(tag, src=node.rank)).body
+        for start, stop in stage.overlap.cuts(message):
+            body, number = piece(part, start, stop), number + 1
+            if number < count:
+                await node.send(stage.server, up, body, (number - 1, samples))
+    return body
+
+
+async def pulled(node: Node, stage: Stage, body: Any) -> Any:
+    """The model, of which the last slice came with the reply."""
+    places, back = stage.once(slices), stage.tag("back")
+    came = {places[-1]: body}
+    for _ in places[1:]:
+        message = await node.recv(back)
+        came[places[int(message.meta[0])]] = message.body
+    return together([came[place] for place in sorted(came)])
+
+
+# --- at the server
+
+
+async def taken(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """Take in one slice, and send it back where it has come from all; returns whether the model is another one, which
+    it is with the last alone."""
+    number, samples = map(int, message.meta)
+    if stage.by_priority:
+        await node.send(message.src, stage.tag("had"), None, (number,))
+    start, stop = stage.once(slices)[number]
+    push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
+    share = (stop - start) / stage.trainer.num_params
+    await node.compute(partial(merge_slice, stage, state, number, push), work=share, kind="apply")
+    if number in state.made:
+        body = state.made[number][1]
+        for rank in stage.workers:
+            await node.send(rank, stage.tag("back"), body, (number,))
+    return stage.by_priority and whole(stage, state)
+
+
+async def after_slices(node: Node, stage: Stage, state: ServerState) -> Stage:
+    """The stage as it is for a push that comes after its slices. Before the last one of a round is merged all of them
+    are there: a link that became faster may have let it overtake one."""
+    if not stage.overlap.by_slice:
+        return stage
+    while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(stage.once(slices)):
+        await taken(node, stage, state, await node.recv(stage.tag("slice")))
+    return stage.once(last)
+
+
+def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> None:
+    """Keep a slice of a push; where it has come from all, step on it."""
+    members = state.slices.setdefault(number, [])
+    members.append(push)
+    if len(members) < state.quorum:
+        return
+    del state.slices[number]
+    members.sort(key=attrgetter("worker"))
+    weights = stage.doing(state.workers).weights_of(members, state.tally.gone)
+    annealed = cast("ServerRule", stage.sync).anneal(state.rule_state)
+    lr = stage.trainer.rate(state.tally.samples - state.counted) * annealed
+    step_on(stage, state, number, stage.aggregate.fold(members, weights), lr)
+
+
+def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
+    start, stop = stage.once(slices)[number]
+    exact = stage.link.flags.lossless
+    state.made[number] = stage.trainer.apply_slice(state.params, state.moments, start, stop, update, lr, exact)
+
+
+def joined(stage: Stage, state: ServerState, update: Any, lr: float) -> tuple[Any, Any, Any]:
+    """(moments, outer moments, model) once the last slice has come from all, too."""
+    step_on(stage, state, len(stage.once(slices)) - 1, update, lr)
+    moments, params = in_order(stage, state)
+    return moments, state.outer_state, params
+
+
+def in_order(stage: Stage, state: ServerState) -> tuple[Any, Any]:
+    """(moments, model) of all slices."""
+    made = [state.made[number] for number in sorted(state.made, key=stage.once(slices).__getitem__)]
+    state.made = {}
+    return stage.trainer.joined(made)
+
+
+def whole(stage: Stage, state: ServerState) -> bool:
+    """By priority: whether a step that counts is in all slices, and so in the model now."""
+    if not state.counted or len(state.made) < len(stage.once(slices)):
+        return False
+    state.moments, state.params = in_order(stage, state)
+    state.counted = 0
+    return True
+
+
+# --- slices in the order in which forward needs them ------------------------------------------------------------------
+#
+# Slices through a server by priority: those that the next forward pass needs first go before the others.
+#
+# Rule: of the slices that backward has handed out, a worker sends the lowest layer's first, while fewer than `credit`
+# of them are on their way; the server says so when it has one. It merges a slice that has come from all and sends it
+# back at once (`ashl.topology.parameter_server`), and the next forward pass waits for each message by itself, so that
+# the slices of the last layers travel under it. What is counted goes ahead of them, once backward is over: the server
+# answers when all have said so, and everybody knows before the next step begins whether the run goes on. The server's
+# model is whole once all slices of a step are in, and is evaluated then. At the end of a stage, and for a checkpoint,
+# all is let in first.
+#
+# Limits: with a credit of one slice each waits for the word about the one before, which takes two latencies. Source:
+# Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019.
+
+
+def numbers(stage: Stage) -> list[range]:
+    """The slices of each message."""
+    ends = list(accumulate(len(stage.overlap.cuts(message)) for message in stage.messages))
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+# --- at a worker
+
+
+async def step_by_priority(node: Node, stage: Stage, state: WorkerState) -> Work:
+    """One gradient, whose slices go by themselves; `state.coming` is the task that has to do with them."""
+    start, (number, span), came = node.now, draw(state), list[Any]()
+    groups = [(message.needed, stage.tag("group", k)) for k, message in enumerate(stage.messages)]
+    needs = () if state.coming is None else tuple(reversed(groups))
+
+    def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
+        def first(k: int) -> Any:
+            assert take is not None
+            came.append(take(k))
+            return came[k]
+
+        model = Pieces(stage.slices[::-1], first) if needs else state.params
+        return stage.trainer.gradient_in_parts(model, node.rank, number, span, stage.slices, hand_out)
+
+    state.coming = node.spawn(exchange_by_priority(node, stage, state.batch, state.coming))
+    loss = await node.compute(work, work=state.batch, parts=stage.ready, needs=needs)
+    if needs:
+        state.params = together(came)
+    return Work(None, loss, 1, state.batch, node.now - start, state.version)
+
+
+async def exchange_by_priority(node: Node, stage: Stage, samples: int, before: Any) -> None:
+    """The slices of one gradient on their way up, and those of the model, message by message, to the forward pass."""
+    if before is not None:
+        await node.join(before)
+    parts, had, back = [tag for _, tag in stage.ready], stage.tag("had"), stage.tag("back")
+    places, of = stage.once(slices), stage.once(numbers)
+    waiting, came, held = list[tuple[int, int, Any]](), dict[int, Any](), 0
+    while held or len(came) < len(places):
+        message = await node.recv(*parts, had, back)
+        if message.tag == had:
+            held -= 1
+        elif message.tag == back:
+            came[int(message.meta[0])] = message.body
+            k = next(k for k, own in enumerate(of) if int(message.meta[0]) in own)
+            if all(number in came for number in of[k]):
+                await node.send(node.rank, stage.tag("group", k), together([came[number] for number in of[k]]))
+        else:
+            k = parts.index(message.tag)
+            for number, (start, stop) in zip(of[k], stage.overlap.cuts(stage.messages[k]), strict=True):
+                heappush(waiting, (-k, number, piece(message.body, start, stop)))
+        while waiting and held < stage.overlap.most_committed:
+            _, number, body = heappop(waiting)
+            held += 1
+            await node.send(stage.server, stage.tag("slice"), body, (number, samples))
+
+
+async def flush_by_priority(node: Node, stage: Stage, state: WorkerState) -> None:
+    """Everything is in, and the model is no longer on its way to a forward pass."""
+    await node.join(state.coming)
+    state.params = together(
+        [(await node.recv(stage.tag("group", k))).body for k in reversed(range(len(stage.messages)))]
+    )
+    state.coming = None
+
+
+async def given_up(node: Node, stage: Stage, state: WorkerState) -> None:
+    """Nobody waits for slices any more."""
+    if state.coming is not None:
+        await node.cancel(state.coming)
+        state.coming = None
+    groups = (stage.tag("group", k) for k in range(len(stage.messages)))
+    await node.drop(*groups, *(tag for _, tag in stage.ready), stage.tag("had"))
+
+
+# --- at the server
+
+
+def counted(stage: Stage, state: ServerState, message: Message) -> bool:
+    """A worker has ended a step: once all have, it counts. Returns whether the model has changed."""
+    steps, samples, loss, version = message.meta[:4]
+    tally, staleness = state.tally, state.tally.version - int(version)
+    state.buffer.append(Push(message.src, None, int(steps), int(samples), staleness, loss, 0.0, 0.0, 0.0))
+    if len(state.buffer) < state.quorum:
+        return False
+    members, state.buffer = state.buffer, []
+    tally.merge()
+    for member in members:
+        tally.commit(member.worker, member.steps, member.samples)
+        state.counted += member.samples
+    return whole(stage, state)
+
+
+async def drained(node: Node, stage: Stage, state: ServerState) -> None:
+    """What is counted is in the model."""
+    while state.counted:
+        await taken(node, stage, state, await node.recv(stage.tag("slice")))
+
+
+# --- one fragment of the model at a time ------------------------------------------------------------------------------
+#
+# A server that merges one fragment of the model at a time, see `ashl.overlap.streaming` and `loscar`.
+#
+# Rule: the merge after version v is of fragment v mod P. Each worker pushes what it has learned there, the server
+# takes the outer step on it once it has come from all, and answers with the fragment, which the worker mixes with its
+# own. As under all-reduce a worker holds one piece of work that is done and not exchanged
+# (`ashl.topology.all_reduce`).
+#
+# Sources: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025; Maziane et
+# al., "LOSCAR-SGD", arXiv 2605.20866, 2026. Both are written for all-reduce: that a server takes the outer step is
+# ours.
+
+
+async def run_fragments(node: Node, stage: Stage, state: WorkerState) -> int:
+    """Push a fragment, take the first of the next steps meanwhile, mix in what comes back, take the others; returns
+    the last word."""
+    state.enter(stage, node.rank)
+    overlap, word, push, answer = stage.delayed, GO, stage.tag("push"), node.recv(stage.tag("pull"))
+    assert isinstance(overlap, Fragmented)
+    while word == GO:
+        node.mark(stage.index, state)
+        if state.pending is None:
+            await finish_piece(node, stage, state, None, state.local_steps)
+        work = state.pending
+        part, fragment, held = fragment_state(stage, state, state.version)
+        body, loss = await encoded(node, part, held, work)
+        meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
+        await node.send(stage.server, push, body, meta)
+        total = state.local_steps
+        beside = overlap.beside(total) if state.rest is None or state.rest[0] > 0 else 0
+        ahead, asked = await steps(node, stage, state, beside) if beside else None, node.now
+        message = await answer
+        reply = parsed(Pull, message.meta)
+        word = reply.word
+        if message.body is not None:
+            landed = part.link.pulled(held.params, message.body)
+            state.params = fragment.put(state.params, landed)
+            if state.start is not None:
+                mixed = overlap.mixed(fragment.of(state.start), landed, held.params + work.body)
+                state.start = fragment.put(state.start, mixed)
+        seen = ahead is None or node.now - asked > AT_ONCE_S
+        state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
+        state.follow(reply)
+        if word != GO:
+            leave(node, stage, word, reply.end_ns)
+        node.round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
+        state.round += 1
+        if word == GO:
+            after = state.local_steps  # of the piece after the one that is under way
+            await finish_piece(node, stage, state, ahead, total - beside)
+            state.local_steps = after
+    return word
+
+
+async def merge_fragment_push(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    """At the server: a push of the fragment whose turn it is; whether the model changed."""
+    model, ends, outers = state.params, state.ends, [*(state.outer_state or len(stage.fragments) * (None,))]
+    k = state.version % len(stage.fragments)
+    part, fragment, held = fragment_state(stage, state, state.version)
+    state.params, state.outer_state, state.ends = held.params, outers[k], held.ends
+    changed = await merged(node, part, state, message)
+    outers[k] = state.outer_state
+    state.params = fragment.put(model, state.params) if changed else model
+    state.outer_state, state.ends = tuple(outers), ends
+    return changed
+
+
+async def answer_fragment(node: Node, stage: Stage, state: ServerState, rank: int) -> Any:
+    """... and what goes back: the fragment that was merged last."""
+    part, _, held = fragment_state(stage, state, state.version - 1)
+    return await rule_of(stage).messages().answer(node, part, held, rank, True)
+
+
+def fragment_state(stage: Stage, state: Any, version: int) -> tuple[Stage, Fragment, Any]:
+    """(the stage, where it lies, the state) as they are for the fragment of the merge after this version alone."""
+    k, fragment = version % len(stage.fragments), fragment_at(stage, version)
+    state.fragment_ends = state.fragment_ends or ends_of(stage)
+    held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
+    return stage.fragment(k), fragment, held

@@ -33,6 +33,27 @@ class Pull(NamedTuple):
 
 
 PULL = len(Pull._fields)
+
+
+class Welcome(NamedTuple):
+    """What a newcomer receives beside the model."""
+
+    word: int  # GO; STOP where the run is over
+    end_ns: int  # of the run, with STOP
+    stage: int = 0
+    version: int = 0
+    steps: int = 0  # applied so far
+    samples: int = 0
+    rounds: int = 0  # its own, applied or dropped or kept for a merge
+    done: int = 0  # ... of the steps
+    planned: int = 0  # the stage from which on another message says what workers do; 0 = the plan does
+    local_steps: int = 1
+    ratio: float = 1.0
+    interval_s: float = 0.0
+    batch: int = 0
+
+
+WELCOME = len(Welcome._fields)
 Head = TypeVar("Head", bound=NamedTuple)
 
 

@@ -4,8 +4,8 @@ Rule: it goes on from one state that all agree on, the server's or, where worker
 the model, the moments of whoever steps on merged gradients, the outer optimizer's, what the sync rule keeps of the run
 as a whole (`ServerRule.rescaled`), and all counts: of everybody together as they were, and by worker dealt out over
 those who are there now. All stand at the top of their loops on that model, each as far into its own data as the run is
-into all of it. Begins anew: what each worker kept by itself, as for one that comes (`ashl.topology.membership`), that
-is its own momentum and what codecs keep at both ends, and what rules keep by worker.
+into all of it. Begins anew: what each worker kept by itself, as for one that comes:
+its own momentum, what codecs keep at both ends, and what rules keep by worker.
 
 Limit: where the samples of a round are the same, whoever computes on them, the run goes on as with the workers that it
 had, to rounding; with exact sums bit for bit.
@@ -21,8 +21,7 @@ from ashl.stage.tally import Progress, Tally
 from ashl.topology import all_reduce
 from ashl.topology.all_reduce import Ahead, PeerState
 from ashl.topology.local_work import WorkerState
-from ashl.topology.merging import orders_of, rule_of
-from ashl.topology.parameter_server import ServerRule, ServerState
+from ashl.topology.parameter_server import ServerRule, ServerState, orders_of, rule_of
 
 
 def rescaled(stage: Stage, state: ServerState | PeerState, now_s: float) -> list[WorkerState | ServerState]:

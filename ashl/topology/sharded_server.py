@@ -38,13 +38,24 @@ from ashl.stage.program import reassigned
 from ashl.stage.rule import CHURN, CODEC, OUTER, WEIGHTS, Loop, Network, Rule, Topology
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import Tally
-from ashl.topology.dismissal import dismiss
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
 from ashl.topology.members import as_members
-from ashl.topology.membership import PLANNED, Welcome, gather, membership, welcome, welcomed
-from ashl.topology.merging import merge, receive, reply, rule_of
-from ashl.topology.parameter_server import ServerRule, ServerState
+from ashl.topology.parameter_server import (
+    PLANNED,
+    ServerRule,
+    ServerState,
+    Welcome,
+    dismiss,
+    gather,
+    membership,
+    merge,
+    receive,
+    reply,
+    rule_of,
+    welcome,
+    welcomed,
+)
 from ashl.topology.replies import PULL, Pull, parsed
 
 

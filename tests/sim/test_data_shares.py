@@ -9,7 +9,7 @@ from ashl.data.quadratic import optimum
 from ashl.learn.learner import Learner
 from ashl.plan.plan import WorkerPlan
 from ashl.planning.build import assemble
-from ashl.topology import merging
+from ashl.topology import parameter_server
 from tests.support import planned, simulated
 
 TOTAL = 1437  # digits
@@ -57,8 +57,8 @@ def test_what_is_profiled_on_the_way_cuts_the_shards_anew(monkeypatch: pytest.Mo
 
 def test_an_online_plan_leaves_the_shares_to_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    assigned = merging.assigned
-    monkeypatch.setattr(merging, "assigned", lambda *a, **k: made.append(assigned(*a, **k)) or made[-1])
+    assigned = parameter_server.assigned
+    monkeypatch.setattr(parameter_server, "assigned", lambda *a, **k: made.append(assigned(*a, **k)) or made[-1])
     asynchronous = ("cluster=ashl_paper", "sync=asp", "sync.local_steps=plan", "schedule.h_preset=[2]")
     ran = simulated(*asynchronous, "planner=online", SLOWED, "model.hidden=[16]", "stop.steps=200")
     before = ran.plan.stages[0].workers

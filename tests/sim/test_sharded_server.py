@@ -8,7 +8,7 @@ import torch
 
 from ashl.planning.build import assemble
 from ashl.topology import sharded_server
-from ashl.topology.merging import receive
+from ashl.topology.parameter_server import receive
 from ashl.topology.sharded_server import ShardedServer
 from tests.support import planned, simulated
 from tests.support import run as play

@@ -1,0 +1,51 @@
+"""Exchange one fragment of a model at a time: what workers of a server and of an all-reduce have in common.
+
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025.
+"""
+
+from __future__ import annotations
+
+from ashl.runtime.node import Node
+from ashl.stage.fragment import Fragment
+from ashl.stage.link import Ends
+from ashl.stage.stage import Stage
+from ashl.topology.local_work import Work, WorkerState, local_work
+
+
+def ends_of(stage: Stage) -> tuple[Ends, ...]:
+    """Of each fragment's links."""
+    return tuple(Ends() for _ in stage.fragments)
+
+
+def fragment_at(stage: Stage, version: int) -> Fragment:
+    """That of the merge after this version."""
+    fragment = stage.fragments[version % len(stage.fragments)]
+    return fragment if stage.overlap.share is None else fragment.drawn(stage.seed, version)
+
+
+async def steps(node: Node, stage: Stage, state: WorkerState, count: int) -> Work:
+    """So many local steps, from where the worker stands, which they move."""
+    start = state.params if state.start is None else state.start
+    state.local_steps = count
+    work = await local_work(node, stage, state)
+    state.start = start + work.body
+    return work
+
+
+async def finish_piece(node: Node, stage: Stage, state: WorkerState, ahead: Work | None, count: int) -> None:
+    """The last steps of a piece, after those that were taken beside the last exchange: what has been learned in the
+    next fragment since it was exchanged is pending from here on."""
+    fragment, start = fragment_at(stage, state.version), state.start
+    work = await steps(node, stage, state, count)
+    body = fragment.of(work.body)
+    if start is not None:
+        body = fragment.of(start) - fragment.of(state.params) + body
+    if ahead is not None:
+        total = ahead.steps + work.steps
+        loss, step_s = (
+            (one * ahead.steps + other * work.steps) / total
+            for one, other in ((ahead.loss, work.loss), (ahead.step_s, work.step_s))
+        )
+        work = Work(body, loss, total, ahead.samples + work.samples, step_s, ahead.version)
+    state.pending, state.pending_rest = work._replace(body=body), state.rest
+    state.plan_round(stage, node.rank, ahead=1)
