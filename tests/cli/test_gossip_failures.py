@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
@@ -14,6 +15,8 @@ from ashl.planning.make import make_plan
 from ashl.topology.gossip import GossipRule
 from tests.conf_option import conf_option
 from tests.disturbed import LONG, check_records, ranks_of
+from tests.sim.test_churn import with_events
+from tests.support import planned, run
 
 MODES = ("d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum", "gossip_pga", "hop", "d_admm", "ad_psgd", "swarm")
 SIM = ("runtime=sim", "cluster.compute=[1,1,1]", "model.hidden=[4]", "topology=gossip", "topology.graph=complete")
@@ -88,3 +91,16 @@ def test_nobody_joins_a_run_of_gossip(train, capsys) -> None:
 
     assert train(join, "topology=gossip", "sync=d_psgd", "cluster.compute=[1,1.5,1]")[0] == 130
     assert "a run with topology=gossip sync=d_psgd takes nobody; a new run with run.checkpoint_s" in said[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_link_that_is_down_for_a_while_is_no_failure(mode: str) -> None:
+    """Messages wait for the link, and nothing else happens."""
+    own = (*SIM, "cluster=homogeneous", f"sync={mode}", "dataset.batch_size=16", "stop.steps=45")
+    down = {"time_s": 0.1, "worker": 1, "link_down": 0.5}
+    whole, held_up = run(planned(*own)), run(with_events(planned(*own), down))
+    assert held_up.end["reason"] == "steps"
+    assert held_up.time_ns > whole.time_ns + 100_000_000 or mode in ("ad_psgd", "swarm")
+    assert all(sum(ledger.values()) == held_up.time_ns for ledger in held_up.ledgers)
+    if mode not in ("hop", "d_admm", "ad_psgd", "swarm"):
+        assert all(torch.equal(held_up.models[rank], model) for rank, model in whole.models.items())
