@@ -173,7 +173,9 @@ def brute_force(loads: list[Load], h_preset: int) -> tuple[int, int, int]:
     anchor, kept = anchor_of(loads, h_preset)
     limit = max(load.cycle(1) for load in loads) + loads[anchor].cycle(kept) + max(load.step for load in loads)
     choices = [range(1, (load.most or limit // load.step + 1) + 1) for load in loads]
-    choices[anchor] = range(kept, kept + 1)
+    choices = [
+        range(kept, kept + 1) if load == loads[anchor] else own for load, own in zip(loads, choices, strict=True)
+    ]
     best = []
     for combination in itertools.product(*choices):
         times = [load.cycle(h) for load, h in zip(loads, combination, strict=True)]
@@ -193,6 +195,18 @@ def test_balanced_is_exact(costs: list[tuple[int, int]], h_preset: int, h_max: i
     times = [load.cycle(h) for load, h in zip(loads, chosen, strict=True)]
     assert max(times) == cycle
     assert (max(times) - min(times), max(times), -sum(chosen)) == brute_force(loads, h_preset)
+
+
+@law
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 99), st.integers(0, 80)), min_size=1, max_size=3),
+    st.integers(1, 6),
+    st.sampled_from([None, 1, 3, 6]),
+)
+def test_workers_of_equal_costs_get_equal_steps(costs: list[tuple[int, int, int]], h_preset: int, h_max: int) -> None:
+    loads = [Load(*cost, h_max) for cost in costs]
+    _, chosen = balance([*loads, *loads], h_preset)
+    assert chosen[: len(loads)] == chosen[len(loads) :]
 
 
 # --- balanced, by hand ------------------------------------------------------------------------------------------------

@@ -13,8 +13,11 @@ from ashl.errors import UsageError
 from ashl.plan.declared import declared
 from ashl.plan.noise import levelled
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile
+from ashl.planner.assignment import Planner
+from ashl.planner.dylu import DyLU
 from ashl.tracking.forecast import show_profile
 from tests.conf_option import conf_option
+from tests.plans import BALANCED, PAPER
 
 WORKER: dict[str, Any] = {
     "step_s": 0.04,
@@ -196,3 +199,22 @@ def test_costs_within_their_noise_count_as_equal_and_are_said_to() -> None:
     screen = Console(file=io.StringIO(), width=80)
     show_profile(screen, replace(profile(), workers=level))
     assert "equal within their noise: step of workers 0, 1" in screen.file.getvalue()  # ty: ignore[unresolved-attribute]
+
+
+@pytest.mark.parametrize("planner", [PAPER, BALANCED, DyLU()], ids=["paper", "balanced", "dylu"])
+def test_workers_equal_within_their_noise_get_equal_steps_and_densities(planner: Planner) -> None:
+    """Two equal workers of a slow third: their steps, transfers, latencies and encodings differ by noise alone."""
+    noise = {"step_noise_s": 0.002, "push_noise_s": 0.002, "pull_noise_s": 0.002}
+    equal = [
+        {"step_s": 0.040, "push_s": 0.030, "pull_s": 0.020, "latency_s": 0.0100, "compress_s": 0.004},
+        {"step_s": 0.041, "push_s": 0.031, "pull_s": 0.021, "latency_s": 0.0103, "compress_s": 0.005},
+    ]
+    third = {"step_s": 0.1, "push_s": 0.05, "latency_s": 0.02, "compress_s": 0.02}
+    workers = [WorkerProfile(**{**WORKER, **noise, **own}) for own in (*equal, third)]
+    noises = {"latency_s": [0.0002] * 3, "compress_s": [0.0006] * 3}
+    found = replace(profile(), workers=levelled(workers, noises))
+    assert found.workers[0] == found.workers[1]
+    assert found.workers[2].step_s == 0.1
+    for h_preset, r_preset in ((2, None), (2, 0.1), (5, 0.5)):
+        first, second, _ = planner.assign(found, h_preset, r_preset, lambda share: share)
+        assert first == second

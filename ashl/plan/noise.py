@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,11 +45,18 @@ def is_narrow(times: Sequence[float]) -> bool:
     return found.noise <= NARROW * found.median
 
 
-def levelled(workers: Sequence[WorkerProfile]) -> tuple[WorkerProfile, ...]:
-    """The workers with costs that differ by no more than their noise made equal: to the mean of those who are."""
+def levelled(
+    workers: Sequence[WorkerProfile], noises: Mapping[str, Sequence[float]] | None = None
+) -> tuple[WorkerProfile, ...]:
+    """Return the workers with each cost made equal among those whose costs differ by no more than their noise.
+
+    Equal workers then get equal H and densities. The common cost is the mean.
+    Args: noises holds half intervals, by worker, of costs whose noise is no field of a profile.
+    """
     found = list(workers)
-    for cost, noise in NOISES.items():
-        for ranks in alike(workers, cost, noise):
+    known = {cost: [getattr(worker, noise) for worker in workers] for cost, noise in NOISES.items()}
+    for cost, bounds in (known | dict(noises or {})).items():
+        for ranks in overlapping([getattr(worker, cost) for worker in workers], bounds):
             mean = math.fsum(getattr(workers[rank], cost) for rank in ranks) / len(ranks)
             for rank in ranks:
                 found[rank] = replace(found[rank], **{cost: mean})
@@ -57,13 +64,17 @@ def levelled(workers: Sequence[WorkerProfile]) -> tuple[WorkerProfile, ...]:
 
 
 def alike(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[int]]:
-    """The workers whose intervals overlap that of the least among them, where there are several and some noise."""
+    """Return the workers that count as equal in a cost."""
+    return overlapping([getattr(own, cost) for own in workers], [getattr(own, noise) for own in workers])
+
+
+def overlapping(costs: Sequence[float], noises: Sequence[float]) -> list[list[int]]:
+    """Return the ranks whose intervals overlap that of the least among them, where there are several and some noise."""
     groups: list[list[int]] = []
-    for rank in sorted(range(len(workers)), key=lambda rank: getattr(workers[rank], cost)):
-        least = workers[groups[-1][0]] if groups else None
-        own, bound = getattr(workers[rank], cost), getattr(workers[rank], noise)
-        if least is not None and own - bound <= getattr(least, cost) + getattr(least, noise):
+    for rank in sorted(range(len(costs)), key=costs.__getitem__):
+        least = groups[-1][0] if groups else None
+        if least is not None and costs[rank] - noises[rank] <= costs[least] + noises[least]:
             groups[-1].append(rank)
         else:
             groups.append([rank])
-    return [sorted(ranks) for ranks in groups if len(ranks) > 1 and any(getattr(workers[r], noise) for r in ranks)]
+    return [sorted(ranks) for ranks in groups if len(ranks) > 1 and any(noises[rank] for rank in ranks)]

@@ -1,8 +1,9 @@
 """Equal cycles by choice of integers instead of rounding, with bounds on H and true bytes.
 
 Rule: T_i = t_i · H_i + compress_i + push_i(payload(r_i)) + pull_i. The worker slowest at H_preset, the anchor, keeps
-H_preset; the others take H_i ∈ [1, h_max] so that the spread max_i T_i − min_i T_i is least, of equal spreads the
-shorter common cycle T = max_i T_i, and in it as many steps as fit. D_i = H_i / Σ H.
+H_preset, as does every worker of the same costs; the others take H_i ∈ [1, h_max] so that the spread
+max_i T_i − min_i T_i is least, of equal spreads the shorter common cycle T = max_i T_i, and in it as many steps as fit.
+D_i = H_i / Σ H.
 
 Where the fastest worker cannot fill the anchor's cycle with h_max steps, it is the anchor, at h_max: h_max bounds
 everybody's cycle, and a slow worker's H goes below H_preset, down to 1.
@@ -76,7 +77,7 @@ class Balanced(Planner):
 def balance(loads: Sequence[Load], h_preset: int) -> tuple[int, list[int]]:
     """The common cycle with the least spread, and everybody's steps in it."""
     anchor, kept = anchor_of(loads, h_preset)
-    loads = [load._replace(most=kept) if i == anchor else load for i, load in enumerate(loads)]
+    loads = [load._replace(most=kept) if load == loads[anchor] else load for load in loads]
     start = max(loads[anchor].cycle(kept), *(load.cycle(1) for load in loads))
     now = [(load, load.fill(start)) for load in loads]
     final = min(load.reach(h) for load, h in now if h == load.most)  # of those who take no step more

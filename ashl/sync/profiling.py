@@ -69,6 +69,7 @@ REPEATS = 3  # of an exchange at least
 MOST = 20  # times as many repetitions at most
 SLOWED = 1.1  # a push among others that takes so many times as long shows the server's port
 DISTRIBUTION, DISTRIBUTION_S = 2_000, 4.0  # steps for their quantiles at most, and seconds after which none begins
+COSTS = 5  # numbers of a worker's first answer: a step, its noise and spread, an encoding and its noise
 LINES_S = 2.0  # for the messages of several sizes to and from all workers, and as long again for sums
 
 
@@ -90,7 +91,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     before = stage.trainer.worker_state(node.rank)
     times = await time_steps(node, stage, state, max(1, stage.sync.steps), distribution=stage.sync.by_part)
     compress_s = await repeated(partial(time_encoding, node, stage, state), REPEATS, REPEATS)
-    found: tuple[float, ...] = (*figure(times), spread(times), statistics.median(compress_s))
+    found: tuple[float, ...] = (*figure(times), spread(times), *figure(compress_s))
     passes = None
     if stage.sync.by_part:
         own = await time_passes(node, stage, state, min(len(times), MOST * max(1, stage.sync.steps)))
@@ -222,10 +223,12 @@ async def measured(
     for _ in range(REPEATS if len(members) > 1 else 0):
         await instruct(node, stage, members, GO)
         loaded.append(await answers(node, stage, members))
-    workers = []
+    workers, noises = [], {"latency_s": list[float](), "compress_s": list[float]()}
     for rank in members:
         together = [row[rank] for row in loaded]
         workers.append(worker_profile(stage, rank, steps[rank], times[rank], together))
+        noises["latency_s"].append(figure([empty_s for empty_s, *_ in times[rank]]).noise / 2)
+        noises["compress_s"].append(steps[rank][COSTS - 1])
     sums = beside = None
     if stage.sync.by_part:
         workers = [await with_lines(node, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
@@ -236,7 +239,7 @@ async def measured(
     server_bytes_s = port(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(node, stage, state)
     codecs = await measured_codecs(node, stage)
-    return levelled(workers), apply_s, server_bytes_s, sums, beside, codecs
+    return levelled(workers, noises), apply_s, server_bytes_s, sums, beside, codecs
 
 
 async def with_lines(node: Node, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
@@ -284,7 +287,7 @@ def worker_profile(
     together: Sequence[tuple[float, ...]],
 ) -> WorkerProfile:
     """Of what was timed: steps with an encoding, and rows of an exchange of nothing, of a push and of a pull."""
-    (step_s, step_noise_s, spread_s, compress_s), more = steps[:4], steps[4:]
+    (step_s, step_noise_s, spread_s, compress_s, _), more = steps[:COSTS], steps[COSTS:]
     step_times_s, passes = more[: len(LEVELS)], more[len(LEVELS) :]
     empty, up, down = (figure(times) for times in zip(*alone, strict=True))
     latency_s = empty.median / 2  # an exchange of nothing crosses the link twice
