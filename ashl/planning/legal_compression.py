@@ -21,7 +21,10 @@ from ashl.compression.wire.entropy_code import check_code
 from ashl.errors import UsageError
 from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.sgd import SGD
-from ashl.stage.rule import Rule, Topology
+from ashl.plan.plan import Plan
+from ashl.planning.build import Parts
+from ashl.stage.rule import PULLS, Rule, Topology
+from ashl.topology.parameter_server import UPDATES, ServerRule
 
 OWN_CODES = range(128, 256)  # on the wire: those of codecs that are not of this package
 MUCH, MOST = 0.8, 0.7  # momentum, and a lost share of an update, that together overshoot
@@ -214,6 +217,24 @@ def check_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None
         )
     if aggregate.discount is not None:
         raise UsageError(f"{name} merges all bodies at once, so aggregate.discount has none to act on; drop it")
+
+
+def dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
+    """Name `topology.pull_ratio` where pushes are compressed and pulls, which could be, are not."""
+    d = plan.num_params
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        topology, codec, sync = own.topology, own.compression, own.sync
+        plain = isinstance(sync, ServerRule) and sync.messages() is UPDATES
+        if not plain or codec.flags.lossless or PULLS not in topology.carries or topology.pull_ratio is not None:
+            continue
+        sent = max(worker.message_bytes or 0 for worker in stage.workers)
+        pulled = codec.pulled()
+        if sent < 4 * d and isinstance(pulled, Code) and pulled.flags.contraction and not pulled.flags.reduces:
+            return (
+                f"pushes are compressed and pulls are not ({4 * d / 1e6:.3g} MB each); topology.pull_ratio=0.1 "
+                "compresses pulls, too",
+            )
+    return ()
 
 
 def notes(name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:

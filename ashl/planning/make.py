@@ -53,7 +53,7 @@ from ashl.planning.legal import (
 from ashl.planning.legal_annealing import check_annealing
 from ashl.planning.legal_checkpoints import check_checkpoints
 from ashl.planning.legal_churn import check_churn
-from ashl.planning.legal_compression import check_compression
+from ashl.planning.legal_compression import check_compression, dense_pulls
 from ashl.planning.legal_servers import check_servers
 from ashl.planning.overlapping import overlapped
 from ashl.planning.predict import predict
@@ -187,6 +187,7 @@ def _prepared(
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     plan = predicted(plan, resolved, clock, deal, len(data.train), batch, by)
+    plan = replace(plan, notes=plan.notes + dense_pulls(plan, resolved))
     if strict:
         given = Given(asked, plan, resolved, parts["schedule"], profiled=replaced is not None)
         refuse_without_effect(given, overrides)
