@@ -1,8 +1,6 @@
 """`ashl export`: what finished runs recorded, and how they ran, for other tools."""
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +12,7 @@ from .compare import Folders, show_left_out
 from .train import Debug
 
 FORMATS, TABLES = ("csv", "parquet", "json"), ("summary", "metrics", "events")
-TARGETS = ("ddp", "torchft", "deepspeed", "script")
+TARGETS = ("ddp", "torchft", "script")
 
 
 def export(
@@ -26,7 +24,7 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="|".join(TARGETS), help="No records: a script that does what the run did, without ashl."
+            "--to", metavar="|".join(TARGETS), help="No records: a script that trains as the run did with another tool."
         ),
     ] = None,
     what: Annotated[
@@ -37,8 +35,8 @@ def export(
 ) -> int:
     """Write what runs recorded as one flat table, which pandas reads in one line: pandas.read_csv("runs.csv").
 
-    With --to: a script that trains the same model with the combination of one run whose workers go round by round, with
-    torch's DistributedDataParallel, torchft, DeepSpeed, or plain torch.
+    With --to: a script that trains the model of one run in the same synchronous rounds, with torch's
+    DistributedDataParallel, torchft, or plain torch.
     """
     if to is not None:
         return export_to(to, folders, kind, out)
@@ -67,18 +65,13 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
         raise UsageError("--format is for records, and --to for a script; give one of them.")
     if len(folders) > 1:
         raise UsageError(f"--to {to} is of one run, and {len(folders)} folders are named; name one.")
-    from ashl.export import ddp, deepspeed, script, torchft
+    from ashl.export.scripts import render_script
 
-    scripts = {"ddp": ddp.script, "torchft": torchft.script, "deepspeed": deepspeed.script, "script": script.script}
-    name = out.name if out else f"train_{to}.py"
-    if out is not None and out.stem == to and to in ("torchft", "deepspeed"):
+    if out is not None and out.stem == to == "torchft":
         raise UsageError(
-            f"--out {out}: a script of that name hides {to} from itself; take another one, as train_{to}.py."
+            f"--out {out}: a script of that name hides torchft from itself; take another one, as train_torchft.py."
         )
-    try:
-        written = scripts[to](folders[0], name)
-    except UsageError as error:
-        raise UsageError(f"{str(error).rstrip('.')}{elsewhere(folders[0], scripts)}.") from error
+    written = render_script(folders[0], to, out.name if out else f"train_{to}.py")
     if out is None:
         print(written, end="")
         return 0
@@ -87,13 +80,3 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
     except OSError as error:
         raise AshlError(f"{out} cannot be written ({error.strerror}); name another place with --out FILE.") from error
     return 0
-
-
-def elsewhere(run: Path, scripts: Mapping[str, Callable[[Path], str]]) -> str:
-    """Which others have a script of this run, as the end of a sentence."""
-    able = []
-    for to, script in scripts.items():
-        with suppress(AshlError):
-            script(run)
-            able.append(f"--to {to}")
-    return f"; of this run there is {' and '.join(able)}" if able else ""

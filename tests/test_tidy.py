@@ -54,6 +54,7 @@ HOMES = {
     "hydra": ("ashl/config/compose.py", "cli/plugins.py"),
     "mlflow": ("ashl/tracking/mlflow.py", "ashl/tracking/mlflow_study.py"),
     "torchvision": ("ashl/data/vision.py",),
+    "jinja2": ("ashl/export/",),
     "torch.distributed": ("ashl/runtime/", "ashl/run/", "cli/doctor.py"),
     "typer": ("cli/",),
     "time": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),  # the experiment's clock, host seconds
@@ -289,3 +290,13 @@ def test_packages_are_listed() -> None:
     assert {package if within(package, "ashl") else f"ashl.{package}" for package in dotted} == set(listed)
     folders = [folder for folder in (ROOT / "conf").glob("[!_]*/") if folder.is_dir()]
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_files_beside_the_code_are_package_data() -> None:
+    """A file that no pattern names is missing in the wheel."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    beside = {path for path in (ROOT / "ashl").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    for package, globs in patterns.items():
+        folder = "ashl/**" if package == "*" else package.replace(".", "/")
+        beside -= {path for pattern in globs for path in ROOT.glob(f"{folder}/{pattern}")}
+    assert not beside

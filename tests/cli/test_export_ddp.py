@@ -1,24 +1,27 @@
-"""`ashl export RUN --to ddp`: plain DDP has the run's messages as buckets, and learns the same."""
+"""`ashl export RUN --to ddp`: the buckets of DDP are the messages of the run, and it learns the same."""
 
 import json
 from dataclasses import replace
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.utils import vector_to_parameters
+from torch.nn.parallel import DistributedDataParallel
 
 from ashl.cli.app import main
-from ashl.export.ddp import messages_of, script
-from ashl.learn.trainer import Trainer
+from ashl.overlap.chain import bare, joined
 from ashl.plan.files import read_plan
-from ashl.planning.build import assemble
-from tests.exported import exported
+from ashl.plan.plan import Plan
+from ashl.planning.build import Options, layer_groups
+from tests.exported import exported, on_the_batches_of
 from tests.support import planned
 
 RUN = "runtime=sim tracking=none topology=all_reduce sync=bsp cluster.compute=[1] stop.steps=6 eval.every_commits=6"
+OWN = "from ashl.data.digits import Digits\n\n\nclass Photos(Digits):\n    pass\n"
 TEXT = "model=transformer dataset=text task=language_model dataset.batch_size=2"
 
 
@@ -32,63 +35,53 @@ def trained(*overrides: str) -> Path:
     [
         "overlap=merged overlap.plan=[2,1,1] model.hidden=[24,16,8]",
         "overlap=wfbp model=cnn dataset.batch_size=8",
-        f"overlap=wfbp {TEXT} runtime.gradients=false",  # a backward pass mixes the gradients of neighbouring messages
+        f"overlap=wfbp {TEXT}",  # a backward pass mixes the gradients of neighbouring messages
     ],
     ids=["mlp", "cnn", "transformer"],
 )
-def test_plain_ddp_has_the_same_groups_and_learns_the_same(what: str, workplace, gloo) -> None:
+def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, gloo, monkeypatch) -> None:
     run = trained(*what.split())
     plan = read_plan(str(run / "plan.json"))
-    learned = plan.runtime["gradients"]
-    job = assemble(replace(plan, runtime={**plan.runtime, "gradients": True}), "cpu")
-    trainer = job.stages[0].trainer
-    assert isinstance(trainer, Trainer)
-    written = exported(run, "ddp")
-    net = written.wrapped(written.model())
-    vector_to_parameters(trainer.init()[0], net.parameters())
-    buckets: list[set[int]] = []
-    places = {id(p): i for i, p in enumerate(net.parameters())}
+    written = on_the_batches_of(run, exported(run, "ddp"), 6)
+    steps: list[list[set[int]]] = []
 
-    def summed(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buckets.append({places[id(p)] for p in bucket.parameters()})
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+    def wrapped(net: torch.nn.Module, **keys: Any) -> DistributedDataParallel:
+        indices = {id(p): i for i, p in enumerate(net.parameters())}
+        net = DistributedDataParallel(net, **keys)
 
-    net.register_comm_hook(None, summed)
-    spec = plan.stages[0].optimizer
-    sgd = torch.optim.SGD(net.parameters(), spec["lr"], spec["momentum"], weight_decay=spec["weight_decay"])
-    batches, size, losses = trainer.batches[0], plan.stages[0].workers[0].batch, []
-    for step in range(6):
-        buckets.clear()
-        inputs, targets = job.data.train.batch(batches.span(step * size, size))
-        loss = job.parts.task.loss(net(inputs), targets)
-        sgd.zero_grad()
-        loss.backward()
-        sgd.step()
-        losses.append(loss.item())
-        if step >= 2:
-            assert buckets == groups_of(plan)
+        def summed(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            steps[-1].append({indices[id(p)] for p in bucket.parameters()})
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        net.register_comm_hook(None, summed)
+        return net
+
+    monkeypatch.setattr(written, "DistributedDataParallel", wrapped)
+    losses = []
+    training = written.train(0)
+    for _ in range(6):
+        steps.append([])
+        losses.append(next(training))
+    assert steps == [messages_of(plan)] * 6
     rounds = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    if learned:
-        assert losses == pytest.approx([row["loss"] for row in rounds if row["kind"] == "round"], rel=1e-5)
+    assert losses == pytest.approx([row["loss"] for row in rounds if row["kind"] == "round"], rel=1e-5)
 
 
-def groups_of(plan: Any) -> list[set[int]]:
-    """The parameters of each message."""
-    stops, groups = [], []
-    for _, shape in plan.layers:
-        stops.append((stops[-1] if stops else 0) + torch.Size(shape).numel())
-    for message in messages_of(plan):
-        groups.append({i for i, stop in enumerate(stops) if message.start < stop <= message.stop})
-    return groups
+def messages_of(plan: Plan) -> list[set[int]]:
+    """Return the indices of the parameters in each message, the last layers first."""
+    groups = layer_groups(plan)
+    counts = Options(()).of("overlap", plan.stages[0].overlap).messages(bare(groups))
+    stops = list(accumulate(prod(shape) for _, shape in plan.layers))
+    return [{i for i, stop in enumerate(stops) if m.start < stop <= m.stop} for m in joined(groups, counts)]
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
         ("run --to horovod", "--to horovod: what exists is ddp"),
-        ("run --to ddp", "run cannot be written for DistributedDataParallel: it was only timed"),
+        ("run --to deepspeed", "--to deepspeed: what exists is ddp, torchft, script"),
         ("nowhere --to ddp", "nowhere is no folder of a run"),
         ("run nowhere --to ddp", "2 folders are named; name one"),
         ("run --to ddp --format csv", "give one of them"),
@@ -104,18 +97,14 @@ def test_wrong_exports(command: str, says: str, workplace, capsys) -> None:
     assert says in said
 
 
-def test_compressed_messages_are_no_buckets() -> None:
-    """DDP sums its buckets as they are."""
-    common = ("topology=all_reduce", "sync=bsp", "overlap=layerwise")
-    assert messages_of(planned(*common))
-    assert not messages_of(planned(*common, "compression=topk"))
-
-
-def test_a_data_set_of_ones_own_leaves_the_model_to_be_made(tmp_path) -> None:
-    """The data are not looked at, and the script makes the module of a model that is known."""
-    plan = planned("topology=all_reduce", "sync=bsp", "overlap=wfbp", "model.hidden=[8]")
-    own = replace(plan, dataset={**plan.dataset, "_target_": "mine.Photos"})
-    (tmp_path / "plan.json").write_text(own.to_json())
-    written = script(tmp_path)
-    assert "return MLP(hidden=[8]).build(sample_shape=" in written
-    assert "was not looked at" in written
+def test_a_data_set_of_ones_own_is_left_to_the_user(workplace) -> None:
+    """The script makes a model that is known, and says what its batches have to be."""
+    Path("mine.py").write_text(OWN)
+    plan = planned(*RUN.split(), "model.hidden=[8]", "cluster.compute=[1,1]")
+    own = replace(plan, dataset={**plan.dataset, "_target_": "mine.Photos"}, allow_targets=("mine",))
+    Path("run").mkdir()
+    Path("run/plan.json").write_text(own.to_json())
+    written = exported(Path("run"), "ddp")
+    assert isinstance(written.model(), torch.nn.Module)
+    with pytest.raises(NotImplementedError, match=r"\(inputs, targets\), BATCH samples at a time, of mine.Photos"):
+        next(written.batches(0))

@@ -1,5 +1,4 @@
-"""`ashl export RUN --to torchft`, `deepspeed` and `ddp` without a merge plan: what the scripts say, and what they learn
-where the package is installed."""
+"""`ashl export RUN --to ...`: what the scripts contain, what is refused, and what torchft learns if it is installed."""
 
 import ast
 import builtins
@@ -14,12 +13,14 @@ import pytest
 import torch
 
 from ashl.cli.app import main
+from ashl.config.catalog import catalog, parameters, target
+from ashl.export.scripts import COMMON, FIXED, TARGETS
+from ashl.model.mlp import MLP
+from ashl.overlap.contract import Delayed
 from tests.exported import exported, on_the_batches_of
 from tests.support import planned
 
 RUN = "runtime=sim tracking=none model.hidden=[16] topology=all_reduce eval.every_commits=100 cluster.compute=[1,1]"
-STREAMING = "sync=local_sgd sync.local_steps=4 outer=nesterov overlap=streaming overlap.delay={} overlap.alpha={}"
-BITS = "schedule=one_bit_adam schedule.warmup_epochs=0.5"
 
 
 def unrun(*overrides: str) -> Path:
@@ -29,39 +30,36 @@ def unrun(*overrides: str) -> Path:
     return Path("run")
 
 
-SAID = [  # target, run, what its script has to say
-    ("torchft", "sync=bsp", ["(0, 32, 100, 2)", "Optimizer(manager, inner)", "learning_rate(k * "]),
-    ("torchft", "sync=local_sgd sync.local_steps=5", ["LOCAL_STEPS = 5", "LocalSGD(manager, net, inner, LOCAL_STEPS)"]),
+SAID = [  # target, run, what its script has to contain
+    ("torchft", "sync=bsp", ["ROUNDS = 100", "BATCH = 32", "Optimizer(manager, inner)", "learning_rate(k * "]),
+    (
+        "torchft",
+        "sync=local_sgd sync.local_steps=5",
+        ["LOCAL_STEPS = [5, 5]", "LocalSGD(manager, net, inner, LOCAL_STEPS[rank])"],
+    ),
     (
         "torchft",
         "sync=local_sgd sync.local_steps=5 outer=nesterov optimizer=adamw",
-        [
-            "DiLoCo(manager, [net], inner, outer",
-            "SGD(net.parameters(), 0.7, 0.9, nesterov=True)",
-            "AdamW(params, 0.001",
-        ],
+        ["DiLoCo(manager, [net], inner, outer", "SGD(params, 0.7, 0.9, nesterov=True)", "AdamW(params, 0.001"],
     ),
+    ("ddp", "sync=bsp", ["ROUNDS = 100", "WORKERS = 2", "MESSAGES = [4840]"]),  # 1210 parameters in one message
+    ("ddp", "sync=bsp run.start_from=start.pt", ["torch.load('"]),
     (
-        "torchft",
-        STREAMING.format(1, 0.5),
-        ["FRAGMENTS = [[0, 1], [2, 3]]", "LOCAL_STEPS * len(parts)", "sync_delay=1", "alpha=0.5"],
+        "script",
+        "sync=bsp optimizer.schedule=linear stop.steps=null stop.epochs=2",
+        ["(samples - 0) / (2874.0 - 0)"],
     ),
-    ("deepspeed", "sync=bsp optimizer.weight_decay=0", ["per_gpu': BATCH", "optimizer=inner", "weight_decay=0.0"]),
-    ("deepspeed", f"{BITS} optimizer=adamw optimizer.weight_decay=0.1", ["'weight_decay': 0.1"]),
-    ("deepspeed", BITS, ["'OneBitAdam'", "'freeze_step': 11", "'betas': [0.9, 0.999]", "model_parameters=net.param"]),
-    (
-        "ddp",
-        "sync=bsp",
-        ["(0, 32, 100, 2)", "DistributedDataParallel(net, forward_sync_buffers=False)"],
-    ),
-    ("ddp", "sync=local_sgd sync.local_steps=5", ["WARMUP = 0", "PeriodicModelAverager(LOCAL_STEPS, WARMUP + LOCAL"]),
-    ("ddp", "schedule=post_local schedule.switch_epochs=0.5", ["WARMUP = 11", "LOCAL_STEPS = 8"]),
+    ("script", "sync=bsp optimizer.warmup_epochs=2", ["samples < 2874.0", "(0.1 + 0.9 * samples / 2874.0)"]),
+    ("script", "sync=bsp compression=topk runtime.gradients=false", ["SENT = [60, 60]"]),
+    ("script", "sync=bsp compression=topk compression.ratio=0.9", ["SENT = [1210, 1210]"]),  # dense is no longer
+    ("script", "sync=bsp task.ignore_index=3", ["Classification(ignore_index=3).loss"]),
 ]
 
 
 @pytest.mark.parametrize(("to", "what", "says"), SAID)
 def test_what_a_script_says(to: str, what: str, says: list[str], workplace: Path) -> None:
     """It compiles, has the run's values, imports what there is and all that it names, and nothing else."""
+    torch.save(MLP(hidden=[16]).build((1, 8, 8), 10).state_dict(), "start.pt")
     assert main(["export", str(unrun(*what.split())), "--to", to, "--out", "written.py"]) == 0
     text = Path("written.py").read_text()
     tree = ast.parse(text)
@@ -86,55 +84,75 @@ def test_what_a_script_says(to: str, what: str, says: list[str], workplace: Path
     assert used - bound - stored <= {"__name__"}
 
 
-@pytest.mark.parametrize(
-    ("to", "overrides", "says"),
-    [
-        (
-            "torchft",
-            "sync=bsp compression=topk",
-            "such a script has no compression=topk; name a run with none; of this",
-        ),
-        ("torchft", "sync=ssp topology=parameter_server", "not all go round by round on the same model; name a run"),
-        (
-            "torchft",
-            "sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] cluster.compute=[1,2]",
-            "take different",
-        ),
-        (
-            "deepspeed",
-            "sync=local_sgd",
-            "it sums gradients, and not what steps made of the model; name a run with sync=bsp",
-        ),
-        (
-            "deepspeed",
-            f"{BITS} optimizer.weight_decay=0.1",
-            "where optimizer=adam adds it to the gradient; name a run with optimizer=adamw",
-        ),
-        ("deepspeed", f"{BITS} compression=qsgd", "no compression=qsgd; name a run with one_bit, or sign with"),
-        (
-            "ddp",
-            "sync=local_sgd outer=nesterov",
-            "no outer=nesterov; name a run with average; of this run there is --to ",
-        ),
-        ("ddp", "schedule=post_local optimizer=adam", "name a run with optimizer=sgd and schedule.momentum=keep"),
-    ],
-)
-def test_what_a_target_cannot_say(to: str, overrides: str, says: str, workplace: Path, capsys) -> None:
+REFUSED = [  # target, run, what is refused, what to take, the other targets
+    ("torchft", "sync=bsp compression=topk", "compression=topk", "compression=none", "--to script"),
+    ("torchft", "sync=ssp topology=parameter_server", "sync=ssp", "sync=bsp or local_sgd", ""),
+    (
+        "torchft",
+        "sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] cluster.compute=[1,2]",
+        "its workers differ in weight or steps",
+        "aggregate=uniform and a number as sync.local_steps",
+        "--to script",
+    ),
+    ("ddp", "sync=local_sgd", "sync=local_sgd", "sync=bsp", "--to torchft and --to script"),
+    ("ddp", "sync=bsp optimizer=adam sync.exchange=difference", "averages gradients", "sync.exchange=gradient", ""),
+    ("script", "schedule=post_local", "schedule=post_local has 2 stages", "schedule=single", ""),
+    ("script", "sync=asp topology=parameter_server", "sync=asp", "sync=bsp or local_sgd", ""),
+    ("script", "sync=d_psgd topology=gossip", "topology=gossip", "topology=all_reduce or parameter_server", ""),
+    ("script", "sync=cr_psgd", "sync=cr_psgd", "sync=bsp or local_sgd", ""),
+    ("script", "sync=bsp overlap=layerwise compression=topk", "overlap=layerwise", "overlap=none or wfbp", ""),
+    ("script", "sync=bsp overlap=late", "overlap=late", "overlap=none or wfbp", ""),
+    ("script", "sync=local_sgd overlap=streaming", "overlap=streaming", "overlap=none or wfbp", ""),
+    ("script", "sync=bsp optimizer=muon", "optimizer=muon", "optimizer=sgd or adam", ""),
+    ("script", "sync=bsp compression=stc", "compression=stc", "compression=none or topk", ""),
+    ("script", "sync=local_sgd outer=slowmo", "outer=slowmo", "outer=average or heavy_ball or nesterov", ""),
+    ("script", "sync=bsp aggregate.clip_norm=1", "aggregate.clip_norm=1", "aggregate.clip_norm=null", ""),
+]
+
+
+@pytest.mark.parametrize(("to", "overrides", "refused", "instead", "able"), REFUSED)
+def test_what_a_target_cannot_express(
+    to: str, overrides: str, refused: str, instead: str, able: str, workplace: Path, capsys
+) -> None:
     unrun(*overrides.split())
     capsys.readouterr()
     assert main(["export", "run", "--to", to]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("ashl: run cannot be written for ")
+    assert said.startswith(f"ashl: run cannot be exported with --to {to}: ")
     assert said.count("\n") == 1
-    assert says in said
+    assert refused in said
+    assert f"; take {instead}" in said
+    assert able in said
+
+
+def test_every_parameter_that_a_script_fixes_exists() -> None:
+    """A renamed parameter would be exported at any value."""
+    for setting in FIXED.split():
+        key, _, _ = setting.partition("=")
+        group, _, parameter = key.partition(".")
+        assert any(parameter == known.key for file in catalog()[group].values() for known in parameters(file)), key
+
+
+@pytest.mark.parametrize("group", COMMON)
+def test_every_option_that_a_script_expresses_exists(group: str) -> None:
+    names = {*COMMON[group], *(name for own in TARGETS.values() for name in own.get(group, ()))}
+    assert names <= {target(file).split(".")[2] for file in catalog()[group].values()}
+
+
+@pytest.mark.parametrize("overlap", COMMON["overlap"])
+def test_no_overlap_that_a_script_expresses_is_late_or_compresses(overlap: str) -> None:
+    module, _, name = target(catalog()["overlap"][overlap]).rpartition(".")
+    option = getattr(importlib.import_module(module), name)
+    assert not issubclass(option, Delayed)
+    assert not option.compresses
 
 
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [
         ("plan.json", "{", "run/plan.json is no usable plan: line 1 is not JSON"),
-        ("summary.json", '{"steps": 4}', "run/summary.json is damaged; name another run, or delete it"),
-        ("plan.json", None, "its plan no number of steps; name one that has ended"),
+        ("summary.json", '{"steps": 4}', "run/summary.json is damaged; name a run that has ended"),
+        ("plan.json", None, "is missing, and its plan has no number of steps; name a run that has ended"),
     ],
 )
 def test_a_damaged_run_is_not_exported(file: str, text: str | None, says: str, workplace: Path, capsys) -> None:
@@ -167,27 +185,12 @@ def trained(*overrides: str) -> Path:
     return Path("run")
 
 
-def test_averages_come_after_as_many_steps_as_in_the_run(workplace: Path, gloo: None, monkeypatch) -> None:
-    run = trained("cluster.compute=[1]", "schedule=post_local", "schedule.switch_epochs=0.1", "schedule.local_steps=4")
-    written = on_the_batches_of(run, exported(run, "ddp"), 48)
-    assert (written.WARMUP, written.ROUNDS) == (6, 48)  # all hear of the switch one round later
-    averaged, losses = list[int](), list[float]()
-    averages = "torch.distributed.algorithms.model_averaging.utils.average_parameters_or_parameter_groups"
-    monkeypatch.setattr(averages, lambda params, group: averaged.append(len(losses) + 1))
-    for loss in written.train(0):
-        losses.append(loss)
-    assert averaged == list(range(6 + 4, 49, 4))
-    rounds = [*losses[:6], *(fmean(losses[k : k + 4]) for k in range(6, 46, 4))]
-    assert rounds == pytest.approx(losses_of(run, 1)[: 6 + 10], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     "what",
     [
         "sync=bsp",
         "sync=local_sgd sync.local_steps=4",
         "sync=local_sgd sync.local_steps=4 outer=nesterov optimizer=adamw",
-        STREAMING.format(0, 0),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of their own
@@ -203,25 +206,3 @@ def test_torchft_learns_what_the_run_learned(what: str, workplace: Path, monkeyp
         both = list(pool.map(lambda rank: list(written.train(rank)), range(2)))
     lighthouse.shutdown()
     assert [fmean(own) for own in zip(*both, strict=True)] == pytest.approx(losses_of(run, 2), rel=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(900)  # DeepSpeed compiles something on first use
-def test_deepspeed_learns_what_the_run_learned(workplace: Path, gloo: None, monkeypatch) -> None:
-    pytest.importorskip("deepspeed")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    run = trained("cluster.compute=[1]", "sync=bsp", "optimizer.schedule=cosine", "optimizer.horizon_epochs=2")
-    written = on_the_batches_of(run, exported(run, "deepspeed"), 48)
-    assert list(written.train(0)) == pytest.approx(losses_of(run, 1), rel=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_bit_adam_of_deepspeed_takes_the_section(workplace: Path, gloo: None, monkeypatch) -> None:
-    """Its compression is for CUDA; alone, a worker sends nothing, and it is Adam with a variance that stands still."""
-    pytest.importorskip("cupy")
-    pytest.importorskip("deepspeed.runtime.fp16.onebit.adam")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    run = trained("cluster.compute=[1]", *BITS.split())
-    written = on_the_batches_of(run, exported(run, "deepspeed"), 48)
-    losses = torch.tensor(list(written.train(0)))
-    assert losses[-8:].mean() < losses[:8].mean()
