@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ashl.study.frames import Run, Runs
@@ -24,24 +24,47 @@ if not (_here / "cli").is_dir():  # a checkout, where the working directory may 
     __path__.append(str(_here.parent))  # in which cli/ and conf/ lie beside this folder
 
 
-def train(*overrides: str, config_dir: str | PathLike[str] | None = None, quiet: bool = True) -> Run:
-    """What `ashl train` does with these overrides, as in `ashl.train("sync=bsp", "runtime=sim")`.
+def train(
+    *overrides: str,
+    model: Any = None,
+    dataset: Any = None,
+    loss: Any = None,
+    optimizer: Any = None,
+    config_dir: str | PathLike[str] | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> Run:
+    """Do what `ashl train` does with these overrides, as in `ashl.train("sync=bsp", "runtime=sim")`.
 
-    Returns the run: its `summary`, its `metrics` and `events` as pandas frames, its `model()`. Raises AshlError also
-    where the run failed or diverged, and KeyboardInterrupt; the records are complete by then.
+    Settings are keywords, too: `sync="bsp"`, `**{"stop.steps": 40}`. Model, dataset, loss and optimizer are names of
+    options or objects of plain torch. Return the run: its `summary`, its `metrics` and `events` as pandas frames, its
+    `model()`. Raise AshlError also where the run failed or diverged, and KeyboardInterrupt; the records are complete by
+    then.
     """
     from ashl.config.catalog import own_folder
     from ashl.config.compose import compose
     from ashl.config.override import command_line
+    from ashl.config.session import call_text, keyword_overrides, session_of
+    from ashl.errors import UsageError
     from ashl.run.train import run
     from ashl.study.frames import Run
 
     _check_texts(overrides)
-    config = compose(overrides, folder := own_folder(config_dir))
-    command = str(command_line("train", overrides, folder))
-    with _guest():
-        ran = run(config, list(overrides), quiet=quiet, silent=quiet, command=command)
-    return Run(ran.run_dir or Path(), ran.summary or {})
+    if isinstance(loss, str):
+        raise UsageError(f"loss={loss!r} is no loss; give a function or a module, or an option as task={loss!r}.")
+    given = {"model": model, "dataset": dataset, "loss": loss, "optimizer": optimizer}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings |= {name: value for name, value in given.items() if isinstance(value, str)}
+    objects = {name: value for name, value in given.items() if not isinstance(value, str)}
+    folder = own_folder(config_dir)
+    lines = [*overrides, *keyword_overrides(settings)]
+    with session_of(objects, lines, folder) as (chosen, session):
+        config = compose(chosen, session.folder)
+        session.check(config)
+        command = call_text(objects, lines) if objects else str(command_line("train", lines, folder))
+        with _guest(), session.present():
+            ran = run(config, chosen, quiet=quiet, silent=quiet, command=command)
+    return Run(ran.run_dir or Path(), ran.summary or {}, tuple(config["allow_targets"]), session)
 
 
 def sweep(
@@ -51,17 +74,19 @@ def sweep(
     race: bool = False,
     rerun_failed: bool = False,
     quiet: bool = True,
+    **settings: Any,
 ) -> Runs:
     """What `ashl sweep` does with these overrides, as in `ashl.sweep("sync=bsp,ssp", "seed=0,1")`.
 
-    Returns the runs of the settings that ended, in the order of the grid (look at `status`), their records as pandas
-    frames, and the `answer()`.
+    Settings are keywords, too: `sync="bsp,ssp"`. Returns the runs of the settings that ended, in the order of the grid
+    (look at `status`), their records as pandas frames, and the `answer()`.
     """
     from functools import partial
 
     from ashl.config.catalog import own_folder
     from ashl.config.compose import compose
     from ashl.config.override import command_line
+    from ashl.config.session import keyword_overrides
     from ashl.errors import UsageError
     from ashl.report.records import read
     from ashl.study import sweep as study
@@ -72,6 +97,7 @@ def sweep(
     if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
         raise UsageError(f"jobs={jobs!r} is no number of runs at a time; give 1 or more, or None for all cores.")
     folder = own_folder(config_dir)
+    overrides = (*overrides, *keyword_overrides(settings))
     grid = make_grid(grid_lines(overrides, folder), partial(compose, config_dir=folder))
     first = grid.settings[0].config
     place = study.folder_of(grid, first["run"]["dir"], first["name"])

@@ -44,9 +44,10 @@ ALGORITHMS = ("sync", "aggregate", "outer", "overlap", "topology", "compression"
 CITED = ("sync", "aggregate", "outer", "overlap", "topology", "compression", "planner", "task")
 FOLDERS = {"dataset": "data"}  # a group whose code lies in a folder of another name
 PRESETS = ("experiment", "debug")
-STANDS_IN = {
+STANDS_IN = {  # for classes of plain torch
     "ashl.data.plain.PlainDataset",
     "ashl.optimizer.plain.PlainOptimizer",
+    "ashl.task.plain.PlainTask",
 }  # for classes of plain torch, whose files are their users'
 
 # What is imported, and the only places that may.

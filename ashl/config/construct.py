@@ -52,6 +52,7 @@ PHRASES = (  # what pydantic says, and what a person says
     (r", (unable to|got a number with).*", ""),
 )
 BRANCHES = ("function-", "constrained-", "literal[", "tuple[", "list[")  # pydantic's names for what may stand there
+SESSION = "python_session"  # the module of objects that were passed in Python, see `ashl.config.session`
 Maker = type[Any] | FunctionType  # what a `_target_` may name
 Plain = Callable[[Maker, Mapping[str, Any]], Any]
 
@@ -120,6 +121,11 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
     package = module_name.split(".")[0]
     if package not in ("ashl", *allow):
         raise UsageError(f"{where} names {target!r}, outside of ashl; allow it with 'allow_targets=[{package}]'")
+    if package == SESSION and SESSION not in sys.modules:
+        raise UsageError(
+            f"{where} names {target!r}, an object of the Python session that began the run; move it into a file and "
+            "import it from there"
+        )
     if package != "ashl" and "" not in sys.path:
         sys.path.append("")  # the working directory: what lies there never hides what is installed
     try:
@@ -135,7 +141,7 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
     own = package != "ashl"
     if isinstance(cls, type | FunctionType if own else type):
         home = cls.__module__.split(".")[0] if own else cls.__module__
-        if home == (package if own else module_name):
+        if package == SESSION or home == (package if own else module_name):
             return cls
     raise UsageError(f"{where} names {target!r}, which is not a class defined in {module_name}")
 

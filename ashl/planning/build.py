@@ -45,12 +45,14 @@ from ashl.stage.link import Link
 from ashl.stage.rule import Rule, Topology
 from ashl.stage.stage import Stage
 from ashl.task.contract import Task
+from ashl.task.plain import plain_task
 from ashl.topology.sharded_server import ShardedServer
 
 PLAIN: dict[str, Plain] = {  # groups whose classes need not be options, and what is made of such a class
     "model": plain_model,
     "dataset": plain_dataset,
     "optimizer": plain_optimizer,
+    "task": plain_task,
 }
 
 Deal = Callable[[Sequence[float]], list[np.ndarray]]  # everybody's samples, by everybody's share

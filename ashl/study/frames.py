@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from ashl.config.session import Session
 from ashl.errors import UsageError, parsed
 from ashl.report import flat, records
 from ashl.report.records import SWEEP, BrokenRecordError, LeftOut, Study
@@ -25,6 +27,8 @@ class Run(Mapping[str, Any]):
 
     folder: Path
     summary: Mapping[str, Any]  # as in summary.json
+    allowed: Sequence[str] = ()  # packages that the caller of `ashl.train` allowed
+    session: Session = field(default_factory=Session)  # and the objects that the caller passed
 
     @cached_property
     def metrics(self) -> "DataFrame":
@@ -47,12 +51,14 @@ class Run(Mapping[str, Any]):
     def model(self, weights: Literal["final", "best"] = "final", allow_targets: Sequence[str] = ()) -> "nn.Module":
         """The model with the weights that the run left, ready to evaluate; needs no data set.
 
-        `allow_targets` are the packages that a model of your own may be imported from. Raises UsageError where the run
-        has left no weights.
+        `allow_targets` are the packages that a model of your own may be imported from. Those that `ashl.train` was
+        given need not be named again, nor does a class that is imported already. Raises UsageError where the run has
+        left no weights.
         """
         from ashl.run.weights import load
 
-        return load(self.folder, weights, allow_targets)
+        with self.session.present():
+            return load(self.folder, weights, (*allow_targets, *self.allowed))
 
     def _frame(self, name: str) -> "DataFrame":
         from pandas import DataFrame
@@ -81,6 +87,25 @@ class Run(Mapping[str, Any]):
             return "<Run that another process records>"
         name, status, time_s = (self.summary[key] for key in ("name", "status", "time_s"))
         return f"<Run {name}, {status} after {time_s:.4g} s: {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        if not self.summary:
+            return escape(repr(self))
+        shown = ("status", "time_s", "steps", "wait_share", "bytes_up", "time_to_target_s")
+        rows = {key: self.summary.get(key) for key in shown}
+        rows |= {f"final {key}": value for key, value in (self.summary.get("final") or {}).items()}
+        cells = "".join(
+            f"<tr><th>{escape(key)}</th><td>{figure(value)}</td></tr>"
+            for key, value in rows.items()
+            if value is not None
+        )
+        name, folder = escape(str(self.summary["name"])), escape(str(self.folder))
+        return f"<table><caption>{name}: {folder}</caption>{cells}</table>"
+
+
+def figure(value: object) -> str:
+    """Return a value of a record for HTML."""
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,6 +166,16 @@ class Runs(Sequence[Run]):
 
     def __repr__(self) -> str:
         return f"<Runs: {len(self)}" + (f" of {self.study.folder}>" if self.study.folder else ">")
+
+    def _repr_html_(self) -> str:
+        shown = ("name", "seed", "status", "time_s", "steps", "wait_share", "time_to_target_s")
+        head = "".join(f"<th>{key}</th>" for key in (*shown, "final test_accuracy"))
+        lines = []
+        for run in self:
+            values = [*(run.summary.get(key) for key in shown), (run.summary.get("final") or {}).get("test_accuracy")]
+            lines.append("".join(f"<td>{'' if value is None else figure(value)}</td>" for value in values))
+        rows = "".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<table><caption>{escape(repr(self)[1:-1])}</caption><tr>{head}</tr>{rows}</table>"
 
 
 def load(path: Path) -> Run | Runs:

@@ -1,0 +1,262 @@
+"""Objects that a Python session passes to `ashl.train` in place of options: model, data, loss, optimizer.
+
+An object becomes an option file of its group in a folder that exists during the run, so that its arguments are keys and
+a run of objects is composed, checked and recorded as every other one. A class or function of an imported file is named
+by its module, and any process can import it. Everything else, as a class of a notebook cell, is an attribute of a
+stand-in module (`SESSION`) that this process alone has, while the run lasts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import yaml
+
+from ashl.config.catalog import CONF, catalog, values
+from ashl.config.construct import SESSION
+from ashl.config.override import key_of
+from ashl.errors import UsageError
+
+GROUPS = {"model": "model", "dataset": "dataset", "loss": "task", "optimizer": "optimizer"}  # keyword -> group
+OWN = ("dataset", "optimizer")  # groups whose options start from `_own`
+SPECIAL = re.compile(r"[<>&#!;%^~|]")  # signs that Hydra reads in quotes only
+OFFERED = ("params", "train", "sample_shape", "num_classes", "self", "outputs", "targets")  # passed by ashl itself
+
+
+@dataclass(frozen=True)
+class Session:
+    """The objects of a call, by keyword.
+
+    Args: `overrides` choose their options, found in `folder`; `local` are the names that this process alone has, by
+    keyword.
+    """
+
+    overrides: tuple[str, ...] = ()
+    folder: Path | None = None
+    local: Mapping[str, str] | None = None
+    module: ModuleType | None = None
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise UsageError where processes would have to import an object that only this process has."""
+        if not self.local or config["runtime"]["_target_"].endswith("SimRuntime"):
+            return
+        keyword, name = next(iter(self.local.items()))
+        raise UsageError(
+            f"{keyword}={name} is an object of this Python session, which the processes of "
+            f"runtime={config['choices']['runtime']} cannot import; move it into a file, as mine.py, and import it "
+            "from there (data: a function that returns them), or take runtime=sim."
+        )
+
+    @contextmanager
+    def present(self) -> Generator[None]:
+        """Let `_target_` find the objects that only this process has."""
+        if self.module is None:
+            yield
+            return
+        before = sys.modules.get(SESSION)
+        sys.modules[SESSION] = self.module
+        try:
+            yield
+        finally:
+            del sys.modules[SESSION]
+            if before is not None:
+                sys.modules[SESSION] = before
+
+
+class Made(NamedTuple):
+    """An object as what a `_target_` names: a class or function, its name, and the keys that were given with it."""
+
+    part: Any
+    name: str
+    keys: dict[str, Any]
+    alone: bool  # whether only this process has it
+
+
+def keyword_overrides(keywords: Mapping[str, Any]) -> list[str]:
+    """Return keywords as they are typed on a command line: sync="asp" is sync=asp. Raises UsageError."""
+    return [f"{key}={typed(key, value)}" for key, value in keywords.items()]
+
+
+def typed(key: str, value: Any) -> str:
+    """Return a value in Hydra's grammar; a text as it is, or quoted for signs that Hydra cannot read."""
+    text = str(value)
+    special = SPECIAL.search(text) and text[0] not in "'\"[{"
+    return text if isinstance(value, str | Path) and not special else within(key, value)
+
+
+def within(key: str, value: Any) -> str:
+    """Return a value as it stands in a list or a mapping."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if hasattr(value, "item") and not getattr(value, "ndim", 0):  # a number of numpy or torch
+        return within(key, value.item())
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{within(key, one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list | tuple | range):
+        return "[" + ",".join(within(key, one) for one in value) + "]"
+    raise UsageError(
+        f"{key}={type(value).__name__}: a setting is a text, a number, a list or a mapping; objects are taken as "
+        f"{', '.join(GROUPS)}."
+    )
+
+
+@contextmanager
+def session_of(
+    objects: Mapping[str, Any], overrides: Sequence[str], config_dir: Path | None
+) -> Generator[tuple[list[str], Session]]:
+    """Yield the overrides with those that choose the objects' options, and the session; its folder is gone at the end.
+
+    Raises UsageError for what cannot stand for an option.
+    """
+    if not objects:
+        yield list(overrides), Session(folder=config_dir)
+        return
+    with tempfile.TemporaryDirectory(prefix="ashl-") as place:
+        folder = Path(place)
+        if config_dir is not None:
+            catalog(config_dir)  # which raises UsageError where it is no folder
+            shutil.copytree(config_dir, folder, dirs_exist_ok=True)
+        yield written(objects, list(overrides), folder)
+
+
+def written(objects: Mapping[str, Any], overrides: list[str], folder: Path) -> tuple[list[str], Session]:
+    """Write the option files of these objects; see `session_of`."""
+    module, local, chosen, allow = ModuleType(SESSION), {}, [], []
+    typed_keys = [key_of(text) for text in overrides]
+    task = next((text.partition("=")[2] for text in reversed(overrides) if key_of(text) == "task"), None)
+    if task is None:
+        task = task_for(objects.get("dataset"))
+        overrides += [f"task={task}"] if "loss" not in objects else []
+    for keyword, value in objects.items():
+        group = GROUPS[keyword]
+        if keyword != "loss" and group in typed_keys:
+            raise UsageError(f"{group} is given twice, as an object and as a setting; drop one of them.")
+        made = made_of(keyword, value)
+        if made.alone:
+            local[keyword] = made.name
+            setattr(module, made.name, made.part)
+        home = SESSION if made.alone else made.part.__module__
+        allow.append(home.partition(".")[0])
+        option = re.sub(r"\W", "_", made.name)
+        option = f"my_{option}" if (CONF / group / f"{option}.yaml").exists() or not option[:1].isalpha() else option
+        spec: dict[str, Any] = {"defaults": ["_own"]} if group in OWN else {}
+        spec |= {"_target_": f"{home}.{made.name}", **defaults_of(made.part), **made.keys}
+        if keyword == "loss":
+            if not (CONF / "task" / f"{task}.yaml").exists():
+                raise UsageError(f"task={task} beside a loss has to be one of: {', '.join(catalog()['task'])}.")
+            overrides = [text for text in overrides if key_of(text) != "task"]
+            spec["judged"] = values(CONF / "task" / f"{task}.yaml")
+        (folder / group).mkdir(exist_ok=True)
+        (folder / group / f"{option}.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+        chosen.append(f"{group}={option}")
+    return with_allowed([*chosen, *overrides], allow), Session(tuple(chosen), folder, local, module)
+
+
+def with_allowed(overrides: list[str], allow: Sequence[str]) -> list[str]:
+    """Return the overrides with permission to name these packages, beside those that a setting allows."""
+    given = [text.partition("=")[2].strip("[] ") for text in overrides if key_of(text) == "allow_targets"]
+    packages = [name.strip(" '\"") for name in ",".join(given[-1:]).split(",")]
+    rest = [text for text in overrides if key_of(text) != "allow_targets"]
+    return [*rest, f"allow_targets=[{','.join(dict.fromkeys(filter(None, (*packages, *allow))))}]"]
+
+
+def task_for(dataset: Any) -> str:
+    """Return the task that these data are for, by the first target, where they are a pair (train, test)."""
+    import torch
+
+    if not isinstance(dataset, tuple | list):
+        return "classification"
+    try:
+        target = torch.as_tensor(dataset[0][0][1])
+    except Exception:  # what is wrong with it is said when it is read
+        return "classification"
+    if target.is_floating_point():
+        return "regression"
+    return "language_model" if target.ndim else "classification"
+
+
+def made_of(keyword: str, value: Any) -> Made:
+    """Return an object as what a `_target_` names. Raises UsageError for what cannot stand for an option."""
+    keys: dict[str, Any] = {}
+    while isinstance(value, functools.partial):
+        if value.args:
+            raise UsageError(f"{keyword}: name the arguments of functools.partial, as in partial(Net, width=8).")
+        value, keys = value.func, {**value.keywords, **keys}
+    if isinstance(value, type | FunctionType):
+        if is_importable(value):
+            return Made(value, value.__name__, keys, alone=False)
+        return Made(value, re.sub(r"\W", "_", value.__name__).strip("_") or keyword, keys, alone=True)
+    return Made(standing_for(keyword, value), named(keyword, value), keys, alone=True)
+
+
+def named(keyword: str, value: Any) -> str:
+    """Return a name for an object that has none."""
+    return keyword if isinstance(value, tuple | list) else type(value).__name__
+
+
+def standing_for(keyword: str, value: Any) -> FunctionType:
+    """Return a function that gives what an object that is neither class nor function stands for."""
+    from copy import deepcopy
+
+    from torch import nn
+
+    if keyword == "model" and isinstance(value, nn.Module):
+        return lambda: deepcopy(value)  # with its weights
+    if keyword == "dataset" and isinstance(value, tuple | list) and len(value) == 2:
+        return lambda: tuple(value)
+    if keyword == "loss" and callable(value):
+        return lambda outputs, targets: value(outputs, targets)
+    wanted = {
+        "model": "a torch.nn.Module, or a class or function that makes one",
+        "dataset": "a pair (train, test), or a class or function that makes it",
+        "loss": "a function of outputs and targets, or a module as torch.nn.CrossEntropyLoss()",
+        "optimizer": "the name of an option, or a class as torch.optim.AdamW",
+    }
+    raise UsageError(f"{keyword} is {type(value).__name__}; give {wanted[keyword]}.")
+
+
+def is_importable(part: Any) -> bool:
+    """Return True if another process finds the same class or function by its name."""
+    module = sys.modules.get(part.__module__)
+    if module is None or part.__module__ == "__main__" or getattr(module, "__spec__", None) is None:
+        return False
+    return bool(getattr(module, "__file__", None)) and getattr(module, part.__qualname__, None) is part
+
+
+def defaults_of(part: Any) -> dict[str, Any]:
+    """Return the arguments that have a default which a YAML file can say, so that they are keys."""
+    try:
+        known = inspect.signature(part).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    plain = (bool, int, float, str, type(None))
+    found: dict[str, Any] = {}
+    for one in known:
+        value = list(one.default) if isinstance(one.default, tuple) else one.default
+        single = isinstance(value, plain) or (isinstance(value, list) and all(isinstance(x, plain) for x in value))
+        if one.name not in OFFERED and single:
+            found[one.name] = value
+    return found
+
+
+def call_text(objects: Mapping[str, Any], lines: Sequence[str]) -> str:
+    """Return the call of `ashl.train` with these objects, by their names, and settings."""
+    named_objects = [f"{keyword}={made_of(keyword, value).name}" for keyword, value in objects.items()]
+    return f"ashl.train({', '.join([*map(repr, lines), *named_objects])})"

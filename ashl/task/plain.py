@@ -1,0 +1,70 @@
+"""A loss of plain torch: a function of outputs and targets, or a `torch.nn.Module` class as `nn.CrossEntropyLoss`.
+
+Source: none, this is the user's own loss.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from ashl.config.construct import Maker, construct
+from ashl.errors import UsageError
+from ashl.option import option
+from ashl.task.contract import Task
+
+
+@option
+class PlainTask(Task):
+    """The loss of a function or a module, made with `keys`; all else is that of the task that it is `judged` by."""
+
+    make: Maker
+    keys: dict[str, Any]
+    judged: Task
+
+    @property
+    def metric(self) -> str:
+        return self.judged.metric
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.judged.higher_is_better
+
+    @property
+    def ignore_index(self) -> int:
+        return self.judged.ignore_index
+
+    def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
+        return self.judged.expected(targets, num_classes)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if isinstance(self.make, type):
+            return self._module.to(outputs.device)(outputs, targets)
+        return self.make(outputs, targets, **self.keys)
+
+    def counts(self, targets: Tensor) -> Tensor | None:
+        return self.judged.counts(targets)
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.judged.scores(outputs, targets)
+
+    def value(self, means: Tensor) -> float:
+        return self.judged.value(means)
+
+    @cached_property
+    def _module(self) -> nn.Module:
+        return self.make(**self.keys)
+
+
+def plain_task(part: Maker, keys: Mapping[str, Any]) -> PlainTask | None:
+    """Return the task of a loss; None for a class that is no module. Raises UsageError."""
+    if isinstance(part, type) and not issubclass(part, nn.Module):
+        return None
+    if not isinstance(spec := keys.get("judged"), Mapping):
+        raise UsageError(
+            f"task names '{part.__module__}.{part.__name__}', a loss; its file says by which task it is "
+            "judged, as judged: {_target_: ashl.task.classification.Classification, ignore_index: -100}"
+        )
+    own = {key: value for key, value in keys.items() if key != "judged"}
+    return PlainTask(make=part, keys=own, judged=construct(spec, "task"))
