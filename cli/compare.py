@@ -43,14 +43,19 @@ def compare(
 ) -> int:
     """Rank finished runs, and say who is first, by how much and how sure.
 
-    Runs that differ in their seed only count as one setting. report.html is written into the sweep's folder, or here.
+    Runs that differ in their seed only count as one setting. report.html is written into the sweep's folder, or here;
+    with --target 0.9, report-target-0.9.html beside it.
     """
     from ashl.report.compare import compare as compared
     from ashl.report.leaderboard import ordering
     from ashl.report.terminal import show
 
     ordered = ordering(sort)
-    found = compared(folders, out=out, target=target, hold=hold, baseline=baseline, command=str(typed(ctx)))
+    asked = {"target": target, "hold": hold}
+    beside = "-".join(f"{key}-{value:g}" for key, value in asked.items() if value is not None)
+    found = compared(
+        folders, out=out, target=target, hold=hold, baseline=baseline, command=str(typed(ctx)), beside=beside
+    )
     show_left_out(found.board.left_out)
     screen = console()
     show(screen, found.board, rows=ordered(found.board), top=top)

@@ -162,11 +162,11 @@ def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
         f"{group}={option}" for group, option in defaults().items() if group != "schedule" and option != chosen[group]
     )
     print(
-        f"\nschedule={chosen['schedule']} names its stages' sync modes. Who names one, as in sync=asp, has "
-        f"schedule=single instead,\nand in place of what the schedule brings {alone}."
+        f"\nschedule={chosen['schedule']} names the sync modes of its stages. A named sync mode,\n"
+        f"as in sync=asp, brings schedule=single and these options:\n{alone}."
     )
     show("\nKEY=VALUE", [(p.key, p.value, p.comment) for p in parameters(CONF / "config.yaml")])
-    print("\n`ashl list GROUP` explains its options, `ashl list GROUP OPTION` shows one with its parameters.")
+    print("\n`ashl list GROUP` explains its options,\n`ashl list GROUP OPTION` shows one with its parameters.")
 
 
 def _card(group: str, option: str, file: Path) -> None:

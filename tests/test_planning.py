@@ -138,6 +138,14 @@ def test_a_topology_that_carries_no_pulls_refuses_them(monkeypatch: pytest.Monke
         planned(*overrides("compression=topk", "topology.pull_ratio=0.1"))
 
 
+def test_a_run_is_named_by_its_given_plan(tmp_path: Path) -> None:
+    """And not by the schedule that it would have without one."""
+    plan = planned("sync=bsp")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert planned(f"plan={tmp_path / 'plan.json'}").name == plan.name == "bsp-mlp-digits"
+    assert planned(f"plan={tmp_path / 'plan.json'}", "name=mine").name == "mine"
+
+
 def test_a_given_plan_of_two_stages_runs(tmp_path: Path) -> None:
     line = "topology=all_reduce sync=bsp"
     plan = planned(*overrides(*line.split(), given(tmp_path, line, f"{line} optimizer.lr=0.01")))

@@ -147,6 +147,23 @@ def test_baselines(tmp_path) -> None:
     assert slowest.baseline.label == "asp"  # type: ignore[union-attr]
 
 
+def test_the_usual_baseline_is_bsp_without_compression(tmp_path) -> None:
+    settings = [("ssp", "none"), ("bsp", "topk"), ("bsp", "none"), ("asp", "none")]
+    runs = [({"sync": sync, "compression": codec}, 4.0) for sync, codec in settings]
+    for those, label in ((runs, "bsp"), (runs[:2], "bsp topk")):
+        board = ranked(write_sweep(tmp_path / label, those))
+        assert board.baseline is not None
+        assert board.baseline.label == label
+
+
+def test_flags_of_a_search_are_in_no_caption(tmp_path) -> None:
+    folder = sweep(tmp_path, ssp=(2.0,), bsp=(4.0,))
+    record = json.loads((folder / "sweep.json").read_text())
+    typed = ["--sweeper", "optuna", "stop.steps=4", "hydra.sweeper.n_trials=20", "hydra/sweeper/sampler=tpe"]
+    (folder / "sweep.json").write_text(json.dumps(record | {"overrides": typed}))
+    assert ranked(folder).common.endswith("stop.steps=4")
+
+
 def test_another_target_is_found_in_the_evaluations(tmp_path) -> None:
     folders = [
         write_run(tmp_path / name, reach_s=reach_s, choices={"sync": name})

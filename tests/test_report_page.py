@@ -58,6 +58,31 @@ def test_the_page_of_a_sweep(tmp_path) -> None:
     assert "ashl sweep sync=bsp,ssp,asp seed=0,1" in page
 
 
+def test_a_seed_leads_to_the_page_of_its_run_or_else_to_its_folder(tmp_path) -> None:
+    folder = study(tmp_path)
+    first, second = sorted(path.parent for path in folder.glob("*/summary.json"))[:2]
+    (first / "report.html").write_text("")
+    page = compare([folder]).report.read_text()
+    assert f'href="{first.name}/report.html">' in page
+    assert f'href="{second.name}/">' in page
+
+
+def test_figures_and_tables_of_a_narrow_page_scroll_and_are_not_shrunk(tmp_path) -> None:
+    page = compare([study(tmp_path)]).report.read_text()
+    assert page.count("<svg") == page.count('<div class="wide"><svg')
+    assert page.count("<table") == page.count('<div class="wide"><table')
+    assert "@media screen and (max-width:700px)" in page
+    assert "svg{min-width:700px}" in page
+
+
+def test_an_axis_with_one_value_has_no_panel(tmp_path) -> None:
+    settings = [{"sync": "bsp"}, {"sync": "ssp", "sync.staleness": "3"}, {"sync": "bsp", "overlap": "dear"}]
+    runs = [(axes, 2.0 + k) for k, axes in enumerate(settings)]
+    page = compare([write_sweep(tmp_path / "sweep", runs)]).report.read_text()
+    panels = page[page.index("<h2>By axis") : page.index("</svg>", page.index("<h2>By axis"))]
+    assert [axis for axis in (">sync<", ">overlap<", ">sync.staleness<") if axis in panels] == [">sync<", ">overlap<"]
+
+
 def test_the_page_of_a_study_over_clusters_has_the_map(tmp_path) -> None:
     page = compare([study(tmp_path, ("0.1", "0.2", "0.4"))]).report.read_text()
     assert "<h2>Who wins where</h2>" in page

@@ -409,6 +409,7 @@ def given_plan(path: str, own: Plan, config: Mapping[str, Any], overrides: Seque
     seed = own.seed if any(key_of(override) == "seed" for override in overrides) else plan.seed
     return replace(
         own,
+        name=config["name"] or plan.name,
         choices=own.choices | {group: option for group, option in plan.choices.items() if group in STAGE_GROUPS},
         stages=plan.stages,
         planner=plan.planner,

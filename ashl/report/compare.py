@@ -41,25 +41,35 @@ def compare(
     baseline: str | None = None,
     command: str = "",
     own_target: bool = True,
+    beside: str = "",
 ) -> Comparison:
     """Read the folders, rank what they hold, and write the report: to `out`, or into the sweep's folder, where
     `leaderboard.md` and the figures, as SVG and PDF, go, too. Without `own_target`, the target of the runs themselves
-    is ignored.
+    is ignored. `beside` is a word for the names of these files, which then replace none of the sweep's own.
 
     Raises UsageError for folders that hold no run, runs of different targets and a baseline that is not there, and
     AshlError where the report cannot be written.
     """
     study = read(paths)
     board = rank(study, target=target, hold=hold, baseline=baseline, own_target=own_target)
-    report = out or (study.folder or Path()) / REPORT
+    report = out or marked((study.folder or Path()) / REPORT, beside)
     drawn = figures(board)
     write(report, page(study, board, drawn, command, report.parent))
     lacks = ""
     if study.folder and out is None:
-        write(study.folder / "leaderboard.md", leaderboard(board))
-        write(study.folder / "leaderboard.tex", booktabs(board))
-        lacks = _save(drawn, study.folder / "figures")
+        write(marked(study.folder / "leaderboard.md", beside), leaderboard(board))
+        write(marked(study.folder / "leaderboard.tex", beside), booktabs(board))
+        lacks = _save(drawn, marked(study.folder / "figures", beside))
     return Comparison(study, board, drawn, report, lacks)
+
+
+def marked(file: Path, word: str) -> Path:
+    """Return a file's path with a word behind its name.
+
+    >>> marked(Path("report.html"), "target-0.9").name, marked(Path("figures"), "").name
+    ('report-target-0.9.html', 'figures')
+    """
+    return file.with_name(f"{file.stem}-{word}{file.suffix}") if word else file
 
 
 def rewrite(found: Comparison, folder: Path, command: str, said: Said) -> None:

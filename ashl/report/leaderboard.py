@@ -264,13 +264,30 @@ def _baseline(
     values: Mapping[Replicates, Mapping[Key, float]],
     name: str | None,
 ) -> str:
-    """What was asked for; else the grid's first BSP; else the slowest of the first environment that got there."""
+    """What was asked for; else the grid's first BSP, without compression if there is one; else the slowest of the first
+    environment that got there."""
     if name is not None:
         return named({parts[setting][1]: setting.axes for setting in grid}, name)
-    whole = [s for s in grid if s.runs[0].config.get("sync") == "bsp"]
-    bsp = next((s for s in whole if s.runs[0].config.get("schedule", "single") == "single"), None)
+    place = usual_baseline([setting.runs[0].config for setting in grid])
     there = [s for s in ranked if any(map(math.isfinite, values[s].values()))]
-    return parts[bsp or (there or ranked)[-1]][1]
+    return parts[(there or ranked)[-1] if place is None else grid[place]][1]
+
+
+def usual_baseline(grid: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the place of the setting that others are compared with if none is named: the first BSP, without
+    compression if there is one.
+
+    Args: grid has the options of each setting by group.
+
+    >>> usual_baseline([{"sync": "asp"}, {"sync": "bsp", "compression": "topk"}, {"sync": "bsp"}])
+    2
+    """
+    bsp = [
+        (options.get("compression", "none") != "none", place)
+        for place, options in enumerate(grid)
+        if options.get("sync") == "bsp" and options.get("schedule", "single") == "single"
+    ]
+    return min(bsp)[1] if bsp else None
 
 
 def named(settings: Mapping[str, Mapping[str, str]], name: str) -> str:

@@ -17,6 +17,7 @@ from ashl.report.phrases import Answer, answer
 from ashl.report.records import LeftOut, Study
 from ashl.report.terminal import Column, columns_of, method
 
+RUN_PAGE = "report.html"  # in the folder of a run
 CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, the baseline beside them
 UNFOLDED, TABLE_ROWS, LISTED, LINKS = 20, 200, 50, 10
 
@@ -46,6 +47,7 @@ thead th{border-bottom:1px solid #1a1a1a;vertical-align:bottom;white-space:norma
 .wide{overflow-x:auto}svg{max-width:100%;height:auto;display:block}.note,li{color:#5f5f5f;font-size:13px}
 code{font-size:13px;overflow-wrap:anywhere}li{overflow-wrap:anywhere}
 a{color:inherit}
+@media screen and (max-width:700px){body{margin:1em auto;padding:0 .8em}svg{min-width:700px}td.words{min-width:9em}}
 @media screen and (prefers-color-scheme:dark){body{color:#e4e4e4;background:#16181b}h1,h2{border-color:#3a3d42}
 .answer{border-color:#e4e4e4}tbody tr:nth-child(even){background:#1e2125}thead th{border-color:#9a9a9a}
 .note,li{color:#a8a8a8}svg{filter:invert(.91) hue-rotate(180deg)}}
@@ -98,7 +100,7 @@ def page(
     sections = [
         _answer(said),
         _table(board, home, study.folder),
-        *(_section(title, figure, note) for title, figure, note in drawn),
+        *(_section(title, f'<div class="wide">{figure}</div>', note) for title, figure, note in drawn),
         *map(_said_table, said.tables),
         _list("Ended badly", board.ended_badly),
         _list("Left out", board.left_out),
@@ -228,9 +230,12 @@ def _rows(board: Leaderboard, rows: Sequence[Row], columns: Sequence[Column], ho
 
 
 def _linked(row: Row, name: str, home: Path) -> str:
-    """A setting's name, and a link to the folder of each of its runs, by seed."""
-    places = [(quote(os.path.relpath(run.folder, home)), run.seed) for run in row.setting.runs[:LINKS]]
-    runs = " ".join(f'<a href="{place}/">{seed}</a>' for place, seed in places)
+    """A setting's name, and a link to the page of each of its runs, by seed; to the folder of a run without a page."""
+    places = [
+        (quote(os.path.relpath(run.folder, home)), RUN_PAGE if (run.folder / RUN_PAGE).exists() else "", run.seed)
+        for run in row.setting.runs[:LINKS]
+    ]
+    runs = " ".join(f'<a href="{place}/{own}">{seed}</a>' for place, own, seed in places)
     return f'{escape(name)} <span class="note">seed {runs}</span>'
 
 

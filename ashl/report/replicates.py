@@ -77,10 +77,15 @@ def common_to(study: Study) -> str:
     words += [f"cluster {one['cluster']}"] if "cluster" in one else []
     kinds = {str(run.summary.get("time_kind")) for run in study.runs}
     words += ["virtual time"] if kinds == {"virtual"} else ["real processes"] if kinds == {"wall"} else []
-    typed = map(str, (study.sweep or {}).get("overrides") or ())
+    typed = [str(text) for text in (study.sweep or {}).get("overrides") or () if is_setting(str(text))]
     covered = {*one, "runtime", *NOT_AXES, *((study.sweep or {}).get("axes") or ())}
     words += [text for text in typed if not {key_of(text), key_of(text).split(".")[0]} & covered]
     return ", ".join(filter(None, words))
+
+
+def is_setting(text: str) -> bool:
+    """Return True for KEY=VALUE, False for a flag, its value and the settings of a sweeper or a launcher."""
+    return "=" in text and not text.startswith(("-", "hydra.", "hydra/"))
 
 
 def varied(key: str, run: Run, runs: Sequence[Run]) -> bool:

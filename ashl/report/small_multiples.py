@@ -23,11 +23,21 @@ def multiples(board: Leaderboard) -> str:
     log = board.measure.ratio and low > 0 and high > 20 * low
     pad = 1.0 if log else (high - low) * 0.06 or abs(high) * 0.06 or 1.0
     panels = []
-    for index, axis in enumerate(board.axes):
+    axes = [axis for axis in board.axes if has_values(board, axis)]
+    if not axes:
+        return ""
+    for index, axis in enumerate(axes):
         left, top = index % COLUMNS * WIDTH / COLUMNS, index // COLUMNS * HEIGHT + 0.0
         span = (low / 1.15, high * 1.15) if log else (low - pad, high + pad)
         panels.append(_panel(board, axis, Scale(*span, top + HEIGHT - 62, top + 36, log), left, top))
-    return drawing(WIDTH, -(-len(board.axes) // COLUMNS) * HEIGHT, "outcome by axis", *panels)
+    return drawing(WIDTH, -(-len(axes) // COLUMNS) * HEIGHT, "outcome by axis", *panels)
+
+
+def has_values(board: Leaderboard, axis: str) -> bool:
+    """Return True if the rows have several values on an axis. Having no such key is a value only of a group, which then
+    has its default; a parameter that only one option has would repeat the axis of its group."""
+    found = by_value(board, axis).keys()
+    return len(found - {ABSENT} if "." in axis else found) > 1
 
 
 def by_value(board: Leaderboard, axis: str) -> Mapping[str, list[Row]]:

@@ -135,13 +135,15 @@ def run(
         status, reason = how_it_ended(monitor, failure)
         summary = summarise(monitor, runtime.name, status, reason, pace)
         finish(monitor, summary, failure)
-        unwritten = None if silent or failure or status != "finished" else written(run_dir)
+        unwritten = written(run_dir) if status == "finished" else None
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
         if status == "interrupted" and numbered(run_dir):
             console.print(f"go on with `{resuming(run_dir, config)}`", soft_wrap=True, markup=False)
-    for text in filter(None, (monitor.books.health.warning, strangers(monitor), warning, unwritten)):
+    for text in filter(
+        None, (monitor.books.health.warning, strangers(monitor), warning, None if silent else unwritten)
+    ):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
         raise failure

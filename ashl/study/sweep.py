@@ -22,7 +22,7 @@ from ashl.planning import free_ports
 from ashl.planning.make import prepared
 from ashl.report import terminal
 from ashl.report.compare import Comparison, compare
-from ashl.report.leaderboard import named
+from ashl.report.leaderboard import named, usual_baseline
 from ashl.report.records import flat
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
@@ -132,13 +132,12 @@ def fill(
 
 
 def kept_in(grid: Grid, baseline: str | None) -> str:
-    """The setting that a race never drops: what was named, else the first BSP of the grid. Raises UsageError."""
+    """The setting that a race never drops: what was named, else the usual baseline. Raises UsageError."""
     labels = {label(setting, without="seed"): setting for setting in grid.settings}
     if baseline is not None:
         return named({name: setting.axes for name, setting in labels.items()}, baseline)
-    choices = {name: setting.config["choices"] for name, setting in labels.items()}
-    plain = (n for n, c in choices.items() if c.get("sync") == "bsp" and c.get("schedule", "single") == "single")
-    return next(plain, "")
+    place = usual_baseline([setting.config["choices"] for setting in labels.values()])
+    return "" if place is None else list(labels)[place]
 
 
 def conclude(folder: Path, command: CommandLine, console: Console, baseline: str | None = None) -> None:

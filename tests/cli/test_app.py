@@ -159,6 +159,13 @@ def test_list_shows_all_groups(capsys) -> None:
     assert all(word in out for word in [*catalog.catalog(), "stop.target_accuracy", "parameter_server"])
 
 
+def test_pages_of_list_fit_80_columns(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for page in ([], ["sync"], ["sync", "ssp"]):
+        assert main(["list", *page]) == 0
+        assert [line for line in capsys.readouterr().out.splitlines() if len(line.rstrip()) > 80] == []
+
+
 def test_list_shows_a_group(capsys) -> None:
     assert main(["list", "sync"]) == 0
     lines = capsys.readouterr().out.splitlines()

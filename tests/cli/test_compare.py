@@ -31,16 +31,29 @@ def test_compare_prints_the_answer_and_writes_the_report(sweep, capsys) -> None:
     assert (sweep / "report.html").is_file()
 
 
-def test_another_target_rewrites_all_that_the_sweep_shows(sweep, capsys) -> None:
+def shown(sweep, beside: str = "") -> dict[str, str]:
+    """What a sweep's folder shows of it."""
+    files = [sweep / f"leaderboard{beside}.md", sweep / f"report{beside}.html", *sweep.glob(f"figures{beside}/*.svg")]
+    return {file.name.replace(beside, ""): file.read_text() for file in files}
+
+
+def test_another_target_is_written_beside_what_the_sweep_shows(sweep, capsys) -> None:
     assert main(["compare", str(sweep)]) == 0
-    before = {file.name: file.read_text() for file in [sweep / "leaderboard.md", *sweep.glob("figures/*.svg")]}
-    assert len(before) > 3
-    assert main(["compare", str(sweep), "--target", "0.5"]) == 0
-    after = {file.name: file.read_text() for file in [sweep / "leaderboard.md", *sweep.glob("figures/*.svg")]}
-    assert "time to 50.0 % accuracy" in after["leaderboard.md"]
-    assert before["against-time.svg"] != after["against-time.svg"]
+    before = shown(sweep)
+    assert len(before) > 4
+    for args, beside in (
+        (["--target", "0.5"], "-target-0.5"),
+        (["--target", "0.5", "--hold", "2"], "-target-0.5-hold-2"),
+    ):
+        assert main(["compare", str(sweep), *args]) == 0
+        assert f"report  {sweep}/report{beside}.html" in capsys.readouterr().out
+        after = shown(sweep, beside)
+        assert after.keys() == before.keys()
+        assert "time to 50.0 % accuracy" in after["leaderboard.md"]
+        assert before["against-time.svg"] != after["against-time.svg"]
+        assert shown(sweep) == before
     assert main(["compare", str(sweep), "--out", str(sweep / "other.html")]) == 0
-    assert (sweep / "leaderboard.md").read_text() == after["leaderboard.md"], "it belongs to report.html"
+    assert shown(sweep) == before, "they belong to report.html"
 
 
 def test_compare_of_loose_runs_writes_here_or_where_it_is_told(workplace, capsys) -> None:
