@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ashl.cli.app import main
 from tests.conformance.test_checkpoint_processes import LINE, checked
 from tests.conformance.test_torchrun import free_port
 from tests.support import simulated
@@ -125,17 +124,6 @@ def test_ranks_share_no_folder(tmp_path: Path) -> None:
     summary = json.loads((folders[0] / "run/summary.json").read_text())
     assert summary["status"] == "finished"
     assert 800 <= summary["steps"] == sum(worker["steps"] for worker in summary["workers"])
-
-
-def test_a_simulated_run_goes_over_to_a_job_and_back(workplace: Path) -> None:
-    line = [*LINE, *LATE]
-    own = ["runtime=sim", "tracking=none", "run.dir=run", "-q"]
-    assert main(["train", *line, *own, "run.checkpoint_s=0.6", "stop.steps=120"]) == 0
-    job = torchrun(2, "--resume", "run", "-q", "runtime=torchrun", "stop.steps=300")
-    said = ended(job)
-    assert job.returncode == 0, said
-    assert main(["train", "--resume", "run", "-q", "runtime=sim", "stop.steps=400"]) == 0
-    checked(Path("run"), simulated(*line).sha256)
 
 
 def test_all_have_to_leave_the_same_checkpoints(tmp_path: Path) -> None:
