@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,8 +17,10 @@ from ashl.advice.contest import Tuned
 from ashl.advice.evidence import Evidence
 from ashl.advice.flips import Racer, flips_of
 from ashl.advice.scale import Scale
+from ashl.config.catalog import own_folder
+from ashl.config.compose import compose
 from ashl.config.override import CommandLine, key_of
-from ashl.errors import AshlError
+from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.make import make_plan
 from ashl.report.compare import REPORT, Comparison, rewrite
@@ -26,6 +29,7 @@ from ashl.report.measure import Target, describe
 from ashl.report.page import Said, SaidTable
 from ashl.report.phrases import Answer, answer, interval, standing, unsure
 from ashl.report.shares import KINDS, parts_of
+from ashl.study.grid import checked
 from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
@@ -64,7 +68,7 @@ class Follows:
         kept = [text for text in self.real if key_of(text) not in OWN]
         where = "here" if "cluster=real" in kept else "here, emulated"
         where = "here, in virtual time" if "runtime=sim" in kept else where
-        return where, self.command.followed_by("train", *kept, *chosen)
+        return where, self.command.followed_by("train", *self._with_effect((*kept, *chosen)))
 
     def on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
         """Return the command on several machines: without the cluster that was declared, or measured on this one."""
@@ -73,7 +77,16 @@ class Follows:
         rest = [text for text in rest if key_of(text).partition(".")[0] not in ("cluster", "runtime")]
         before = ("ashl", "launch", "--hosts", str(self.hosts), "--")
         line = CommandLine(("train",), self.command.config_dir, before)
-        return line.followed_by("train", *typed, *rest, *chosen, f"cluster.num_workers={num_workers}")
+        there = ("cluster=real", f"cluster.num_workers={num_workers}")
+        kept = self._with_effect((*typed, *rest, *chosen, *there))
+        return line.followed_by("train", *(text for text in kept if text != "cluster=real"))
+
+    def _with_effect(self, texts: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the overrides without those that have no effect beside the others, which `ashl train` refuses."""
+        try:
+            return checked(texts, partial(compose, config_dir=own_folder(self.command.config_dir)), {})[0]
+        except UsageError:  # the command says itself what it lacks, as a file of another machine
+            return texts
 
 
 def hosts_of(plan: Plan) -> str:

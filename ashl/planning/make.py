@@ -189,7 +189,7 @@ def _prepared(
     plan = predicted(plan, resolved, clock, deal, len(data.train), batch, by)
     plan = replace(plan, notes=plan.notes + dense_pulls(plan, resolved))
     if strict:
-        given = Given(asked, plan, resolved, parts["schedule"], profiled=replaced is not None)
+        given = Given(asked, plan, resolved, parts["schedule"], replaced is not None, data)
         refuse_without_effect(given, overrides)
     return Prepared(plan, resolved, data)
 
@@ -301,7 +301,7 @@ def predicted(
 def duration_s(plan: Plan, epoch_samples: int) -> float | None:
     """What the run should take by its limits. Of stages that follow one another nobody knows beforehand when they
     change, so it is as long as the slowest of them would take for all."""
-    rates = [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s is not None]
+    rates = [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s]  # 0 = too slow to foretell
     steps = plan.num_steps(epoch_samples)
     bounds = [plan.limits.seconds, None if steps is None or not rates else steps / min(rates)]
     return min((bound for bound in bounds if bound is not None), default=None)

@@ -10,15 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ashl.cluster.spec import Cluster
+from ashl.cluster.spec import Cluster, Measured
 from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.cast import Cast
+from ashl.compression.fetch_sgd import FetchSGD
+from ashl.compression.natural import NaturalCompression
+from ashl.compression.one_bit import OneBit
+from ashl.compression.power_sgd import PowerSGD
+from ashl.compression.sign import Sign
 from ashl.config.catalog import CONF, catalog, defaults, load, values
 from ashl.config.override import key_of
+from ashl.data.dataset import Data
 from ashl.errors import NoEffectError
+from ashl.learn.device import HOST
+from ashl.overlap.chain import bare, joined
 from ashl.overlap.contract import Delayed
-from ashl.plan.plan import TARGETS, Plan
-from ashl.planning.build import Parts, StageParts
+from ashl.plan.plan import TARGETS, Plan, StagePlan
+from ashl.planning.build import Parts, StageParts, layer_groups
+from ashl.planning.device import device_of
+from ashl.planning.legal import carried_by
+from ashl.stage.rule import WEIGHTS
+from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.profiling import Profiling
+from ashl.sync.ripples_first_come import RipplesFirstCome
+from ashl.sync.ripples_random import RipplesRandom
 from ashl.topology.halos import Halos
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
@@ -29,6 +44,25 @@ COSTS = (
     *("cluster.compute_spread", "cluster.link", "cluster.step_s", "cluster.exchange_s", "cluster.compress_s"),
     *("cluster.server_step_s", "cluster.jitter", "cluster.compute", "cluster.node", *LINKS),
 )
+LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
+    *("task.", "optimizer.", "outer", "model.heads", "model.norm", "run.save_weights", "run.start_from"),
+    *("aggregate.scale", "aggregate.weights", "aggregate.discount", "aggregate.clip_norm", "aggregate.momentum"),
+    *("compression.feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
+    *("compression.masking", "compression.clip_norm", "compression.norm", "compression.alpha", "compression.beta"),
+    *("compression.eta", "compression.xi", "compression.zeta", "compression.memory", "compression.max_age"),
+    *("compression.order", "compression.scaled", "compression.decay", "compression.error", "compression.clip_sigmas"),
+    *("dataset.condition", "dataset.noise", "dataset.seed", "dataset.separation", "dataset.augment"),
+    *("topology.mixing", "topology.lr", "topology.beta", "topology.buffer", "overlap.own", "overlap.alpha"),
+    *("sync.beta", "sync.every_s", "sync.exchange", "sync.gamma", "sync.h_max", "sync.l1", "sync.lam"),
+    *("sync.loss_target", "sync.mu", "sync.rho", "sync.rise", "sync.theta"),
+    *("schedule.momentum", "schedule.residual", "runtime.precision"),
+)
+LEARNS = "runtime.gradients=true, as nothing is learned otherwise"
+WRAPPED = (  # what is wrapped around a codec on a link
+    *("compression.feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
+    *("compression.masking", "compression.clip_norm", "compression.warmup_epochs", "compression.critical_ratio"),
+)
+DENSE = (Cast, NaturalCompression, OneBit, PowerSGD, Sign)  # codecs that send something for every element
 FAILURES = "workers that fail, as with 'cluster.churn={mtbf_s:100,mttr_s:10}'"
 MEET = "workers of one machine that exchange with each other, as with topology=all_reduce"
 
@@ -41,6 +75,7 @@ class Given(NamedTuple):
     parts: Parts
     schedule: Any
     profiled: bool  # True if a profile's costs stand in for those of the cluster
+    data: Data
 
     @property
     def stages(self) -> tuple[StageParts, ...]:
@@ -60,7 +95,8 @@ class Given(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """`keys` count where `counts`; `needs` names what makes them count."""
+    """`keys` count where `counts`; `needs` names what makes them count. A key that ends with a point stands for all
+    keys of its group."""
 
     keys: tuple[str, ...]
     needs: str
@@ -90,11 +126,17 @@ def workers_meet(given: Given) -> bool:
 
 
 def nodes_matter(given: Given) -> bool:
-    def asks(topology: Any) -> bool:
-        by_itself = isinstance(topology, PartialAllReduce) and topology.workers_per_node is None
-        return by_itself or isinstance(topology, Halos) or topology.algorithm is not None
+    def asks(own: StageParts) -> bool:
+        by_itself = groups_by_machine(own) and getattr(own.topology, "workers_per_node", None) is None
+        return by_itself or isinstance(own.topology, Halos) or own.topology.algorithm is not None
 
-    return not is_declared(given) or given.any("topology", asks)
+    return not is_declared(given) or any(map(asks, given.stages))
+
+
+def groups_by_machine(own: StageParts) -> bool:
+    """Return True if it is by machines that workers form groups."""
+    partial = isinstance(own.topology, PartialAllReduce)
+    return partial and not isinstance(own.sync, RipplesFirstCome | RipplesRandom)
 
 
 def is_declared(given: Given) -> bool:
@@ -107,13 +149,15 @@ def is_stale(given: Given) -> bool:
 
 
 def keeps_residual(given: Given) -> bool:
-    return given.any(
-        "compression",
-        lambda codec: (
-            not codec.flags.lossless
-            and (not isinstance(codec, Wrappers) or codec.feedback or codec.momentum is not None)
-        ),
-    )
+    """Return True if a stage before the last may leave something out and keep it for later."""
+
+    def keeps(stage: StagePlan, own: StageParts) -> bool:
+        codec = own.compression
+        if codec.flags.lossless or stage.r_preset == 1.0 or isinstance(own.sync, Profiling):
+            return False
+        return not isinstance(codec, Wrappers) or codec.feedback or codec.momentum is not None
+
+    return any(map(keeps, given.plan.stages[:-1], given.stages[:-1]))
 
 
 def several_machines(given: Given) -> bool:
@@ -127,6 +171,51 @@ def several_machines(given: Given) -> bool:
         return -(-n // (topology.workers_per_node or 4))
 
     return given.any("topology", lambda topology: machines(topology) > 1)
+
+
+def speeds_vary(given: Given) -> bool:
+    """Return True if a worker's steps may take other times than those before them."""
+    cluster = given.cluster
+    if not isinstance(cluster, Cluster):
+        return True
+    jitters = cluster.jitters if isinstance(cluster, Measured) else ()
+    return bool(cluster.jitter or any(jitters) or cluster.events or cluster.churn)
+
+
+def plans_local_steps(given: Given) -> bool:
+    return any(stage.h_preset is not None for stage in given.plan.stages)
+
+
+def work_differs(given: Given) -> bool:
+    """Return True if in some stage the workers take different numbers of steps between two pushes."""
+    return plans_local_steps(given) or any(
+        len({worker.local_steps for worker in stage.workers}) > 1 for stage in given.plan.stages
+    )
+
+
+def ignores_targets(given: Given) -> bool:
+    """Return True if some target is one that the task ignores, or would ignore by default."""
+    ignored = {given.parts.task.ignore_index, usual("task.ignore_index", given)} - {None}
+    halves = (given.data.train.targets, given.data.test.targets)
+    return any(bool((targets == value).any()) for targets in halves for value in ignored)
+
+
+def is_cut(given: Given) -> bool:
+    """Return True if a slice is shorter than the longest message, by the value or by the default."""
+    groups = layer_groups(given.plan)
+    before = usual("overlap.slice", given)
+
+    def cuts(overlap: Any) -> bool:
+        sizes = [size for size in (overlap.slice, before) if isinstance(size, int)]
+        longest = max(stop - start for start, stop, *_ in joined(groups, overlap.messages(bare(groups))))
+        return min(sizes, default=0) < longest
+
+    return given.any("overlap", lambda overlap: not hasattr(overlap, "slice") or cuts(overlap))
+
+
+def sums_weights(given: Given) -> bool:
+    """Return True if some stage weighs what its workers push."""
+    return any(WEIGHTS in carried_by(own.topology, own.sync) for own in given.stages)
 
 
 def run_ends(given: Given) -> bool:
@@ -154,7 +243,7 @@ CONDITIONS = (
     Condition(INSIDE[1:], MEET, workers_meet),
     Condition(
         ("cluster.node",),
-        "cluster.exchange_s=null, or a topology that asks for machines, as topology=partial_all_reduce",
+        "cluster.exchange_s=null, or groups by machine, as topology=partial_all_reduce sync=ripples_smart",
         nodes_matter,
     ),
     Condition(
@@ -173,14 +262,38 @@ CONDITIONS = (
         lambda given: given.parts.runtime.name != "sim" or given.cluster.loses,
     ),
     Condition(
+        ("runtime.share_gpu",),
+        "a GPU, as with runtime.device=cuda",
+        lambda given: device_of(given.parts.runtime) != HOST,
+    ),
+    Condition(
         ("runtime.sums",),
         "workers that sum without a server, as topology=all_reduce",
         lambda given: given.any("topology", lambda topology: not topology.has_server),
     ),
     Condition(
-        ("optimizer.lr", "optimizer.warmup_epochs", "run.save_weights", "run.start_from"),
-        "runtime.gradients=true, as nothing is learned otherwise",
+        ("task.ignore_index",),
+        "targets of that value, as in a data set of your own: allow_targets=[PACKAGE] dataset._target_=PACKAGE.NAME",
+        ignores_targets,
+    ),
+    Condition(
+        ("dataset.partition",),
+        "a plan of H, as sync.local_steps=plan schedule.h_preset=[8], as shards are equal otherwise",
+        lambda given: (
+            given.config["dataset"].get("partition") != "iid"
+            or plans_local_steps(given)
+            or given.parts.runtime.on_loss == "reshard"
+        ),
+    ),
+    Condition(
+        LEARNED,
+        LEARNS,
         lambda given: given.parts.runtime.gradients,
+    ),
+    Condition(
+        ("sync.alpha",),
+        LEARNS,
+        lambda given: given.parts.runtime.gradients or given.any("sync", lambda sync: isinstance(sync, LBBSP)),
     ),
     Condition(
         ("dataset.epochs",),
@@ -216,9 +329,23 @@ CONDITIONS = (
         ("tracking.experiment",), "tracking=mlflow", lambda given: given.config["tracking"].get("sink") == "mlflow"
     ),
     Condition(
+        WRAPPED,
+        "a topology that adds updates up, as topology=parameter_server, as replicas take what was sent as it is",
+        lambda given: given.any("topology", lambda topology: not topology.replicas),
+    ),
+    Condition(
+        ("compression.momentum",),
+        "compression.masking=false, as this compression sends every element, and masking clears what was sent",
+        lambda given: given.any(
+            "compression", lambda codec: not isinstance(codec, DENSE) or codec.momentum is None or not codec.masking
+        ),
+    ),
+    Condition(
         ("compression.masking",),
-        "momentum correction, as compression.momentum=0.9",
-        has("compression", momentum=is_set),
+        "momentum in the compression, as compression.momentum=0.9",
+        lambda given: given.any(
+            "compression", lambda codec: is_set(codec.momentum) or (isinstance(codec, FetchSGD) and is_set(codec.decay))
+        ),
     ),
     Condition(
         ("compression.feedback_gain", "compression.feedback_decay"),
@@ -258,14 +385,19 @@ CONDITIONS = (
     Condition(
         ("schedule.h_preset",),
         "sync.local_steps=plan",
-        lambda given: any(stage.h_preset is not None for stage in given.plan.stages),
+        plans_local_steps,
     ),
     Condition(
         ("schedule.r_preset",),
         "a compression with a ratio, as compression=topk",
         has("compression", ratio=lambda value: value is not None),
     ),
-    Condition(("schedule.residual",), "a compression with error feedback, as compression=topk", keeps_residual),
+    Condition(
+        ("schedule.residual",),
+        "error feedback before the last stage, as with compression=topk, and where ratios are preset "
+        "schedule.r_preset=[0.1,0.1]",
+        keeps_residual,
+    ),
     Condition(
         ("schedule.momentum",),
         "an optimizer with momentum, as optimizer.momentum=0.9",
@@ -295,17 +427,33 @@ CONDITIONS = (
     Condition(
         ("planner",),
         "a plan of H, as schedule=ashl, or sync.local_steps=plan schedule.h_preset=[8]",
-        lambda given: any(stage.h_preset is not None for stage in given.plan.stages),
+        plans_local_steps,
     ),
     Condition(
-        ("aggregate.discount", "aggregate.max_delay"),
+        ("aggregate.discount",),
         "pushes that may be stale, as those of sync=asp",
         is_stale,
+    ),
+    Condition(
+        ("aggregate.max_delay",),
+        "pushes that may be stale by more than one merge, as those of sync=asp",
+        lambda given: given.any("sync", lambda sync: not sync.in_rounds),
+    ),
+    Condition(("aggregate.weights",), "pushes that are weighed, as those of sync=bsp or sync=asp", sums_weights),
+    Condition(
+        ("aggregate.momentum",),
+        "workers that take different numbers of steps, as with sync.local_steps=plan schedule.h_preset=[8]",
+        work_differs,
     ),
     Condition(
         ("topology.degree",),
         "topology.graph=random_regular",
         has("topology", graph=lambda name: name == "random_regular"),
+    ),
+    Condition(
+        ("topology.workers_per_node",),
+        "groups by machine, as those of sync=ripples_smart or sync=ripples_static",
+        lambda given: any(map(groups_by_machine, given.stages)),
     ),
     Condition(
         ("sync.inter_intra",),
@@ -315,6 +463,19 @@ CONDITIONS = (
     Condition(
         ("sync.delay",), "a barrier of fewer than all neighbours, as sync.barrier=1", has("sync", barrier=is_set)
     ),
+    Condition(("sync.barrier",), "neighbours that may be late, as with sync.delay=2", has("sync", delay=is_set)),
+    Condition(("sync.gap",), "workers that do not wait for all, as with sync.backups=1", has("sync", backups=is_set)),
+    Condition(
+        ("sync.alpha",),
+        "steps that take different times, as with cluster.jitter=0.1",
+        lambda given: given.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(given),
+    ),
+    Condition(
+        ("overlap.own",),
+        "a sync mode that exchanges models, as sync=local_sgd",
+        has("sync", exchange=lambda exchange: exchange == "difference"),
+    ),
+    Condition(("overlap.slice",), "a message longer than a slice, as with overlap.slice=100", is_cut),
     Condition(
         ("overlap.max_ratio",),
         "overlap.ratio=adaptive",
@@ -338,7 +499,8 @@ def refuse_without_effect(given: Given, overrides: Sequence[str]) -> None:
 
 def names(condition: Condition, key: str) -> bool:
     """Return True if a condition is about a key; one of a whole group is about its choice and all its keys."""
-    return key in condition.keys or key.partition(".")[0] in condition.keys
+    group, point, _ = key.partition(".")
+    return not {key, group, group + point}.isdisjoint(condition.keys)
 
 
 def applies(condition: Condition, given: Given) -> bool:
