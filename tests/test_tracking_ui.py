@@ -155,3 +155,13 @@ def test_the_installed_mlflow_still_knows_the_views_words():
     words |= {"deflate;", "FIRST_20_RUNS", "LINE", "BAR", "DIFFERENCE", *page}
     words |= {key for chart in page["compareRunCharts"] for key in chart} | set(page["compareRunSections"][0])
     assert not [word for word in sorted(words) if word not in text]
+
+
+def test_the_page_of_a_run_is_that_of_model_training(tmp_path):
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection, connection:
+        connection.execute("CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)")
+        connection.execute("CREATE TABLE tags (run_uuid, key, value)")
+        connection.execute("INSERT INTO runs VALUES ('r', 3, 1, 'active')")
+        connection.execute("INSERT INTO tags VALUES ('r', 'ashl.run_dir', ?)", (str(tmp_path / "run"),))
+    page = store.page_of(store.tracking_uri(tmp_path), tmp_path / "run", "http://here")
+    assert page == "http://here/#/experiments/3/runs/r?workflowType=machine_learning"

@@ -243,6 +243,7 @@ class Copy:
         self.params = list(renamed(job["params"]).items())
         self.refused: dict[str, None] = {}  # names of what MLflow has not taken
         self.copied = 0  # bytes of metrics.jsonl
+        self.span_ms = span_ms(run_dir)  # start and end of a run that is over; None = it goes on
 
     def advance(self) -> None:
         """Make the run if there is none yet, then copy the metrics that have come since."""
@@ -273,7 +274,8 @@ class Copy:
             warning = warning_of(self.run_dir, f"artifacts: {error}")
         if self.refused:
             warning = warning_of(self.run_dir, f"it refused {', '.join(self.refused)}")
-        self.client.set_terminated(run_id, STATUS.get(summary["status"], "FAILED"))
+        span = self.span_ms or span_ms(self.run_dir)
+        self.client.set_terminated(run_id, STATUS.get(summary["status"], "FAILED"), span and span[1])
         if loss := self.loss():
             return None, warning_of(self.run_dir, loss)
         return page_of(self.job["uri"], str(self.experiment)), warning
@@ -296,7 +298,8 @@ class Copy:
     def begin(self, experiment: str) -> None:
         """Make the run."""
         tags = {"mlflow.source.name": "ashl", "ashl.host": socket.gethostname(), "ashl.run_dir": str(self.run_dir)}
-        self.run = self.client.create_run(experiment, tags=tags | self.job["tags"], run_name=self.job["run_name"]).info
+        started_ms = None if self.span_ms is None else self.span_ms[0]
+        self.run = self.client.create_run(experiment, started_ms, tags | self.job["tags"], self.job["run_name"]).info
         self.experiment = experiment
 
     def log_params(self) -> None:
@@ -421,6 +424,19 @@ def _summary(run_dir: Path) -> dict:
         return json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {"status": "failed", "exit_reason": "the run's process ended without a summary"}
+
+
+def span_ms(run_dir: Path) -> tuple[int, int] | None:
+    """Return when a run started and ended, in milliseconds of the epoch; None where it has no summary yet.
+
+    The end is when the summary was written; the start follows from `host_s`, its seconds on this machine.
+    """
+    try:
+        ended_s = (run_dir / SUMMARY).stat().st_mtime
+    except OSError:
+        return None
+    lasted_s = _summary(run_dir).get("host_s") or 0.0
+    return round(1000 * (ended_s - lasted_s)), round(1000 * ended_s)
 
 
 def warning_of(run_dir: Path, reason: str) -> str:

@@ -17,7 +17,9 @@ from statistics import median
 from ashl.tracking import jsonl, mlflow, view
 from ashl.tracking.recorder import METRICS, SUMMARY
 
-ARTIFACTS = ("sweep.json", "leaderboard.md", "report.html", "figures")
+SWEEP = "sweep.json"
+DROPPED = "ashl.dropped"  # the tag with the reason why a race has dropped a run or a setting
+ARTIFACTS = (SWEEP, "leaderboard.md", "report.html", "figures")
 MODULE = "ashl.tracking.mlflow_study"
 WRITER = "ashl.run.summary"  # the tag that says which outcome a run was copied with; of a setting, of which runs
 LATE = "time_to_target_s"  # what is not there has not come: it is later than all that have
@@ -52,10 +54,12 @@ class Study:
         self.waiting: list[dict] = []
         self.known: dict[str, tuple[str, str]] = {}  # (run id, outcome) by name, of runs and settings
         self.settings: dict[str, dict[str, dict]] = {}  # the lines of each, by the run's name
+        self.lines: dict[str, dict] = {}  # by hash
 
     def hear(self, line: dict) -> None:
         """A run has ended."""
         self.waiting.append(line)
+        self.lines[Path(line["run_dir"]).name] = line
         if line["setting"]:
             self.settings.setdefault(line["setting"], {})[line["run_name"]] = line
 
@@ -99,13 +103,35 @@ class Study:
             self.mark_copied(child, outcome)
         self.warning = self.warning or warning
 
-    def replaced(self, known: str, name: str, kind: str, params: dict[str, str], run_dir: Path) -> mlflow.Copy:
-        """A new run below the sweep, in the place of the one that is known."""
+    def tag_dropped(self) -> None:
+        """Tag the runs that a race has dropped, and their settings, with the reason."""
+        record = jsonl.whole(self.run_dir / SWEEP) or {}
+        axes = {
+            one["hash"]: {k: v for k, v in one["axes"].items() if k != "seed"} for one in record.get("settings", ())
+        }
+        for entry in record.get("dropped", ()):
+            same = [line for own, line in self.lines.items() if axes.get(own) == axes.get(entry["hash"])]
+            names = {line["setting"] for line in same}
+            names |= {self.lines[own]["run_name"] for own in self.lines.keys() & {entry["hash"]}}
+            for name in names & self.known.keys():
+                self.client.set_tag(self.known[name][0], DROPPED, entry["reason"])
+
+    def replaced(
+        self,
+        known: str,
+        name: str,
+        kind: str,
+        params: dict[str, str],
+        run_dir: Path,
+        span_ms: tuple[int, int] | None = None,
+    ) -> mlflow.Copy:
+        """Make a new run below the sweep, in the place of the one that is known."""
         if known:
             self.client.delete_run(known)
         tags = {"mlflow.parentRunId": self.own.run.run_id, "ashl.kind": kind}
         child = mlflow.Copy(run_dir, self.job | {"run_name": name, "params": params, "tags": tags})
         child.client = self.client
+        child.span_ms = child.span_ms or span_ms
         child.begin(self.experiment)
         self.known[name] = (child.run.run_id, "")
         return child
@@ -125,9 +151,11 @@ class Study:
         first, *others = (line["params"] for line in lines)
         params = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
         seeds = ", ".join(line["params"]["seed"] for line in lines)
-        parent = self.replaced(known, name, "setting", params | {"seed": seeds}, self.run_dir)
-        parent.log_params()
         folders = [Path(line["run_dir"]) for line in lines]
+        spans = [span for folder in folders if (span := mlflow.span_ms(folder))]
+        span = min(start for start, _ in spans), max(end for _, end in spans)
+        parent = self.replaced(known, name, "setting", params | {"seed": seeds}, self.run_dir, span)
+        parent.log_params()
         summaries = [json.loads((folder / SUMMARY).read_text(encoding="utf-8")) for folder in folders]
         ends = middle([dict(mlflow.finals(summary)) for summary in summaries])
         rows = zip(*(jsonl.tail(folder / METRICS, 0)[0] for folder in folders), strict=False)
@@ -139,7 +167,7 @@ class Study:
         self.client.set_tag(parent.run.run_id, "mlflow.note.content", note)
         for run, _ in runs:
             self.client.set_tag(run, "mlflow.parentRunId", parent.run.run_id)
-        self.client.set_terminated(parent.run.run_id)
+        self.client.set_terminated(parent.run.run_id, end_time=span[1])
         self.mark_copied(parent, outcome)
 
     def close(self) -> tuple[str | None, str | None]:
@@ -147,6 +175,7 @@ class Study:
         warning."""
         for name, lines in self.settings.items():
             self.settle(name, list(lines.values()))
+        self.tag_dropped()
         parent = self.own.run.run_id
         for path in filter(Path.exists, (self.run_dir / name for name in ARTIFACTS)):
             log = self.client.log_artifacts if path.is_dir() else self.client.log_artifact

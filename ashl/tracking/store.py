@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from ashl.tracking import view
 
 ADDRESS = "http://127.0.0.1:5000"  # where `ashl ui` shows a SQLite store
+TRAINING = "workflowType=machine_learning"  # the page about model training, where MLflow has one about language models
 ENVIRONMENT = {  # of every MLflow process that we start; the user's own settings win
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -118,12 +119,13 @@ def page_of(uri: str, folder: Path, address: str) -> str | None:
     if found is None:
         return None
     experiment, run = map(str, found)
-    return link(address, experiment) if swept else f"{address.rstrip('/')}/#/experiments/{experiment}/runs/{run}"
+    page = f"{address.rstrip('/')}/#/experiments/{experiment}/runs/{run}?{TRAINING}"
+    return link(address, experiment) if swept else page
 
 
 def link(address: str, experiment: str) -> str:
     """Deep link to our saved view of an experiment, by id; MLflow itself opens on a page about language models."""
-    query = f"workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={view.KEY}"
+    query = f"{TRAINING}&compareRunsMode=CHART&viewStateShareKey={view.KEY}"
     return f"{address.rstrip('/')}/#/experiments/{experiment}/runs?{query}"
 
 

@@ -1,6 +1,7 @@
 """A sweep in MLflow: each run once below the sweep, also after the store was locked or deleted. Read back by SQLite."""
 
 import json
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_every_run_is_there_once_below_the_medians_of_its_setting(sweep: Path) -
     assert {("sync=asp", "test/acc"), ("sync=asp", "final/test_accuracy")} <= found.keys()
     copy(sweep)
     assert runs(sweep) == whole()
+
+
+def test_times_are_those_of_the_runs_and_what_a_race_dropped_is_tagged(sweep: Path) -> None:
+    record = json.loads((sweep / "sweep.json").read_text())
+    *_, last = record["settings"]
+    assert last["axes"] == {"sync": "asp", "seed": "1"}
+    (sweep / "sweep.json").write_text(json.dumps({**record, "dropped": [{"hash": last["hash"], "reason": "behind"}]}))
+    for number, setting in enumerate(record["settings"]):
+        file = sweep / setting["folder"] / "summary.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "host_s": 7.0}))
+        os.utime(file, (1000 + 100 * number,) * 2)
+    copy(sweep)
+    query = """SELECT r.name, r.start_time, r.end_time, t.value FROM runs r
+        LEFT JOIN tags t ON t.run_uuid = r.run_uuid AND t.key = 'ashl.dropped' WHERE r.lifecycle_stage = 'active'"""
+    with closing(sqlite3.connect(sweep.parent / "store/mlflow.db", timeout=10)) as connection:
+        found = {name: rest for name, *rest in connection.execute(query)}
+    assert found["sync=bsp seed=0"] == [993_000, 1_000_000, None]
+    assert found["sync=bsp"] == [993_000, 1_100_000, None]
+    assert found["sync=asp seed=0"] == [1_193_000, 1_200_000, None]
+    assert found["sync=asp seed=1"] == [1_293_000, 1_300_000, "behind"]
+    assert found["sync=asp"] == [1_193_000, 1_300_000, "behind"]
 
 
 @pytest.mark.slow
