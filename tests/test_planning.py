@@ -15,7 +15,7 @@ from ashl.errors import UsageError
 from ashl.planning import build
 from ashl.planning.build import assemble, parts_of
 from ashl.planning.make import make_plan, prepared
-from ashl.stage.rule import PULLS
+from ashl.stage.stage import PULLS
 from ashl.sync.bsp import BSP
 from ashl.sync.rennala import Rennala
 from ashl.topology.parameter_server import ParameterServer

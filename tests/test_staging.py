@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ashl.learn.staging import LEAST, Staging, filled, in_host
-from ashl.runtime.bodies import Direct
-from ashl.runtime.plane import Pair
+from ashl.runtime.plane import Direct, Pair
 
 
 class Late:

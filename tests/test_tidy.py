@@ -1,6 +1,7 @@
 """Check layering, single homes of heavy libraries, and that code and option files mirror each other."""
 
 import ast
+import graphlib
 import re
 import tomllib
 from functools import cache
@@ -163,6 +164,24 @@ def test_no_circle_of_rooms() -> None:
         if within(module, "ashl") and unit(file) != known(module)
     }
     assert not [(a, b) for a, b in arrows if a < b and (b, a) in arrows]
+
+
+def test_no_circle_of_files() -> None:
+    """Also not through imports that only type checkers see."""
+    modules = {module_of(file): file for file in files("ashl", "cli")}
+    arrows = {
+        module: {parent for name in imports(file) for parent in (name, name.rpartition(".")[0]) if parent in modules}
+        for module, file in modules.items()
+    }
+    packages = {module for module, file in modules.items() if file.stem == "__init__"}
+    graph = {module: found - {module} - packages for module, found in arrows.items() if module not in packages}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
+
+
+def module_of(file: Path) -> str:
+    """The dotted name of a file; cli/ lies below ashl."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("ashl", *parts) if parts[0] == "cli" else parts).removesuffix(".__init__")
 
 
 @cache

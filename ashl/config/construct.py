@@ -29,7 +29,7 @@ KINDS = {  # by which a class is known to be of a group
 BASES = {  # which a class has to extend to be of a group
     "task": "ashl.task.contract.Task",
     "optimizer": "ashl.optimizer.contract.Optimizer, or torch.optim.Optimizer",
-    "topology": "ashl.stage.rule.Topology",
+    "topology": "ashl.stage.stage.Topology",
     "sync": "the rule that its topology asks, as ashl.topology.parameter_server.ServerRule",
     "aggregate": "ashl.aggregate.weighted.Weighted",
     "compression": "ashl.compression.contract.Codec",

@@ -42,8 +42,7 @@ from ashl.planning.settings import STAGE_GROUPS
 from ashl.schedule.choices import with_assignments
 from ashl.stage.fragment import Fragment
 from ashl.stage.link import Link
-from ashl.stage.rule import Rule, Topology
-from ashl.stage.stage import Stage
+from ashl.stage.stage import Rule, Stage, Topology
 from ashl.task.contract import Task
 from ashl.task.plain import plain_task
 from ashl.topology.sharded_server import ShardedServer

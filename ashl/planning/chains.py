@@ -16,7 +16,7 @@ from ashl.overlap.chain import Chain, Compressed, Part, bare
 from ashl.plan.plan import StagePlan
 from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends, Link
-from ashl.stage.rule import Members
+from ashl.stage.stage import Members
 
 LinkOf = Callable[[int, int], Link]  # of the elements [start, stop)
 WARM = 1_000_000  # an epoch in which every warm-up is over

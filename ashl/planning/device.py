@@ -10,7 +10,7 @@ from ashl.cluster.spec import RealCluster
 from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.runtime.collectives import nccl_is_there
-from ashl.stage.rule import Topology
+from ashl.stage.stage import Topology
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
 
@@ -51,7 +51,7 @@ def use_device(device: str) -> str:
 
 def by_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
     """Whether NCCL carries vectors from device to device: sums, in one group, whose operations all ranks begin in one
-    order; where it is asked for, a server's messages, too, as the server grants them (`ashl.runtime.bodies`).
+    order; where it is asked for, a server's messages, too, as the server grants them (`ashl.runtime.plane`).
 
     Raises UsageError where it is asked for and cannot.
     """

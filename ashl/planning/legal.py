@@ -18,7 +18,7 @@ from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, Work
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.device import by_nccl
 from ashl.planning.settings import STAGE_GROUPS
-from ashl.stage.rule import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
+from ashl.stage.stage import CARGO, CODEC, OUTER, PULLS, STATISTICS, WEIGHTS, Rule, Topology, extra_ranks
 from ashl.sync.profiling import Profiling
 from ashl.sync.zero_one_adam import ZeroOneAdam
 from ashl.task.classification import Classification

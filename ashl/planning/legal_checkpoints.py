@@ -7,8 +7,7 @@ from ashl.errors import UsageError
 from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.legal import carried_by
-from ashl.stage.rule import CHURN
-from ashl.stage.stage import sums_beside
+from ashl.stage.stage import CHURN, sums_beside
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.gossip import RoamingRule, RoundRule
 from ashl.topology.parameter_server import ServerRule
@@ -65,7 +64,7 @@ def in_one_round(own: StageParts) -> bool:
 
 def comes_anew(own: StageParts) -> bool:
     """Whether workers may resume from a server's state, or each from its own; see `ashl.topology.parameter_server`,
-    `ashl.topology.broken_groups` and `ashl.topology.coordinator`."""
+    `ashl.topology.partial_all_reduce` and `ashl.topology.coordinator`."""
     if isinstance(own.topology, PartialAllReduce):
         return True
     if isinstance(own.sync, RoamingRule):

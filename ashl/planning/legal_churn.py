@@ -14,7 +14,7 @@ from ashl.plan.plan import StagePlan
 from ashl.planning.build import Parts, StageParts
 from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by, chosen
-from ashl.stage.rule import CHURN
+from ashl.stage.stage import CHURN
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import UPDATES, ParameterServer, ServerRule
 from ashl.topology.partial_all_reduce import PartialAllReduce

@@ -23,7 +23,7 @@ from ashl.optimizer.contract import Optimizer
 from ashl.optimizer.sgd import SGD
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts
-from ashl.stage.rule import PULLS, Rule, Topology
+from ashl.stage.stage import PULLS, Rule, Topology
 from ashl.topology.parameter_server import UPDATES, ServerRule
 
 OWN_CODES = range(128, 256)  # on the wire: those of codecs that are not of this package

@@ -6,7 +6,7 @@ from ashl.outer.contract import Outer
 from ashl.plan.plan import Plan, StagePlan
 from ashl.planning.build import Parts, StageParts, layout_of
 from ashl.planning.legal import chosen
-from ashl.stage.rule import Rule
+from ashl.stage.stage import Rule
 from ashl.topology.parameter_server import UPDATES, ServerRule
 from ashl.topology.sharded_server import ShardedServer
 

@@ -61,7 +61,7 @@ from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, se
 from ashl.planning.summing import sums_of
 from ashl.planning.without_effect import Given, refuse_without_effect
 from ashl.schedule.choices import Choices
-from ashl.stage.rule import extra_ranks
+from ashl.stage.stage import extra_ranks
 from ashl.task.contract import renamed
 
 TAKES_COSTS = "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has a say"

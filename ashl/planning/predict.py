@@ -18,8 +18,7 @@ from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
 from ashl.stage.link import Link
 from ashl.stage.program import program
-from ashl.stage.rule import extra_ranks
-from ashl.stage.stage import Stage
+from ashl.stage.stage import Stage, extra_ranks
 
 CYCLES = 128  # of every worker: enough for the slack of a bounded lead to be used up within the first half
 ROUNDS = 10_000  # of all workers together: enough for thousands of them, and quick

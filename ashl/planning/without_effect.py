@@ -29,7 +29,7 @@ from ashl.plan.plan import TARGETS, Plan, StagePlan
 from ashl.planning.build import Parts, StageParts, layer_groups
 from ashl.planning.device import device_of
 from ashl.planning.legal import carried_by
-from ashl.stage.rule import WEIGHTS
+from ashl.stage.stage import WEIGHTS
 from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.profiling import Profiling
 from ashl.sync.ripples_first_come import RipplesFirstCome

@@ -3,7 +3,7 @@
 Rule, on processes: every so many seconds home names a version of the model that nobody has come to yet. Each rank keeps
 its state when it is there (`ashl.runtime.keeping`) and says so, or sends it (`ashl.run.parts`); once all have, home
 writes what it knows itself and, last, a manifest with the hash of every file. In virtual time there is one file beside
-what home knows (`ashl.runtime.checkpoint`). A checkpoint without a manifest, or with a file that is not what was
+what home knows (`ashl.runtime.sim`). A checkpoint without a manifest, or with a file that is not what was
 written, is none: the newest whole one counts, and two are kept. Where a rank had been past the version when it heard of
 it, the next one is named further ahead. The run waits for nothing of this.
 
@@ -12,7 +12,7 @@ or is said again (`ashl.topology.gossip`), and the run goes on bit for bit; also
 processes, and the other way round. SERVER: workers go at their own pace, and each keeps its state when it next goes on
 with that version or a newer one, after the server has kept its own (all of them, where there are several); what is on
 its way then is lost, and computed again (`ashl.topology.parameter_server`). EACH: workers have own models, meet
-in groups or pairs, and each keeps its state when it hears of it (`ashl.topology.broken_groups`, `ashl.topology.pairs`).
+in groups or pairs, and each keeps its state when it hears of it (`topology.partial_all_reduce`, `topology.pairs`).
 ROUND: the same, but all at the begin of one round of their own, which is the version; so whatever comes from there on
 shows that it is later. ANEW: all are at the top of their loops at one moment, and nothing is on its way, as it is made
 of a run with another number of workers (`ashl.run.rescaling`): gone on from in virtual time and on processes.

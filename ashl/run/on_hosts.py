@@ -26,7 +26,7 @@ from ashl.run.sealed import SECRET
 from ashl.run.ssh import Connection, Inbox, Launch, OutputLine, Wish, command, connected, greeted, next_line, printable
 from ashl.run.train import is_virtual
 from ashl.run.watch import DROPPED, handled
-from ashl.stage.rule import CHURN, extra_ranks
+from ashl.stage.stage import CHURN, extra_ranks
 
 PULSE_S = 2.0
 SETTLE_S = 5.0  # after the first failure: for the others to notice, and to finish their records

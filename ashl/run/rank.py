@@ -43,14 +43,13 @@ from ashl.run.streams import redirect
 from ashl.run.watch import ALONE, INTERRUPTS, Watch, handled, leave
 from ashl.runtime import keeping
 from ashl.runtime.agreement import Agreement
-from ashl.runtime.bodies import granted_by_nccl
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.hierarchical_sum import Hierarchy, hierarchy_of
 from ashl.runtime.keeping import Keeper, into_folder
 from ashl.runtime.meeting import come_in, meet
 from ashl.runtime.news import End
 from ashl.runtime.pace import Pace
-from ashl.runtime.plane import NEVER, first_line
+from ashl.runtime.plane import NEVER, first_line, granted_by_nccl
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, StopAsked
 from ashl.runtime.sampling import Rounds

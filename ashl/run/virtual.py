@@ -14,12 +14,12 @@ from ashl.planning.build import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import STATE, VIRTUAL, Saved
 from ashl.run.monitor import Monitor
-from ashl.runtime import checkpoint, keeping
+from ashl.runtime import keeping
 from ashl.runtime.ahead import on_cores
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import PeerLostError
-from ashl.runtime.sim import Begin, Sim
+from ashl.runtime.sim import Begin, Sim, go_on, resume
 from ashl.stage.program import hearing, program
 
 
@@ -88,10 +88,10 @@ def beginning(plan: Plan, job: Job, saved: Saved) -> Begin:
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
     if saved.how == VIRTUAL:
         document = torch.load(saved.folder / STATE, weights_only=True)
-        return partial(checkpoint.resume, saved={**document, "packages": packages, "device": device})
+        return partial(resume, saved={**document, "packages": packages, "device": device})
     files = [keeping.part_of(saved.folder, rank) for rank in range(plan.num_ranks)]
     ranks = [keeping.read(file, packages, device) for file in files]
-    return partial(checkpoint.go_on, ranks=ranks, time_ns=saved.time_ns)
+    return partial(go_on, ranks=ranks, time_ns=saved.time_ns)
 
 
 def following(now_ns: int, every_s: float | None) -> int | None:

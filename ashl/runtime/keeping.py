@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ashl.runtime.checkpoint import counted
 from ashl.runtime.node import Node
 from ashl.runtime.pace import Pace
 from ashl.runtime.packed import packed, save, unpacked
@@ -137,3 +136,20 @@ def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restor
     for name in ("state", "node", "own"):
         document[name] = unpacked(document[name], packages, device)
     return Restored(**document)
+
+
+KEPT = ("steps", "staleness", "loss", "measures")  # of a node, beside its ledger
+
+
+def counted(node: Node) -> dict[str, Any]:
+    """What a node has counted."""
+    ledger = {name: getattr(node.ledger, name) for name in node.ledger.__slots__}
+    return {"ledger": ledger} | {name: getattr(node, name) for name in KEPT}
+
+
+def put_back(node: Node, known: dict[str, Any]) -> None:
+    """A fresh node goes on with it."""
+    for name, value in known["ledger"].items():
+        setattr(node.ledger, name, value)
+    for name in KEPT:
+        setattr(node, name, known[name])

@@ -22,18 +22,16 @@ import torch.distributed as dist
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
 from ashl.runtime.agreement import Agreement
-from ashl.runtime.bodies import Bodies
 from ashl.runtime.channel import Collective
-from ashl.runtime.checkpoint import put_back
 from ashl.runtime.communicator import Communicator, End, Outcome
 from ashl.runtime.compute_unit import ComputeUnit, Ran
 from ashl.runtime.hierarchical_sum import Hierarchy
-from ashl.runtime.keeping import Keeper, Restored
+from ashl.runtime.keeping import Keeper, Restored, put_back
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
 from ashl.runtime.node import Node, Observer, WorkerStates
 from ashl.runtime.pace import Pace
-from ashl.runtime.plane import Delivered, Links
+from ashl.runtime.plane import Bodies, Delivered, Links
 from ashl.runtime.records import Beat, Missed
 
 KEPT_UP_NS = 2_000_000

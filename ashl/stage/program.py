@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ashl.planner.assignment import assignment_of
 from ashl.runtime.node import Node
-from ashl.stage.rule import Loop
-from ashl.stage.stage import STOP, Stage
+from ashl.stage.stage import STOP, Loop, Stage
 
 
 async def program(

@@ -2,5 +2,5 @@
 
 A mode says only what differs from the defaults of its base: `ServerRule` and `BarrierRule` in
 `ashl.topology.parameter_server`, `StepRule` in `.all_reduce`, `RoundRule` and `RoamingRule` in `.gossip`, `PairRule` in
-`.pairs`, `GroupRule` in `.group_rule`. What all of them say is in `ashl.stage.rule`.
+`.pairs`, `GroupRule` in `.group_rule`. What all of them say is in `ashl.stage.stage`.
 """

@@ -41,8 +41,7 @@ from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.rule import CHURN, CODEC
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CHURN, CODEC, Stage
 from ashl.stage.tally import LATE, Tally
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import Anchor, over_shard, reduced

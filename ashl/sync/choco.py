@@ -22,8 +22,7 @@ from ashl.option import Count, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
-from ashl.stage.rule import CODEC
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CODEC, Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import report_health, turn_of

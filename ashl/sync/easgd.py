@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Literal
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage.rule import CHURN
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CHURN, Stage
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 

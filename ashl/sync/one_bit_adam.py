@@ -19,8 +19,7 @@ from ashl.optimizer.adam import descended as stepped
 from ashl.option import option
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
-from ashl.stage.rule import CODEC, WEIGHTS
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CODEC, WEIGHTS, Stage
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 

@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 from ashl.option import Count, option
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, halves, joined
-from ashl.stage.rule import CHURN, OUTER, WEIGHTS
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CHURN, OUTER, WEIGHTS, Stage
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import BarrierRule, ServerState, Updates

@@ -41,8 +41,7 @@ from ashl.plan.profile import TICK_S, CodecCost, WorkerProfile
 from ashl.runtime.node import Node
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.link import Ends
-from ashl.stage.rule import Loop
-from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.stage import GO, NEXT, STOP, Loop, Stage
 from ashl.sync.timing.beside import BESIDE, measured_beside, time_beside
 from ashl.sync.timing.codecs import CODEC, measured_codecs, time_codec
 from ashl.sync.timing.exchanges import (

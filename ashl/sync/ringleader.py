@@ -28,8 +28,7 @@ from ashl.option import option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage.rule import CHURN, CODEC, WEIGHTS
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CHURN, CODEC, WEIGHTS, Stage
 from ashl.stage.tally import FAILURE, Tally
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 

@@ -12,8 +12,7 @@ a window that stays as it is; as a schedule for Luo et al., "Prague", ASPLOS 202
 """
 
 from ashl.option import Span, option
-from ashl.topology.group_generator import Groups, Members
-from ashl.topology.group_rule import GroupRule, GroupSize
+from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members
 
 
 @option

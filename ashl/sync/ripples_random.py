@@ -14,8 +14,7 @@ conflict less.
 
 from ashl.data.rng import Purpose, chosen
 from ashl.option import option
-from ashl.topology.group_generator import Groups, Members
-from ashl.topology.group_rule import GroupRule, GroupSize
+from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members
 
 
 @option

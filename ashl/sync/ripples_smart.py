@@ -14,8 +14,7 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 """
 
 from ashl.option import Count, option
-from ashl.topology.group_generator import Groups, Members, even, shuffled
-from ashl.topology.group_rule import GroupRule, GroupSize, machines
+from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members, even, machines, shuffled
 
 
 @option

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.topology.group_generator import Groups, Members
-from ashl.topology.group_rule import GroupRule, machines
+from ashl.topology.group_generator import GroupRule, Groups, Members, machines
 
 PHASES = 4
 

@@ -28,8 +28,7 @@ from ashl.learn.device import numbers
 from ashl.option import Count, option
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly
-from ashl.stage.rule import CODEC, WEIGHTS
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CODEC, WEIGHTS, Stage
 from ashl.stage.tally import Tally
 from ashl.sync.one_bit_adam import descended
 from ashl.topology.all_reduce import PeerState, StepRule

@@ -30,8 +30,23 @@ from ashl.runtime.node import Node
 from ashl.runtime.packed import opened, parcelled
 from ashl.runtime.sums import piece, together
 from ashl.stage.link import Ends
-from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, STATISTICS, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.stage import (
+    CHURN,
+    CODEC,
+    DELAY,
+    GO,
+    NEXT,
+    OUTER,
+    OVERLAP,
+    STATISTICS,
+    STOP,
+    WEIGHTS,
+    Loop,
+    Network,
+    Rule,
+    Stage,
+    Topology,
+)
 from ashl.stage.tally import FAILURE, NOTHING, Start, Tally
 from ashl.stage.team import Team, TeamBrokenError, whole
 from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, foreseen, keep_in_time, of_ending, within

@@ -32,8 +32,7 @@ from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import Vector
-from ashl.stage.rule import Loop, Network, Rule, Topology
-from ashl.stage.stage import GO, Stage
+from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator, gather_workers, resume_worker
 from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time

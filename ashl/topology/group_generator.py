@@ -5,21 +5,73 @@ its rule draw groups, which are appended to the buffers of all their members at 
 head of every member's buffer and all of them have asked: so a worker is in one group at a time (its head is its lock),
 groups that share a worker run in the order in which they were made, and no circle of waiting can close.
 
-Which groups are drawn is the rule's to say (`ashl.topology.group_rule`). What happens costs as much as the groups that
+Which groups are drawn is the rule's to say (`GroupRule`). What happens costs as much as the groups that
 it concerns are large, however many workers there are.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
 (arXiv 1909.08029, as "Ripples").
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
 
 from ashl.data.rng import Purpose, permutation
-from ashl.stage.rule import Members
-from ashl.topology.group_rule import GroupRule
+from ashl.errors import UsageError
+from ashl.option import Count, Number, option
+from ashl.stage.stage import Members, Rule
+
+GroupSize = Annotated[int, Number, Field(ge=2, lt=2**31)]
+
+
+@option
+class GroupRule(Rule, contract=True):
+    """Models are averaged in groups; each scheduler says in which."""
+
+    averages: ClassVar[bool] = True
+    ordered: ClassVar[bool] = False  # whether groups follow one order that all workers share: none is a conflict
+    group_size: ClassVar[int | None] = None  # workers of a group; None = as the scheduler draws them
+    section_length: Count | Literal["plan"]
+
+    @property
+    def local_steps(self) -> int | str:  # type: ignore[override]
+        """H, between two averages."""
+        return self.section_length
+
+    def quorum(self, num_workers: int) -> int:
+        """How many meet. Raises UsageError where there are not so many."""
+        size = self.group_size or num_workers
+        if size > num_workers:
+            raise UsageError(
+                f"sync.group_size={size} is more than the {num_workers} workers that there are; take at most "
+                f"{num_workers}"
+            )
+        return size
+
+    def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
+        """The groups to make, in order, now that this worker asks and has none."""
+        raise NotImplementedError
+
+    def wakes(self, state: Groups) -> int | None:
+        """The moment to draw again, where time matters; in nanoseconds."""
+        return None
+
+    def groups(self, nodes: Sequence[int]) -> list[Members]:
+        """Groups that are known before the run."""
+        return []
+
+
+def machines(nodes: Sequence[int], workers: Iterable[int]) -> list[list[int]]:
+    """These workers by machine, in the order of the machines; within each in the order given."""
+    teams: dict[int, list[int]] = {}
+    for worker in workers:
+        teams.setdefault(nodes[worker], []).append(worker)
+    return [teams[node] for node in sorted(teams)]
 
 
 class Group(NamedTuple):

@@ -36,8 +36,7 @@ from ashl.outer.contract import Rate
 from ashl.outer.delayed_nesterov import DelayedNesterov
 from ashl.runtime.effects import Tag
 from ashl.runtime.node import Node
-from ashl.stage.rule import CODEC, OUTER, WEIGHTS, Loop, Members, Network, Rule, Topology
-from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.stage import CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Members, Network, Rule, Stage, Topology
 from ashl.stage.tally import Tally
 from ashl.topology.ending import of_ending, record_end, verdict, within
 from ashl.topology.local_work import WorkerState

@@ -23,8 +23,7 @@ from ashl.runtime.node import Node
 from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Body, Ends, Link
-from ashl.stage.rule import WEIGHTS
-from ashl.stage.stage import Stage
+from ashl.stage.stage import WEIGHTS, Stage
 from ashl.topology.estimate import draw, estimated
 from ashl.topology.replies import Pull, Welcome
 

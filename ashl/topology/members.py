@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from ashl.stage.rule import Members
-from ashl.stage.stage import Stage
+from ashl.stage.stage import Members, Stage
 
 BITS = 52  # of a number that hold members
 

@@ -36,8 +36,24 @@ from ashl.runtime.sums import piece, together
 from ashl.stage.fragment import Fragment
 from ashl.stage.link import Ends
 from ashl.stage.program import reassigned
-from ashl.stage.rule import CHURN, CODEC, DELAY, OUTER, OVERLAP, PULLS, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import GO, LAST, NEXT, STOP, Stage
+from ashl.stage.stage import (
+    CHURN,
+    CODEC,
+    DELAY,
+    GO,
+    LAST,
+    NEXT,
+    OUTER,
+    OVERLAP,
+    PULLS,
+    STOP,
+    WEIGHTS,
+    Loop,
+    Network,
+    Rule,
+    Stage,
+    Topology,
+)
 from ashl.stage.tally import DIVERGED, FAILURE, LATE, NOTHING, Start, Tally
 from ashl.topology.ending import leave, of_ending, record_end, verdict, within
 from ashl.topology.estimate import draw

@@ -35,8 +35,7 @@ from ashl.runtime.node import Node
 from ashl.runtime.sums import together
 from ashl.stage.link import Body, Ends
 from ashl.stage.program import reassigned
-from ashl.stage.rule import CHURN, CODEC, OUTER, WEIGHTS, Loop, Network, Rule, Topology
-from ashl.stage.stage import GO, NEXT, STOP, Stage
+from ashl.stage.stage import CHURN, CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
 from ashl.stage.tally import Tally
 from ashl.topology.ending import leave, record_end, verdict, within
 from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of

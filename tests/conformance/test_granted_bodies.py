@@ -20,9 +20,8 @@ from ashl.plan.plan import Plan
 from ashl.planning import device
 from ashl.planning.build import assemble
 from ashl.planning.legal_churn import goes_on
-from ashl.runtime.bodies import Carrier, Granted
 from ashl.runtime.pace import Pace
-from ashl.runtime.plane import NEVER
+from ashl.runtime.plane import NEVER, Carrier, Granted
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
 from ashl.stage.program import peers_of, program

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ashl.config.compose import compose
 from ashl.run.train import train
-from ashl.runtime.bodies import Carrier
 from ashl.runtime.meeting import world
+from ashl.runtime.plane import Carrier
 from tests.kernels import say, started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

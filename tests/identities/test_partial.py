@@ -12,9 +12,8 @@ from torch import Tensor
 from ashl.learn.trainer import Moments, SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.node import Node
-from ashl.topology.broken_groups import Team
 from ashl.topology.members import as_members, as_numbers
-from ashl.topology.partial_all_reduce import PartialAllReduce, averaged
+from ashl.topology.partial_all_reduce import PartialAllReduce, Team, averaged
 from tests.conf_option import conf_option
 from tests.support import simulated
 from tests.swarm.drawn import run

@@ -19,7 +19,7 @@ from ashl.option import option
 from ashl.runtime.packed import packed, unpacked
 from ashl.sync.ripples_static import phase
 from ashl.topology import group_generator as gg
-from ashl.topology.group_rule import GroupRule, machines
+from ashl.topology.group_generator import GroupRule, machines
 from tests.conf_option import conf_option
 
 RULES = ("random", "smart", "static", "first_come")

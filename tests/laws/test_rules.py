@@ -12,7 +12,7 @@ from ashl.config.catalog import catalog, target
 from ashl.config.construct import BASES, construct, found
 from ashl.errors import UsageError
 from ashl.option import Count, option, refuse_unasked
-from ashl.stage.rule import Rule, Topology
+from ashl.stage.stage import Rule, Topology
 from ashl.stage.tally import Tally
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce

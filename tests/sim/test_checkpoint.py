@@ -14,10 +14,9 @@ from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.build import assemble
 from ashl.run.mean_model import ModelSet
-from ashl.runtime.checkpoint import resume
 from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
-from ashl.runtime.sim import Sim
+from ashl.runtime.sim import Sim, resume
 from ashl.stage.program import program
 from tests.support import Ran, simulated
 

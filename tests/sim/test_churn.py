@@ -15,8 +15,7 @@ from ashl.planning.legal_churn import check_churn
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.link import Ends
-from ashl.stage.rule import CHURN, Rule
-from ashl.stage.stage import Stage
+from ashl.stage.stage import CHURN, Rule, Stage
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.local_work import WorkerState, turn_of
 from ashl.topology.parameter_server import ParameterServer, ServerRule

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.checkpoint import resume
 from ashl.runtime.node import Node
 from ashl.runtime.records import Record, Snapshot, UpdateShown
-from ashl.runtime.sim import Sim
+from ashl.runtime.sim import Sim, resume
 from ashl.size_only import SizeOnly, Vector
 from tests.kernels import DENSE, Quiet, in_virtual_time
 from tests.laws.machines import MS, cluster

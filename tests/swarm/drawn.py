@@ -19,8 +19,7 @@ from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sampling import Rounds
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
-from ashl.stage.rule import extra_ranks
-from ashl.stage.stage import Stage
+from ashl.stage.stage import Stage, extra_ranks
 from tests.support import befallen, flat
 
 BATCH = 8

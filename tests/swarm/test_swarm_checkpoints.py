@@ -11,11 +11,9 @@ import torch
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.checkpoint import resume
-from ashl.runtime.sim import Sim
+from ashl.runtime.sim import Sim, resume
 from ashl.stage.program import program
-from ashl.stage.rule import extra_ranks
-from ashl.stage.stage import Stage
+from ashl.stage.stage import Stage, extra_ranks
 from tests.swarm.drawn import BATCH, Seen, each
 from tests.swarm.test_swarm_gossip import drawn
 
