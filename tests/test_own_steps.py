@@ -10,7 +10,10 @@ from torch import nn
 
 from ashl.data.dataset import Data
 from ashl.data.plain import split_of
+from ashl.data.rng import Purpose, bits, torch_seed
+from ashl.learn.device import HOST, seeded
 from ashl.learn.learner import Learner
+from ashl.optimizer.absent import kept_where_absent, some_absent
 
 SOME = np.arange(16)
 DRAWS = {
@@ -123,3 +126,26 @@ def test_only_models_of_ashl_that_do_not_draw_are_computed_by_several_threads() 
     assert Learner(conf_option("model", "mlp"), digits, task_of(digits), seed=0).threadsafe
     flat = Own(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     assert not Learner(flat, digits, task_of(digits), seed=0).threadsafe
+
+
+@pytest.mark.parametrize("step", [0, 1, 15, 16, 47, 2**40])
+def test_the_seed_of_a_step_is_the_first_word_of_its_stream(step: int) -> None:
+    assert torch_seed(5, Purpose.MODEL, 3, step) == bits(5, Purpose.MODEL, 3, step).random_raw() >> 1
+
+
+def test_a_single_minus_zero_is_a_gradient() -> None:
+    """A tiny product may round to it; a tensor is without a gradient where it is −0.0 throughout."""
+    starts, gradient = np.array([0, 3]), torch.tensor([-0.0, 1, -0.0, -0.0, -0.0])
+    before, after = torch.zeros(5), torch.ones(5)
+    assert some_absent(gradient, starts)
+    assert kept_where_absent(gradient, starts, [before], [after])[0].tolist() == [1, 1, 1, 0, 0]
+    assert not some_absent(torch.tensor([1, -0.0, 1, 1, -0.0]), starts)
+
+
+def test_the_generator_of_random_goes_on_where_it_was() -> None:
+    random.gauss(0, 1)
+    before = random.getstate()
+    with seeded(1, HOST):
+        random.seed(random.getrandbits(40))
+        random.gauss(0, 1)
+    assert random.getstate() == before

@@ -5,8 +5,11 @@ another process cannot change it. Philox: Salmon et al., "Parallel random number
 """
 
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
+
+BLOCK = 16  # steps whose seeds are drawn together
 
 
 class Purpose(IntEnum):
@@ -61,4 +64,15 @@ def chosen(length: int, count: int, seed: int, purpose: Purpose, worker: int = 0
 
 def torch_seed(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> int:
     """A seed for one of torch's own generators, below 2^63."""
-    return int(bits(seed, purpose, worker, step).random_raw()) >> 1
+    return seeds_of(seed, purpose, worker, step // BLOCK)[step % BLOCK]
+
+
+@lru_cache(maxsize=4096)
+def seeds_of(seed: int, purpose: Purpose, worker: int, block: int) -> tuple[int, ...]:
+    """The seeds of the steps of a block: to go on to the next step's stream takes a quarter of making it."""
+    drawn = bits(seed, purpose, worker, block * BLOCK)
+    found = [int(drawn.random_raw()) >> 1]
+    while len(found) < BLOCK:
+        drawn.advance(2**64 - 1)  # to the start of the next step; the draw has moved the lowest word by one
+        found.append(int(drawn.random_raw()) >> 1)
+    return tuple(found)

@@ -114,6 +114,8 @@ class Learner:
         order = permutation(len(data.train), 0, Purpose.SUBSET)
         self._subset = (order if self.counts is None else order[self.counts[order] > 0])[:EVALUATED]
         self.epoch_samples, self.num_params = len(data.train), self._here.num_params
+        # Where each tensor begins in a vector of parameters.
+        self.starts = np.array([0, *accumulate(p.numel() for p in self._here.parameters)][:-1])
         self.layers = tuple(
             (name, tuple(p.shape)) for name, p in self._here.module.named_parameters() if p.requires_grad
         )
@@ -208,19 +210,28 @@ class Learner:
         Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
         Raises UsageError when BatchNorm gets too small a batch to normalise over, and OwnFaultError.
         """
+        return self.gradient_found(params, indices, worker, step, share)[:2]
+
+    def gradient_found(
+        self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0, marked: bool = True
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Return loss and gradient, as `gradient` does, and True if some parameter has none.
+
+        If it is not `marked`, −0.0 may stand in a complete gradient, too.
+        """
         place, batch = place_of(worker, step), self._moved(indices, worker, step)
         with self._drawing(Purpose.MODEL, worker, step):
             if not self._captures:
                 loss = self._batch_loss(params, batch, worker, step, self._share(indices, share))
-                found = self._differentiated(loss, place)
+                found = self._differentiated(loss, place, marked)
                 self._leave(worker)
                 return found
             self._enter(params, worker)
 
             def captured(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-                return self._differentiated(self._loss(self._forward, inputs, targets, place), place)
+                return self._differentiated(self._loss(self._forward, inputs, targets, place), place)[:2]
 
-            return self._here.graphs.run(captured, *batch)
+            return *self._here.graphs.run(captured, *batch), not self.complete
 
     def _share(self, indices: np.ndarray, share: float) -> float:
         """The share of a batch; 0 where no target of it counts."""
@@ -230,11 +241,11 @@ class Learner:
         """Where the model may draw, what is drawn inside follows from (seed, purpose, worker, step) alone."""
         return seeded(torch_seed(self._seed, purpose, worker, step), self.device) if self._draws else nullcontext()
 
-    def _differentiated(self, loss: Tensor, place: str) -> tuple[Tensor, Tensor]:
+    def _differentiated(self, loss: Tensor, place: str, marked: bool = True) -> tuple[Tensor, Tensor, bool]:
         with Guard(self._of_backward, place):
             gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
         self._look(place)
-        return loss.detach(), self._vector(gradients, self._here.parameters)
+        return loss.detach(), *self._vector(gradients, self._here.parameters, marked)
 
     def _look(self, place: str) -> None:
         """Raise UsageError if this step wrote into parameters, and none did when the model was tried out."""
@@ -249,11 +260,13 @@ class Learner:
         one with what the forward pass wrote into them."""
         return self._here.written() if self.writes else params
 
-    def _vector(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Return these gradients as one vector, and note whether any parameter has none."""
-        vector, lacks = flat(gradients, parameters)
+    def _vector(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True
+    ) -> tuple[Tensor, bool]:
+        """Return these gradients as one vector and whether any parameter has none, and note the latter."""
+        vector, lacks = flat(gradients, parameters, marked)
         self.complete = not lacks and self.complete is not False
-        return vector
+        return vector, lacks
 
     def gradient_in_parts(
         self,
@@ -300,7 +313,7 @@ class Learner:
             k = part_of[i]
             found[i], left[k] = gradient, left[k] - 1
             if not left[k]:
-                hand_out(k, self._vector([found.pop(j) for j in holds[k]], [parameters[j] for j in holds[k]]))
+                hand_out(k, self._vector([found.pop(j) for j in holds[k]], [parameters[j] for j in holds[k]])[0])
 
         hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(parameters)]
         try:
@@ -312,7 +325,7 @@ class Learner:
         self._look(place_of(worker, step))
         for k, tensors in enumerate(holds):
             if left[k]:  # some of them take no part in the loss
-                hand_out(k, self._vector([gradients[i] for i in tensors], [parameters[i] for i in tensors]))
+                hand_out(k, self._vector([gradients[i] for i in tensors], [parameters[i] for i in tensors])[0])
         return numbers([loss.detach()])[0]
 
     def passes_in_parts(

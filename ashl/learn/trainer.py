@@ -222,8 +222,7 @@ class Trainer:
             return (loss, *self.optimizer.step(moments, params, statistics, lr))
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
-        loss, grad = self.learner.gradient(params, indices, worker, step)
-        lacks = not self.learner.complete  # else no look at the vector is needed
+        loss, grad, lacks = self.learner.gradient_found(params, indices, worker, step, marked=False)
         return (loss, *self.apply(self.stepped_from(params), moments, grad, lr, lacks, place_of(worker, step)))
 
     def stepped_from(self, params: Tensor) -> Tensor:
@@ -238,23 +237,29 @@ class Trainer:
         lr: float,
         exact: bool = True,
         place: str = "at a merge",
+        starts: np.ndarray | None = None,
     ) -> tuple[Moments, Tensor]:
         """Make the optimizer's step on a gradient, or on a weighted sum of several; leave elements without one alone.
 
-        `exact`: whether the gradient came without loss, so that −0.0 marks those elements.
+        `exact`: whether the gradient came without loss, so that −0.0 marks those elements. `starts`: where tensors
+        begin in the vector, if it is not that of the whole model.
         """
         with Guard(self._of_step, place):
             after, moved = self.optimizer.step(moments, params, grad, lr)
-        if not exact or self._none_absent(grad) or self.statistics:
+        if not exact or self.statistics:
             return after, moved
-        *after, moved = kept_where_absent(grad, (*moments, params), (*after, moved))
+        if starts is None and len(grad) == self.num_params:
+            starts = self.learner.starts
+        if self._none_absent(grad, starts):
+            return after, moved
+        *after, moved = kept_where_absent(grad, starts, (*moments, params), (*after, moved))
         return tuple(after), moved
 
-    def _none_absent(self, grad: Tensor) -> bool:
+    def _none_absent(self, grad: Tensor, starts: np.ndarray | None) -> bool:
         """Return True if each element has a gradient. A vector on an accelerator is not read where all gradients
         computed in this process were complete: a look at it would wait for the device."""
         if at_home(grad):
-            return not some_absent(grad)
+            return not some_absent(grad, starts)
         return bool(self.learner.complete) or not numbers([marks(grad).any()])[0]
 
     def apply_slice(
@@ -262,7 +267,9 @@ class Trainer:
     ) -> tuple[Moments, Tensor]:
         """The same of the elements [start, stop) alone, of an optimizer that goes element by element."""
         own = tuple(moment[start:stop] if moment.dim() else moment for moment in moments)
-        return self.apply(params[start:stop], own, grad, lr, exact)
+        begun = self.learner.starts
+        inside = begun[(begun > start) & (begun < stop)] - start  # the slice may begin within a tensor
+        return self.apply(params[start:stop], own, grad, lr, exact, starts=np.array([0, *inside]))
 
     def joined(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
         """The moments and the model of their slices, in order."""

@@ -23,10 +23,11 @@ ABSENT = -(2**31)  # the bits of −0.0 as an int32, below those of all other nu
 HOST = torch.device("cpu")
 
 
-def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, bool]:
+def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True) -> tuple[Tensor, bool]:
     """Return the gradients of these parameters as one new vector, float32 [d], and True if some are absent (None).
 
-    Sparse gradients become dense.
+    Sparse gradients become dense. Zeros of a complete gradient become +0.0 only where it is to be `marked`: a step of
+    one worker alone looks for none.
     """
     lacks = False
     try:
@@ -34,8 +35,8 @@ def flat(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tu
     except (TypeError, RuntimeError):  # for None and for a sparse one; a check of each would take time at every step
         lacks = any(gradient is None for gradient in gradients)
         vector = torch.cat([dense(*both) for both in zip(gradients, parameters, strict=True)])
-    if lacks:
-        return vector, True
+    if lacks or not marked:
+        return vector, lacks
     if len(gradients) == 1 or vector.device != HOST:
         return vector + 0.0, False
     values = vector.numpy()
@@ -55,14 +56,33 @@ def marks(gradient: Tensor) -> Tensor:
     return gradient.view(torch.int32) == ABSENT
 
 
-def some_absent(gradient: Tensor) -> bool:
-    """Return True if an element of this vector, which lies in the host's memory, has no gradient."""
-    return gradient.numpy().view(np.int32).min() == ABSENT  # in a third of the time that `marks` takes
+def some_absent(gradient: Tensor, starts: np.ndarray | None) -> bool:
+    """Return True if an element of this vector, which lies in the host's memory, has no gradient.
+
+    Args: starts: where each tensor of the vector begins, whose first element shows it; None = look at all elements.
+    """
+    bits = gradient.numpy().view(np.int32)
+    return bits.min() == ABSENT if starts is None else ABSENT in bits[starts].tolist()
 
 
-def kept_where_absent(gradient: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return `after`, with `before` in the elements without a gradient. A number becomes a vector of numbers."""
+def absent_in(gradient: Tensor, starts: np.ndarray | None) -> Tensor:
+    """Return which elements have no gradient, bool [d]: those of tensors that are −0.0 throughout.
+
+    A product of a tiny negative element and a weight may round to −0.0 in one place of a tensor with a gradient.
+    """
     absent = marks(gradient)
+    if starts is None:
+        return absent
+    whole = np.logical_and.reduceat(absent.cpu().numpy(), starts)
+    lengths = np.diff(starts, append=len(absent))
+    return torch.from_numpy(np.repeat(whole, lengths)).to(gradient.device)
+
+
+def kept_where_absent(
+    gradient: Tensor, starts: np.ndarray | None, before: Sequence[Tensor], after: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return `after`, with `before` in the elements without a gradient. A number becomes a vector of numbers."""
+    absent = absent_in(gradient, starts)
     return tuple(torch.where(absent, old, new) for old, new in zip(before, after, strict=True))
 
 
