@@ -348,6 +348,7 @@ OWN: dict[str, tuple[str, str]] = {  # keys of config.yaml itself: a value, and 
     "stop.target_loss": ("5.0", OFTEN),
     "stop.target_metric": ("-5.0", f"{OFTEN} task=regression dataset=quadratic model=linear optimizer.lr=0.02"),
     "stop.target_hold": ("3", f"{OFTEN} stop.target_accuracy=0.1"),
+    "stop.patience": ("1", "eval.every_commits=1"),
     "eval.every_s": ("0.2", ""),
     "eval.every_commits": ("8", ""),
     "run.save_weights": ("false", ""),
