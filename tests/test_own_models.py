@@ -46,6 +46,11 @@ SETTINGS = (
 
 @pytest.fixture(autouse=True)
 def _options(workplace: Path) -> None:
+    options()
+
+
+def options() -> None:
+    """Write the options of the models and of their data."""
     for name, text in {
         "dataset/blobs": "defaults: [_own]\n_target_: own_models.Blobs\nbatch_size: 8\nepochs: 4\n",
         **{f"model/{kind.__name__.lower()}": f"_target_: own_models.{kind.__name__}\n" for kind in MODELS},
