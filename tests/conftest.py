@@ -1,6 +1,7 @@
 """What holds for all tests: one thread, no leftovers of the user's environment, no deadlines on a busy machine."""
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -9,6 +10,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bitwise repeatable, and fair to the tests beside
 if (cpu := Path("/proc/cpuinfo")).is_file() and " avx2 " in cpu.read_text():
     os.environ.setdefault("OPENBLAS_CORETYPE", "Haswell")  # NumPy's products round alike, with wider vectors or without
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, or in the background of a script
+        signal.signal(number, handler)
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 for name in ("ASHL_DATA", "MLFLOW_TRACKING_URI", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS"):
     os.environ.pop(name, None)

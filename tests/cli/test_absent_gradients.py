@@ -252,7 +252,9 @@ def test_what_no_worker_uses_stays_as_it_was(place, way: str) -> None:
     assert not any(torch.equal(found[name], start[name]) for name in start if not name.startswith("never"))
 
 
-@pytest.mark.parametrize("how", ["topology=parameter_server", "topology=all_reduce"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("topology=parameter_server", marks=pytest.mark.slow), "topology=all_reduce"]
+)
 def test_real_processes_agree_with_plain_torch(place, how: str) -> None:
     keys, twin, arguments = OPTIMIZERS["adam"]
     own = ["runtime=local", "cluster.step_s=0.0001", "cluster.exchange_s=0.0001", "cluster.compute=[1,1]"]

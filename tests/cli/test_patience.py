@@ -18,7 +18,10 @@ TOPOLOGIES = [
 ]
 
 
-@pytest.mark.parametrize("overrides", [*(f"runtime=sim {text}" for text in TOPOLOGIES), "cluster.compute=[1,1]"])
+@pytest.mark.parametrize(
+    "overrides",
+    [*(f"runtime=sim {text}" for text in TOPOLOGIES), pytest.param("cluster.compute=[1,1]", marks=pytest.mark.slow)],
+)
 def test_a_run_that_learns_nothing_ends_by_patience(overrides: str, workplace) -> None:
     assert main(["train", *STALLED, *overrides.split(), "run.dir=run"]) == 0
     summary = jsonl.whole(workplace / "run" / "summary.json")

@@ -220,6 +220,7 @@ def test_two_workers_step_on_their_mean_gradient(place, how: str, name: str) -> 
     assert_close(place(target, keys, *two), plain_torch(target, keys, workers=2))
 
 
+@pytest.mark.slow
 def test_processes_make_the_same_steps(place) -> None:
     two = ["topology=all_reduce", "cluster.compute=[1,1]"]
     assert_close(place(*TWINS["lion"], *two, "runtime=local"), place(*TWINS["lion"], *two, "runtime=sim"))
