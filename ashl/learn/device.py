@@ -5,7 +5,6 @@ host sees what it must: losses, once for each exchange; what is sent by gloo, ev
 works there alone. Each way back waits until the device has come so far, so none lies inside a local step.
 """
 
-import ctypes
 import random
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -56,23 +55,6 @@ def allow_tf32(allowed: bool) -> None:
 SEEDED = np.random.MT19937(0)
 NUMPY: Any = np.random  # its stubs lack what swaps
 WORD = 2**32  # seeds of numpy's global generator are below
-INNER: Any = getattr(random, "_inst", None)  # whose methods the functions of `random` are
-
-
-def words_of_python() -> np.ndarray | None:
-    """Return the words of the generator of `random` in place, uint32 [625]; None where the interpreter is not CPython.
-
-    CPython keeps a position and 624 words behind an object's header. To copy them takes a tenth of the time of
-    `random.getstate`, which makes a tuple of numbers.
-    """
-    if type(INNER) is not random.Random or type(INNER).__basicsize__ < object.__basicsize__ + 4 * 625:
-        return None
-    place = ctypes.c_uint32 * 625
-    words = np.ctypeslib.as_array(place.from_address(id(INNER) + object.__basicsize__))
-    return words if (*words[1:].tolist(), int(words[0])) == random.getstate()[1] else None
-
-
-WORDS = words_of_python()
 
 
 @contextmanager
@@ -85,7 +67,7 @@ def seeded(seed: int, device: str) -> Generator[torch.Generator]:
     generator = generator_of(device)
     own = [torch.default_generator] if device == HOST else [torch.default_generator, generator]
     states = [(one, one.get_state()) for one in own]
-    numpys, pythons = NUMPY.get_bit_generator(), python_state()
+    numpys, pythons = NUMPY.get_bit_generator(), random.getstate()
     NUMPY.set_bit_generator(np.random.MT19937(0) if numpys is SEEDED else SEEDED)
     try:
         for one in own:
@@ -97,20 +79,7 @@ def seeded(seed: int, device: str) -> Generator[torch.Generator]:
         for one, state in states:
             one.set_state(state)
         NUMPY.set_bit_generator(numpys)
-        set_python_state(pythons)
-
-
-def python_state() -> Any:
-    """Return the state of the generator of `random`."""
-    return random.getstate() if WORDS is None else (WORDS.copy(), vars(INNER)["gauss_next"])
-
-
-def set_python_state(state: Any) -> None:
-    """Give the generator of `random` what `python_state` returned."""
-    if WORDS is None:
-        random.setstate(state)
-    else:
-        WORDS[:], INNER.gauss_next = state
+        random.setstate(pythons)
 
 
 def generator_states() -> tuple[Any, ...]:
