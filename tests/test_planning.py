@@ -238,3 +238,10 @@ def test_dense_pulls_beside_compressed_pushes_are_said(overrides: str, fix: str 
     if fix is not None:
         assert fix in notes[0]
         assert not said(fix)
+
+
+def test_ringleader_says_that_a_round_has_n_whole_steps() -> None:
+    of = ["runtime=sim", "schedule=single"]
+    (note,) = [note for note in planned(*of, "sync=ringleader").notes if "whole steps" in note]
+    assert "sync=ringleader takes 4 whole steps in a round" in note
+    assert not [note for note in planned(*of, "sync=asp").notes if "whole steps" in note]

@@ -144,6 +144,7 @@ def _prepared(
     stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, known))
     num_ranks = num_workers + extra_ranks(parts["topology"], parts["sync"], parts["cluster"].node)
     taken = notes_of(known, parts["compression"], replaced, config["choices"])
+    taken += steps_of_a_round(parts["sync"], num_workers, config["choices"])
     taken += ranks_beyond_cores(parts["cluster"], parts["runtime"], num_ranks)
     specs: dict[str, Any] = {g: dict(config[g]) for g in ("model", "dataset", "task", "runtime", "planner")}
     plan = Plan(
@@ -369,6 +370,16 @@ def notes_of(known: Profile | None, codec: Codec, replaced: Spec | None, choices
             "that it was measured with"
         )
     return notes
+
+
+def steps_of_a_round(sync: Any, num_workers: int, choices: Mapping[str, str]) -> list[str]:
+    """Return the note for a sync mode that steps n times as far in a round as BSP does at the same rate."""
+    if sync is None or not sync.whole_steps or num_workers == 1:
+        return []
+    return [
+        f"sync={choices['sync']} takes {num_workers} whole steps in a round, where BSP and ASP take one at "
+        f"aggregate.scale=1; optimizer.lr may need to be {num_workers} times smaller"
+    ]
 
 
 def ranks_beyond_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:

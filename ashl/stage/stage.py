@@ -54,6 +54,7 @@ class Rule(Contract, group="sync", strict=True):
     exchange: ClassVar[Literal["gradient", "difference", "accumulated"]] = "difference"
     averages: ClassVar[bool] = False  # whether weights are renormalised over a merge, not over all workers
     local_steps: ClassVar[Count | Literal["plan"]] = 1  # H between two exchanges; "plan" = the plan's, by worker
+    whole_steps: ClassVar[bool] = False  # whether each of a round's n merges steps as far as one of BSP
     in_rounds: ClassVar[bool] = False  # whether nobody goes on before all have, so that the last round may be cut short
     interval_s: ClassVar[Duration] = 0.0  # seconds of the first local work, where seconds count instead of H
     estimator: ClassVar[Estimator | None] = None  # of the gradient, see `topology.estimate`; None = the codec says

@@ -76,6 +76,7 @@ class Ringleader(ServerRule):
     """A table of gradients, and a step for each worker in turn."""
 
     exchange: ClassVar[str] = "gradient"
+    whole_steps: ClassVar[bool] = True
     carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, CHURN})
 
     def begin(self, stage: Stage, tally: Tally) -> Table:
