@@ -39,13 +39,13 @@ def outcome(*overrides: str) -> tuple[str, str]:
     "mode", [mode if mode in ("asp", "batch norm") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
 )
 def test_same_bits_on_other_threads(mode: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, threads, gradient = [*RUN.split(), *MODES[mode].split()], set[str](), Learner.gradient
+    line, threads, gradient = [*RUN.split(), *MODES[mode].split()], set[str](), Learner.gradient_found
 
-    def seen(self: Learner, *args):
+    def seen(self: Learner, *args, **named):
         threads.add(threading.current_thread().name)
-        return gradient(self, *args)
+        return gradient(self, *args, **named)
 
-    monkeypatch.setattr(Learner, "gradient", seen)
+    monkeypatch.setattr(Learner, "gradient_found", seen)
     alone = outcome(*line, "runtime.cores=1")
     assert threads <= {"MainThread"}
     threads.clear()
@@ -81,14 +81,14 @@ def test_short_steps_are_not_handed_over_by_themselves(takes_s: float, elsewhere
 def test_an_error_on_another_core_is_told_as_ever(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gradient = Learner.gradient
+    gradient = Learner.gradient_found
 
-    def fails(self: Learner, params, indices, worker: int, step: int, *more):
+    def fails(self: Learner, params, indices, worker: int, step: int, *more, **named):
         if step == 5:
             raise UsageError(f"worker {worker} will not")
-        return gradient(self, params, indices, worker, step, *more)
+        return gradient(self, params, indices, worker, step, *more, **named)
 
-    monkeypatch.setattr(Learner, "gradient", fails)
+    monkeypatch.setattr(Learner, "gradient_found", fails)
     assert main(["train", "-q", *RUN.split(), "sync=bsp", "run.dir=run", "runtime.cores=2"]) == 2
     assert capsys.readouterr().err == "ashl: worker 0 will not\n"
     assert threading.active_count() == 1

@@ -114,15 +114,15 @@ def test_a_codec_that_enlarges_is_named() -> None:
 def test_an_update_that_is_no_number_names_its_layer(
     topology: str, monkeypatch: pytest.MonkeyPatch, workplace: Path
 ) -> None:
-    gradient = Learner.gradient
+    gradient = Learner.gradient_found
 
-    def broken(self, params, indices, worker, step, *more):
-        loss, grad = gradient(self, params, indices, worker, step, *more)
+    def broken(self, params, indices, worker, step, *more, **named):
+        loss, grad, absent = gradient(self, params, indices, worker, step, *more, **named)
         if worker == 2 and step == 3:
             grad[-3] = math.nan
-        return loss, grad
+        return loss, grad, absent
 
-    monkeypatch.setattr(Learner, "gradient", broken)
+    monkeypatch.setattr(Learner, "gradient_found", broken)
     assert main(["train", "-q", "runtime=sim", "tracking=none", "run.dir=out", f"topology={topology}", *BASE]) == 1
     summary = json.loads((workplace / "out/summary.json").read_text())
     assert summary["status"] == "diverged"
