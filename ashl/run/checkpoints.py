@@ -8,8 +8,8 @@ written, is none: the newest whole one counts, and two are kept. Where a rank ha
 it, the next one is named further ahead. The run waits for nothing of this.
 
 LOCKSTEP: all go round by round, so that nothing is on its way when they are at one version, but what is sent from there
-or is said again (`ashl.topology.gossip`), and the run goes on bit for bit; also in virtual time what began on
-processes, and the other way round. SERVER: workers go at their own pace, and each keeps its state when it next goes on
+or is said again (`ashl.topology.gossip`), and the run goes on bit for bit.
+SERVER: workers go at their own pace, and each keeps its state when it next goes on
 with that version or a newer one, after the server has kept its own (all of them, where there are several); what is on
 its way then is lost, and computed again (`ashl.topology.parameter_server`). EACH: workers have own models, meet
 in groups or pairs, and each keeps its state when it hears of it (`topology.partial_all_reduce`, `topology.pairs`).

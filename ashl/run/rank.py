@@ -34,7 +34,6 @@ from ashl.planning.legal_churn import by_sums, goes_on
 from ashl.planning.summing import machines_of
 from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
-from ashl.run.measured import load
 from ashl.run.parts import Given, taken, through
 from ashl.run.reporter import Reporter
 from ashl.run.roll import Roll
@@ -200,7 +199,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     if given is None:
         return
     parts = parts_of(plan)
-    reporter.emit(Placed(place.rank, platform.node(), use_device(place.device), int(load()["cores"])))
+    reporter.emit(Placed(place.rank, platform.node(), use_device(place.device), len(os.sched_getaffinity(0))))
     torch.set_num_threads(parts.runtime.threads)
     stages, agreement = playable(place, plan, parts, store, reporter.emit)
     use(place.interface)
