@@ -1,8 +1,9 @@
 """Check the project's prose: docstrings, comments, messages, YAML comments and Markdown pages.
 
-`python -m tests.prose [PATH...]` prints one finding a line, `file:line: kind: rule: excerpt`, and exits with 1 if there is one. Without a
-path it reads the whole project. `tests/test_prose.py` holds that there is no finding. What is between backticks, in code blocks, in
-formulae and in quotation marks is not prose.
+`python -m tests.prose [PATH...]` prints one finding a line, `file:line: kind: rule: excerpt`, and
+exits with 1 if there is one. Without a path it reads the whole project. `tests/test_prose.py`
+asserts that there is no finding. Text between backticks, in code blocks, in formulae and in
+quotation marks is not prose.
 """
 
 import ast
@@ -51,7 +52,10 @@ WORDS = (
     (r"(?:at|through|behind) the doors?|doors?", "join endpoint"),
     (r"let(?:s|ting)? (?:it |them |her |him |everything |everyone )?in(?= |\.|,|;)", "admit"),
     (r"newcomers?", "joining worker"),
-    (r"(?:is|are|was|were|be|been|still) (?:under way|on (?:its|their) way)|under way", "in flight, in progress"),
+    (
+        r"(?:is|are|was|were|be|been|still) (?:under way|on (?:its|their) way)|under way",
+        "in flight, in progress",
+    ),
     (
         r"(?:machine|rank|node|run|process|everyone|nobody) (?:of|from) (?:the )?house|houses?|rooms?(?! for)",
         "package, subpackage",
@@ -63,7 +67,8 @@ WORDS = (
     (r"whoever|whichever|whatever", "name the actor"),
     (r"whereof|whereby|wherein|thereof|hence", "so, therefore"),
     (
-        rf"{MEMBER} (?:is|are|was|were|has been|have been) lost|los(?:e|es|ing) (?:a|the|one|its) {MEMBER}|lost {MEMBER}",
+        rf"{MEMBER} (?:is|are|was|were|has been|have been) lost"
+        rf"|los(?:e|es|ing) (?:a|the|one|its) {MEMBER}|lost {MEMBER}",
         "fails, failed",
     ),
     (rf"{MEMBER} (?:is|are|was|were|has|have) gone(?! through)", "failed, exited"),
@@ -86,13 +91,20 @@ PLAIN_WORDS = tuple((re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE), pattern, 
 
 SAY_AS_EXAMPLE = re.compile(r"(?:, say\b(?=[,.;:)]|$)|\(say\b|(?<!to )\bsay\))", re.IGNORECASE)
 POOR_START = re.compile(
-    r"(?:Whose|Whom|Of whom|What|Who|Whether|How|Which|Those|Theirs|The same, but|The same as|Of what|Of which|To whom|With what|…|\.\.\.)(?:\b|\s|$)"
+    r"(?:Whose|Whom|Of whom|What|Who|Whether|How|Which|Those|Theirs|The same, but|The same as"
+    r"|Of what|Of which|To whom|With what|…|\.\.\.)(?:\b|\s|$)"
 )
 DOCSTRING_START = re.compile(
     r"(?:Of|For|With|By|At|On|From|To|As|Into|Without|Between|Among|Beside|Until|Till|Since|And|Or|But|So)\b"
 )
 QUESTION = re.compile(r"\?\s*$")
 RELATIVE_START = re.compile(r"(?:^|(?<=[;:,] ))(?:who|whose|whom)\b")
+
+
+PARAGRAPH_END = re.compile(
+    r"\n\s*\n|\n\s*(?:[-*•|]|\d+[.)])\s+"
+    r"|\n(?=\s*(?:[A-Z]\w*(?: \w+)?|Args|Returns|Raises|Rule|Limits|Source|Differs):\s)"
+)
 
 
 @dataclass(frozen=True)
@@ -116,10 +128,7 @@ def plain(body: str) -> str:
 
 def sentences(body: str) -> Iterator[str]:
     """Yield the sentences of a text; a blank line, a line of a list or table, `:`, and `;` end one, too."""
-    paragraphs = re.split(
-        r"\n\s*\n|\n\s*(?:[-*•|]|\d+[.)])\s+|\n(?=\s*(?:[A-Z]\w*(?: \w+)?|Args|Returns|Raises|Rule|Limits|Source|Differs):\s)",
-        body,
-    )
+    paragraphs = re.split(PARAGRAPH_END, body)
     for paragraph in paragraphs:
         text = " ".join(paragraph.split())
         for sentence in re.split(r"(?<=[.!?;:])\s+(?=\S)|\s\|\s", text):

@@ -52,7 +52,10 @@ def test_plain_docstrings_have_no_finding(body: str) -> None:
 
 def test_docstrings_comments_and_messages_are_read(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
-    file.write_text('"""Head."""\n# One line,\n# two lines.\nraise ValueError(f"bad {file}")\n', encoding="utf-8")
+    file.write_text(
+        '"""Head."""\n# One line,\n# two lines.\nraise ValueError(f"bad {file}")\n',
+        encoding="utf-8",
+    )
     assert [(text.kind, text.line, text.body) for text in read_python(file, "module.py")] == [
         ("docstring", 1, "Head."),
         ("message", 4, "bad CODE"),
