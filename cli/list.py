@@ -135,7 +135,7 @@ def _paragraph(name: str, what: str) -> str:
 def _topologies(name: str) -> str:
     """Where a sync mode runs."""
     from ashl.config.construct import found
-    from ashl.planning.legal import TOPOLOGIES
+    from ashl.planning.compatibility import TOPOLOGIES
 
     rule = found(name, "sync", (name.partition(".")[0],))
     return ", ".join(

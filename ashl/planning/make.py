@@ -40,21 +40,22 @@ from ashl.planning.build import (
     size_only_trainer,
     with_shards,
 )
-from ashl.planning.device import device_of
-from ashl.planning.legal import (
+from ashl.planning.compatibility import (
+    check_annealing,
+    check_checkpoints,
+    check_churn,
     check_combination,
+    check_compression,
+    check_servers,
     check_stages,
     check_targets,
     check_workers,
     count_workers,
+    dense_pulls,
     refuse_sync,
     refuse_unheard,
 )
-from ashl.planning.legal_annealing import check_annealing
-from ashl.planning.legal_checkpoints import check_checkpoints
-from ashl.planning.legal_churn import check_churn
-from ashl.planning.legal_compression import check_compression, dense_pulls
-from ashl.planning.legal_servers import check_servers
+from ashl.planning.device import device_of
 from ashl.planning.overlapping import overlapped
 from ashl.planning.predict import predict
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of

@@ -31,7 +31,7 @@ from ashl.plan.profile import Profile
 from ashl.planning.build import Parts, StageParts, balanced, layer_groups, layout_of, link_of
 from ashl.planning.by_part import as_measured
 from ashl.planning.chains import chain_of
-from ashl.planning.legal import carried_by
+from ashl.planning.compatibility import carried_by
 from ashl.stage.stage import DELAY, OVERLAP, Rule, Topology
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import UPDATES, ServerRule

@@ -10,7 +10,7 @@ from ashl.compression.contract import Layout, size_of
 from ashl.errors import UsageError
 from ashl.plan.plan import Plan, StagePlan
 from ashl.planning.build import Parts, StageParts, layout_of, link_of
-from ashl.planning.legal import chosen
+from ashl.planning.compatibility import chosen
 
 LINKS = {"bandwidth_mbit_s", "latency_s", "inner_bandwidth_mbit_s"}
 DROP = "or drop topology.algorithm"

@@ -27,8 +27,8 @@ from ashl.overlap.chain import bare, joined
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import TARGETS, Plan, StagePlan
 from ashl.planning.build import Parts, StageParts, layer_groups
+from ashl.planning.compatibility import carried_by
 from ashl.planning.device import device_of
-from ashl.planning.legal import carried_by
 from ashl.stage.stage import WEIGHTS
 from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.profiling import Profiling

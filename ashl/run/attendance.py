@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.planning.legal_churn import can_wait_for_good, lets_in, modes_of
+from ashl.planning.compatibility import can_wait_for_good, lets_in, modes_of
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.doors import Answer, Ask

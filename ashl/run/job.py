@@ -19,8 +19,8 @@ from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.build import Parts
+from ashl.planning.compatibility import counted
 from ashl.planning.device import device_of, gpu_of, one_each
-from ashl.planning.legal import counted
 from ashl.run import interface, watch
 from ashl.run.attendance import PATIENCE_S, role
 from ashl.run.checkpoints import Saved, Savings

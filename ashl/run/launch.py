@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
+from ashl.planning.compatibility import goes_on, lets_in
 from ashl.planning.device import device_of, gpu_of, one_each
-from ashl.planning.legal_churn import goes_on, lets_in
 from ashl.run.attendance import Attendance, attend
 from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk

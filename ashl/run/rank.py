@@ -28,9 +28,8 @@ from ashl.learn.device import HOST, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
+from ashl.planning.compatibility import by_sums, goes_on, in_lockstep, says_again
 from ashl.planning.device import by_nccl, device_of, use_device
-from ashl.planning.legal_checkpoints import in_lockstep, says_again
-from ashl.planning.legal_churn import by_sums, goes_on
 from ashl.planning.summing import machines_of
 from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use

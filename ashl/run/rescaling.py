@@ -18,7 +18,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.learn.module_state import mean_of
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
-from ashl.planning.legal_churn import check_rescaled
+from ashl.planning.compatibility import check_rescaled
 from ashl.run import checkpoints
 from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Saved
 from ashl.run.health import Health

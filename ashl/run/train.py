@@ -19,8 +19,8 @@ from ashl.config.recorded import config_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job, Parts, assemble
+from ashl.planning.compatibility import in_lockstep, in_one_round
 from ashl.planning.device import device_of
-from ashl.planning.legal_checkpoints import in_lockstep, in_one_round
 from ashl.planning.make import Prepared, prepared
 from ashl.report.compare import REPORT, compare
 from ashl.report.records import COMMAND

@@ -11,8 +11,7 @@ from ashl.compression.around.wrapper import innermost
 from ashl.compression.contract import Collective, Layer
 from ashl.config.catalog import catalog
 from ashl.errors import UsageError
-from ashl.planning.legal import check_combination
-from ashl.planning.legal_compression import check_compression
+from ashl.planning.compatibility import check_combination, check_compression
 from tests.conf_option import conf_option
 
 PAGE = Path(__file__).parents[2] / "docs" / "compression.md"

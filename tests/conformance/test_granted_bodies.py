@@ -19,7 +19,7 @@ from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning import device
 from ashl.planning.build import assemble
-from ashl.planning.legal_churn import goes_on
+from ashl.planning.compatibility import goes_on
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, Carrier, Granted
 from ashl.runtime.process import TorchKernel

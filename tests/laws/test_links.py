@@ -16,7 +16,7 @@ from ashl.compression.fetch_sgd import Sketches
 from ashl.compression.wire.body import HEADER, Parts
 from ashl.errors import UsageError
 from ashl.option import option, refuse_unasked
-from ashl.planning.legal_compression import check_roles
+from ashl.planning.compatibility import check_roles
 from ashl.runtime.packed import packed, unpacked
 from ashl.stage.link import Ends, Link
 from tests.laws.codecs import codec, vector

@@ -18,7 +18,7 @@ from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, u
 from ashl.compression.wire.trits import pack_trits, unpack_trits
 from ashl.compression.wire.value_code import WIDTHS, ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.errors import UsageError
-from ashl.planning.legal_compression import check_signs
+from ashl.planning.compatibility import check_signs
 from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends, Link
 from tests.conf_option import conf_option

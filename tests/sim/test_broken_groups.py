@@ -9,7 +9,7 @@ import torch
 
 from ashl.errors import AshlError, UsageError
 from ashl.planning.build import parts_of
-from ashl.planning.legal_churn import check_churn, check_respawn
+from ashl.planning.compatibility import check_churn, check_respawn
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.records import Counts, Snapshot
 from ashl.runtime.sums import sum_in_rank_order

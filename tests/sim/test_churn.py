@@ -11,7 +11,7 @@ from ashl.cluster.spec import Churn, Event
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble, parts_of
-from ashl.planning.legal_churn import check_churn
+from ashl.planning.compatibility import check_churn
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.link import Ends

@@ -1,0 +1,1042 @@
+"""Check that the chosen options work together.
+
+Each check takes options that are already made and raises UsageError: one sentence that names the clashing options, the
+reason, and an alternative. `ashl.planning.make` calls the checks while it makes a plan, in this order: single choices
+(`check_combination`, `check_compression`), stages (`check_stages`, `check_annealing`), checkpoints and faults
+(`check_checkpoints`, `check_churn`), and at last, with a predicted cluster, several servers (`check_servers`). The
+predicates beside them answer the same questions while a run is under way: may it continue without a failed worker, may
+a worker rejoin, may it resume with another number of workers.
+
+Source: the traps of compression are those that Xu et al., "GRACE", ICDCS 2021, and the papers of the methods name.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ashl.aggregate.fednova import FedNova
+from ashl.aggregate.weighted import Weighted
+from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL, Cluster, RealCluster
+from ashl.cluster.summing import beside_of
+from ashl.compression.around.wrapped import wrapped
+from ashl.compression.around.wrapper import innermost
+from ashl.compression.around.wrappers import Wrappers
+from ashl.compression.base.code import Code
+from ashl.compression.base.count_sketch import CountSketch
+from ashl.compression.contract import Codec, Collective, Layout, Linear, Reduces, size_of
+from ashl.compression.fetch_sgd import FetchSGD
+from ashl.compression.sign import Sign
+from ashl.compression.terngrad import TernGrad
+from ashl.compression.wire.entropy_code import check_code
+from ashl.config.override import key_of
+from ashl.errors import NoEffectError, UnusedKeyError, UsageError
+from ashl.learn.device import HOST
+from ashl.model.mlp import MLP
+from ashl.optimizer.adam import Adam
+from ashl.optimizer.contract import Optimizer
+from ashl.optimizer.sgd import SGD
+from ashl.outer.contract import Outer
+from ashl.overlap.contract import Delayed
+from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, WorkerPlan
+from ashl.planner.goodput import Goodput
+from ashl.planning.build import Parts, StageParts, layout_of
+from ashl.planning.device import by_nccl, device_of
+from ashl.planning.settings import STAGE_GROUPS
+from ashl.stage.stage import (
+    CARGO,
+    CHURN,
+    CODEC,
+    OUTER,
+    PULLS,
+    STATISTICS,
+    WEIGHTS,
+    Rule,
+    Topology,
+    extra_ranks,
+    sums_beside,
+)
+from ashl.sync.profiling import Profiling
+from ashl.sync.zero_one_adam import ZeroOneAdam
+from ashl.task.classification import Classification
+from ashl.task.contract import ACCURACY, Task
+from ashl.task.regression import Regression
+from ashl.topology.all_reduce import AllReduce, StepRule
+from ashl.topology.gossip import Gossip, RoamingRule, RoundRule
+from ashl.topology.halos import Halos
+from ashl.topology.parameter_server import UPDATES, BarrierRule, ParameterServer, ServerRule, Updates
+from ashl.topology.partial_all_reduce import PartialAllReduce
+from ashl.topology.sharded_server import ShardedServer
+
+TOPOLOGIES = {  # by the name of the option
+    "parameter_server": ParameterServer,
+    "all_reduce": AllReduce,
+    "gossip": Gossip,
+    "partial_all_reduce": PartialAllReduce,
+}
+NEAR = {"halos": Halos, "sharded_server": ShardedServer}  # ... that nobody is advised to take for a sync mode's sake
+INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}  # a mode that knows the topology
+NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}  # rules by which a stage ends
+OWN_CODES = range(128, 256)  # on the wire: those of codecs that are not of this package
+MUCH, MOST = 0.8, 0.7  # momentum, and a lost share of an update, that together overshoot
+ONE = "topology=parameter_server"
+PIECEWISE = ("minibatch", "moments")  # estimators that take the worker's samples as they come
+COMING = {"join", "churn"}  # where workers come while others run
+MEMBERS = {FAIL, *COMING}  # what changes who takes part
+TOLERANT_INSTEAD = (
+    "take topology=all_reduce or topology=parameter_server with sync=bsp, or restart from checkpoints with "
+    "run.checkpoint_s and --resume"
+)
+
+
+def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
+    """A schedule that says which sync mode each stage has leaves nothing for `sync=` to say."""
+    typed = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
+    if typed:
+        raise UnusedKeyError(
+            f"schedule={schedule} names the sync mode of each of its stages, so {typed[0]} has no say; drop it, or "
+            "take schedule=single",
+            key_of(typed[0]),
+        )
+
+
+def refuse_unheard(path: str, plan: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """A given plan says what its stages do: what was typed and none of them has would be without effect."""
+    for override in overrides:
+        group, _, key = key_of(override).partition(".")
+        if group == "planner":
+            specs: list[Spec] = [plan.planner]
+        elif group in STAGE_GROUPS:
+            specs = [getattr(stage, group) for stage in plan.stages]
+        else:
+            continue
+        name = key or "_target_"
+        if all(spec.get(name) != config[group].get(name) for spec in specs):
+            raise UsageError(
+                f"plan={path} says what each stage does, so {override} has no say; drop it, or plan anew without plan="
+            )
+
+
+def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None:
+    """Refuse what makes no sense, saying why and what to take instead. `choices` has the options' names."""
+    sync, topology, runtime, cluster = (parts[key] for key in ("sync", "topology", "runtime", "cluster"))
+    topology_name, sync_name = choices["topology"], choices.get("sync", "")
+    for key, part in (("topology", topology), ("sync", sync)):
+        if unknown := sorted((part.carries if part is not None and part.carries is not None else CARGO) - CARGO):
+            raise UsageError(
+                f"{key}={choices[key]} says that it carries {unknown[0]!r}, which there is not; there are: "
+                f"{', '.join(sorted(CARGO))}"
+            )
+    if sync is not None and not isinstance(sync, topology.asks):
+        barrier = isinstance(sync, BarrierRule)
+        why = {
+            AllReduce: "its rule is asked where pushes come, at a server"
+            if barrier
+            else "a sum over all workers cannot start before the last one has come, so nobody can be ahead",
+            Gossip: "its workers share no model that they could wait for",
+        }.get(type(topology), f"{sync_name} has no rule for it")
+        other = INSTEAD.get(type(topology), "sync=bsp or sync=local_sgd")
+        raise UsageError(
+            f"sync={sync_name} makes no sense with topology={topology_name}: {why}; take "
+            f"topology={' or '.join(topologies_of(sync))}, or {other}"
+        )
+    if type(parts["optimizer"]).statistics is not Optimizer.statistics:
+        check_sweeping(parts, choices)
+    if sync is not None:
+        check_rules(sync, parts, choices)
+    if runtime.name == "sim":
+        if isinstance(cluster, RealCluster):
+            raise UsageError(
+                "cluster=real is what is there, and virtual time needs declared costs; take another cluster, "
+                "give the profile=FILE that was measured on it, or take runtime=local"
+            )
+        if missing := cluster.missing():
+            raise UsageError(
+                f"runtime=sim needs cluster.{missing[0]}, which is not declared (a missing cost is never zero); give "
+                "it a value, or measure with runtime=local"
+            )
+    else:
+        by_nccl(runtime, topology, cluster)
+
+
+def topologies_of(sync: Rule) -> list[str]:
+    """The topologies that ask such a rule."""
+    return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.asks)]
+
+
+def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """What holds of one stage, whether it was chosen or stands in a schedule or in a plan that was given."""
+    if sync.resizes and not follows_samples(parts["aggregate"]):
+        raise UsageError(
+            f"aggregate={choices['aggregate']} makes no sense with sync={choices['sync']}: its workers' batches "
+            "differ, and only weights by samples make one mean gradient of them; take aggregate=samples"
+        )
+    if sync.momentum_travels and not (isinstance(parts["optimizer"], SGD) and parts["optimizer"].momentum):
+        raise UsageError(
+            f"sync={choices['sync']} averages the momentum of SGD with the model, and there is none here; take "
+            "optimizer=sgd optimizer.momentum=0.9, or sync=local_sgd"
+        )
+    if isinstance(sync, ZeroOneAdam) and not adam(parts["optimizer"]):
+        raise UsageError(
+            f"sync={choices['sync']} steps as Adam does, and optimizer={choices['optimizer']} is another one; take "
+            "optimizer=adam or optimizer=adamw"
+        )
+    check_carried(sync, parts, choices)
+    if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
+        check_messages(sync.messages(), parts, choices)
+    topology: Topology = parts["topology"]
+    if topology.pull_ratio is not None and PULLS not in topology.carries:
+        raise UsageError(f"topology={choices['topology']} has no compressed pulls; drop topology.pull_ratio")
+    if topology.pull_ratio is not None and parts["compression"].flags.lossless:
+        text = "topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it"
+        raise NoEffectError(text, "topology.pull_ratio")
+
+
+def adam(optimizer: Optimizer) -> bool:
+    """Whether it is Adam in all elements."""
+    return isinstance(optimizer, Adam) and optimizer.elementwise
+
+
+def carried_by(topology: Topology, sync: Rule) -> frozenset[str]:
+    """What travels there: the topology says it, or the sync mode where it brings messages of its own."""
+    return topology.carries if sync.carries is None else sync.carries
+
+
+def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """What travels beside plain updates has to be carried by the topology, or by the sync mode where it says so."""
+    topology: Topology = parts["topology"]
+    carried = carried_by(topology, sync)
+    if CODEC not in carried and not parts["compression"].flags.lossless:
+        if sync.carries is None and not topology.replicas:
+            raise UsageError(
+                f"compression={choices['compression']} makes no sense with topology={choices['topology']}, which does "
+                "not carry it; take compression=none, or topology=parameter_server"
+            )
+        why = "its messages are no updates that a codec would know"
+        if topology.replicas:
+            why = "whole models travel, and most of a compressed model would be zero"
+        raise UsageError(
+            f"compression={choices['compression']} makes no sense with sync={choices['sync']}: {why}; take "
+            "compression=none" + (", or sync=choco: it sends differences" if topology.replicas else "")
+        )
+    if WEIGHTS not in carried and (what := changed(parts["aggregate"], choices["aggregate"])):
+        who, why = f"sync={choices['sync']}", "it makes of each push what its rule says"
+        if topology.replicas:
+            who, why = f"topology={choices['topology']}", "workers average their models, and nobody adds up updates"
+        raise UsageError(
+            f"{who} has no place for {what}: {why}; leave aggregate as it is, and take no schedule that scales updates"
+        )
+
+
+def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """An optimizer that solves for the weights needs sums over all workers, and a model that it can solve."""
+    name, sync, aggregate = f"optimizer={choices['optimizer']}", parts["sync"], parts["aggregate"]
+    if not isinstance(parts["model"], MLP):
+        raise UsageError(f"{name} solves for the layers of a multi-layer perceptron; take model=mlp")
+    if not isinstance(parts["task"], Classification | Regression):
+        raise UsageError(f"{name} fits classes or values; take task=classification or task=regression")
+    if not isinstance(sync, StepRule) or sync.exchange != "gradient" or STATISTICS not in parts["topology"].carries:
+        raise UsageError(f"{name} needs sums over all workers at once; take sync=bsp topology=all_reduce")
+    if not parts["compression"].flags.lossless:
+        raise UsageError(f"{name} exchanges no updates that a codec would know; take compression=none")
+    if choices["aggregate"] != "mean" or aggregate.weights != "samples" or aggregate.clip_norm or aggregate.scale != 1:
+        raise UsageError(f"{name} needs means over all samples as they are; leave aggregate as it is")
+
+
+def check_messages(messages: Updates, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """A sync mode with messages of its own leaves nothing to weigh, and has pulls of its own."""
+    sync, optimizer = f"sync={choices['sync']}", parts["optimizer"]
+    if parts["topology"].pull_ratio is not None:
+        raise UsageError(f"{sync} has pulls of its own; drop topology.pull_ratio")
+    if messages.unbiased and not parts["compression"].flags.unbiased:
+        raise UsageError(
+            f"{sync} needs a codec that keeps the mean, and compression={choices['compression']} does not; take "
+            "compression=grid, or none"
+        )
+    plain = choices["optimizer"] == "sgd" and not optimizer.momentum and not optimizer.weight_decay
+    if messages.plain and not plain:
+        raise UsageError(
+            f"{sync} takes plain steps of its own; take optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0"
+        )
+
+
+def changed(aggregate: Weighted, name: str) -> str | None:
+    """What of the aggregation rule is not as it is when nothing is said."""
+    if name != "mean":
+        return f"aggregate={name}"
+    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key) is not None]
+    return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
+
+
+def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Refuse stages that their topology cannot run, that need a loss where nothing is learned, or whose ranks cannot
+    take over what the ranks of the stage before leave."""
+    check_one_topology(stages, parts.stages)
+    plans = parts.planner.follows and any(stage.h_preset is not None for stage in stages)
+    declared = isinstance(parts.cluster, Cluster) and not parts.cluster.missing()
+    if plans and not declared and not isinstance(parts.stages[0].sync, Profiling):
+        raise UsageError(
+            "planner=online begins with costs that the cluster declares or that the run profiles itself, and there are "
+            "none; take planner=balanced, or a schedule that profiles, as schedule=ashl_next, without profile=FILE"
+        )
+    extra = {extra_ranks(own.topology, own.sync, parts.cluster.node) for own in parts.stages}
+    if len(extra) > 1:
+        raise UsageError(
+            "some stages need a coordinator and others do without, and the processes of a run stay the same; take "
+            "stages of one kind"
+        )
+    for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
+        sync, topology = own.sync, own.topology
+        if sync.after_adam and not (before and adam(own.optimizer) and stage.handover.get("momentum") != "reset"):
+            raise UsageError(
+                f"stage {stage.name} goes on with what Adam has learned; take schedule=one_bit_adam optimizer=adam"
+            )
+        check_quorum(sync, len(stage.workers))
+        if not parts.runtime.gradients and set(stage.until) & NEED_LOSS:
+            raise UsageError(
+                f"runtime.gradients=false learns nothing, and stage {stage.name} ends by {', '.join(stage.until)}; "
+                "take one sync mode for the whole run, as in sync=asp schedule=single"
+            )
+        if "accuracy" in stage.until and parts.task.metric != ACCURACY:
+            raise UsageError(f"stage {stage.name} ends by accuracy, and the task has none; take another rule, as loss")
+        if not isinstance(sync, topology.asks):
+            raise UsageError(
+                f"stage {stage.name} of the schedule has no rule for topology={name_of(topology)}; take "
+                f"topology={' or '.join(topologies_of(sync))}, or one sync mode for the whole run, as in "
+                f"{INSTEAD.get(type(topology), 'sync=bsp')}"
+            )
+        if isinstance(topology, Halos):
+            topology.check_tree(sync, parts.cluster.node, stage.h_preset is not None and parts.planner.follows)
+        try:
+            check_rules(sync, vars(own), {group: chosen(option) for group, option in vars(own).items()})
+        except NoEffectError:
+            raise
+        except UsageError as error:
+            raise UsageError(f"stage {stage.name}: {error}") from error
+        if stage.outer != AVERAGE:
+            check_outer(stage.name, sync, topology)
+    for (last, before), (stage, own) in pairwise(zip(stages, parts.stages, strict=True)):
+        if stage.handover.get("momentum") != "reset":
+            check_momentum(stage.name, before, own)
+        if not last.until and type(before.sync).loop is Rule.loop:
+            raise UsageError(
+                f"stage {last.name} has no rule by which it ends, so that stage {stage.name} would never begin; give "
+                'its until one, as in {"commits": 100}'
+            )
+
+
+def chosen(option: Any) -> str:
+    """The name under which an option is chosen: an option is a file, and so is its class."""
+    return name_of(option) if isinstance(option, Topology) else type(option).__module__.rpartition(".")[2]
+
+
+def check_momentum(stage: str, before: StageParts, own: StageParts) -> None:
+    """A stage that keeps momentum needs one that its optimizer knows and, where all step alike, one that is alike."""
+    held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
+    alike = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
+    if held == wanted and (alike or own.topology.has_server):
+        return
+    why = "each worker has another one after steps of its own, and all have to step alike"
+    if held != wanted:
+        why = "its optimizer remembers other things than the one before"
+    raise UsageError(f"stage {stage} cannot take over the momentum of the stage before: {why}; take momentum=reset")
+
+
+def check_outer(stage: str, sync: Rule, topology: Topology) -> None:
+    """An outer optimizer needs merged updates, and to be the only one that steps on what is merged."""
+    carried = carried_by(topology, sync)
+    if OUTER in carried and sync.exchange == "difference":
+        return
+    why = "what is pushed there is no update"
+    if topology.replicas:
+        why = "workers average their models, and nobody adds up updates"
+    elif OUTER in carried:
+        why = "gradients are merged, and the optimizer is what steps on them"
+    raise UsageError(
+        f"an outer optimizer has nothing to step on in stage {stage}: {why}; take outer=average, or a mode that merges "
+        "updates, as sync=local_sgd"
+    )
+
+
+def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts]) -> None:
+    """Each rank takes its state along from stage to stage, and what it holds is the topology's to say."""
+    for stage, own in zip(stages, parts, strict=True):
+        if type(own.topology) is not type(parts[0].topology):
+            raise UsageError(
+                f"stage {stages[0].name} has topology={name_of(parts[0].topology)} and stage {stage.name} has "
+                f"topology={name_of(own.topology)}, but no worker can take its state from one to the other; take one "
+                "topology for the whole run"
+            )
+
+
+def name_of(topology: Topology) -> str:
+    """The topology as it is chosen."""
+    return next(
+        (name for name, kind in (TOPOLOGIES | NEAR).items() if isinstance(topology, kind)), type(topology).__name__
+    )
+
+
+def follows_samples(aggregate: Weighted) -> bool:
+    """Whether a worker with three times the samples has three times the weight."""
+    one = WorkerPlan(local_steps=1, batch=1, data_share=0.5, compression_ratio=1.0, predicted_cycle_s=None)
+    few, many = aggregate.weigh([one, replace(one, batch=3)])
+    return many == 3 * few
+
+
+def check_workers(sync: Rule | None, topology: Topology, num_workers: int, seed: int) -> None:
+    """Refuse rules that so many workers cannot keep."""
+    if sync is not None:
+        check_quorum(sync, num_workers)
+        topology.check(sync, num_workers, seed)
+
+
+def check_quorum(sync: Rule, num_workers: int) -> None:
+    """A merge takes a whole number of pushes, and a barrier no more of them than there are workers to wait for."""
+    quorum = sync.quorum(num_workers)
+    most = num_workers if sync.in_rounds else math.inf
+    if type(quorum) is not int or not 1 <= quorum <= most:
+        whole = "up" if most == math.inf else f"to the {num_workers} workers that there are"
+        raise UsageError(
+            f"the quorum of '{type(sync).__module__}.{type(sync).__name__}' is {quorum!r}, where a whole number from 1 "
+            f"{whole} is expected: so many pushes make a merge"
+        )
+
+
+def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
+    """Return how many workers there are. Raises UsageError where the job's size says otherwise.
+
+    A job of as many processes as workers has its server, or coordinator, on the node of process 0, as a process more.
+    """
+    cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
+    num_workers, extra = cluster.num_workers, extra_ranks(topology, parts["sync"], cluster.node)
+    if isinstance(cluster, RealCluster):
+        check_places(cluster, runtime.name, extra)
+    if runtime.name != "torchrun":
+        if num_workers is None:
+            raise UsageError("cluster=real needs the number of processes: give cluster.num_workers=2, say")
+        return num_workers
+    if world_size is None:
+        raise UsageError("runtime=torchrun needs a job to join: start it as `torchrun … -m ashl.cli train …`")
+    other = "server" if topology.has_server else "coordinator"
+    shared = 1 if extra == 1 else 0  # of the others, how many need no process of their own
+    if num_workers is None and extra and world_size - extra <= 1:
+        alone, fixes = max(0, world_size - extra), [f"start {2 + extra} processes"]
+        if shared and world_size > 1:
+            fixes += [f"give cluster.num_workers={world_size} (the {other} then shares the node of process 0)"]
+        if alone:
+            fixes += ["cluster.num_workers=1 if one worker is meant"]
+        raise UsageError(
+            f"{counted(world_size, 'process makes', 'processes make')} {counted(alone, 'worker', 'workers')} and "
+            f"{counted(extra, other, other + 's')}, and one worker learns alone; "
+            f"{', or '.join([*fixes, f'take a topology without a {other}'])}"
+        )
+    if num_workers is None:
+        return world_size - extra
+    if world_size - num_workers not in (extra, extra - shared):
+        beside = f" and a {other}" if extra else ""
+        less = f", or {num_workers} where the {other} shares a node" if shared else ""
+        raise UsageError(
+            f"the job has {counted(world_size, 'process', 'processes')}, but "
+            f"{counted(num_workers, 'worker', 'workers')}{beside} need {num_workers + extra}{less}; change "
+            "--nproc-per-node or the cluster"
+        )
+    return num_workers
+
+
+def counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
+
+
+def check_places(cluster: RealCluster, runtime: str, extra: int) -> None:
+    """Refuse hosts where nobody can be sent to them."""
+    for key, value in (("hosts", cluster.hosts), ("server_host", cluster.server_host)):
+        if value is not None and runtime != "torchrun":
+            raise UsageError(
+                f"cluster.{key} says where processes of a job are, and runtime={runtime} has none but its own; start "
+                f"the command on these hosts, by torchrun say, or drop cluster.{key}"
+            )
+    if cluster.server_host is not None and not extra:
+        text = (
+            "cluster.server_host names a place for a server, and here there is none; drop it, or take another topology"
+        )
+        raise UnusedKeyError(text, "cluster.server_host")
+
+
+def check_targets(limits: Limits, gradients: bool, task: Task, name: str) -> None:
+    """Where nothing is learned, nothing can be reached, and not every task has an accuracy."""
+    if limits.target_accuracy is not None and task.metric != ACCURACY:
+        judged = f"is judged by {task.metric}" if task.metric else "has no metric"
+        instead = "stop.target_metric" if task.metric else "stop.target_loss"
+        raise UsageError(f"stop.target_accuracy: task={name} {judged}, not by accuracy; take {instead}")
+    if limits.target_metric is not None and not task.metric:
+        raise UsageError(f"stop.target_metric: task={name} has no metric; take stop.target_loss")
+    if not gradients and any(getattr(limits, target) is not None for target in TARGETS):
+        raise UsageError("runtime.gradients=false learns nothing, so a target cannot be reached; drop stop.target_…")
+    if not gradients and limits.patience is not None:
+        raise NoEffectError("runtime.gradients=false evaluates nothing; drop stop.patience", "stop.patience")
+
+
+def check_compression(
+    parts: Mapping[str, Any],
+    choices: Mapping[str, str],
+    layout: Layout,
+    num_workers: int,
+) -> list[str]:
+    """What is legal and worth knowing, a sentence each. Raises UsageError for what makes no sense."""
+    option, topology, sync = parts["compression"], parts["topology"], parts["sync"]
+    name = f"compression={choices['compression']}"
+    check_signs(name, option, parts["optimizer"])
+    codec = wrapped(option, layout)
+    if codec.flags.lossless:
+        return []
+    check_roles(name, innermost(codec))
+    check_wrappers(name, option, parts["optimizer"], layout)
+    check_code(option.entropy)
+    if sync is not None:
+        check_exchange(name, option, sync, choices["sync"], parts["optimizer"])
+    elif codec.estimator != "minibatch" or codec.flags.full_gradient:
+        raise UsageError(
+            f"{name} is about gradients at one model, and the stages of schedule={choices['schedule']} exchange "
+            "differences between models; take schedule=single sync=bsp"
+        )
+    if codec.flags.reduces:
+        check_aggregate(name, parts["aggregate"], choices["aggregate"])
+    if isinstance(option, CountSketch):
+        check_sketch(name, option, topology, parts["optimizer"])
+    if isinstance(option, TernGrad) and option.shared_scale and choices["topology"] != "all_reduce":
+        raise UsageError(
+            f"{name} with compression.shared_scale=true is an agreement of all workers before each sum; take "
+            "topology=all_reduce, or compression.shared_scale=false"
+        )
+    pulled = option.pulled()
+    if (
+        topology.has_server
+        and topology.pull_ratio is not None
+        and not (isinstance(pulled, Code) and pulled.flags.contraction and not pulled.flags.reduces)
+    ):
+        raise UsageError(
+            f"topology.pull_ratio makes no sense with {name}: a pull needs a codec without memory that never enlarges "
+            "what it is given, as compression=topk; drop topology.pull_ratio, or take another compression"
+        )
+    d = size_of(layout)
+    if topology.has_server and topology.pull_ratio is not None:
+        check_share("topology.pull_ratio", topology.pull_ratio, d)
+    if topology.replicas and not (isinstance(option, Code) and tends_to_nothing(option, d)):
+        raise UsageError(
+            f"{name} makes no sense with topology={choices['topology']}: replicas of neighbours need a codec without "
+            "memory that never enlarges what it is given; take one, as compression=topk"
+        )
+    alone = option.critical_ratio is not None  # each worker decides how much it sends
+    if alone and codec.flags.linear and choices["topology"] == "all_reduce":
+        raise UsageError(
+            f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
+            "worker decides for itself; drop it, or take topology=parameter_server"
+        )
+    return notes(name, option, codec, parts, d, num_workers)
+
+
+def check_roles(name: str, codec: Codec) -> None:
+    """What comes with methods of its own is asked of those alone that derive from its class."""
+    if isinstance(codec, Code) and not type(codec).__module__.startswith("ashl.") and codec.code not in OWN_CODES:
+        raise UsageError(
+            f"{name} writes bodies with code = {codec.code}; give {type(codec).__name__} a `code: ClassVar[int]` from "
+            f"{OWN_CODES[0]} to {OWN_CODES[-1]}, its number on the wire"
+        )
+    for role, promised in {Reduces: codec.flags.reduces, Linear: codec.flags.linear, Collective: False}.items():
+        asked = {key for key in vars(role) if not key.startswith("_")}
+        if not isinstance(codec, role) and (promised or asked & set(dir(codec))):
+            raise UsageError(
+                f"{name} does what a {role.__name__} does, and is none; derive {type(codec).__name__} from "
+                f"ashl.compression.contract.{role.__name__}"
+            )
+
+
+def tends_to_nothing(option: Codec, d: int) -> bool:
+    """Whether differences that are sent again and again shrink."""
+    flags = option.flags
+    return not flags.scale_free and (flags.contraction or flags.drains or option.bound(None, d) < 1)
+
+
+def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layout) -> None:
+    """Momentum in two places, and shares of less than one element."""
+    if option.momentum is not None:
+        if momentum := optimizer.momentum:
+            raise UsageError(
+                f"compression.momentum={option.momentum:g} is momentum correction, and optimizer.momentum="
+                f"{momentum:g} would count every velocity twice; set optimizer.momentum=0"
+            )
+        if option.feedback and not (option.flags.contraction or option.flags.drains):
+            raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
+    d = size_of(layout)
+    ratio, critical = option.ratio, option.critical_ratio
+    for key, share in {"ratio": ratio, "critical_ratio": critical}.items():
+        if share is not None:
+            check_share(f"compression.{key}", share, d)
+    if critical is not None and ratio is not None and critical < ratio:
+        raise UsageError(
+            f"compression.critical_ratio={critical:g} is what is kept while gradients change fast, and must be no less "
+            f"than compression.ratio={ratio:g}, which is kept while they do not; take the one for the other"
+        )
+
+
+def check_share(key: str, share: float, d: int) -> None:
+    if share * d < 1:
+        raise UsageError(f"{key}={share:g} keeps less than one of the model's {d} elements; take at least 1/{d}")
+
+
+def is_plain_sgd(optimizer: Optimizer) -> bool:
+    """Whether a step is lr · gradient, but for weight decay."""
+    return isinstance(optimizer, SGD) and not optimizer.momentum
+
+
+def check_exchange(name: str, codec: Codec, sync: Rule, sync_name: str, optimizer: Optimizer) -> None:
+    """Whether what this sync mode exchanges is what the codec is for."""
+    gradients = "sync=bsp" + (", or compression.scale=mean" if isinstance(codec, Sign) else "")
+    if codec.flags.scale_free and sync.exchange != "gradient":
+        raise UsageError(
+            f"{name} forgets how long an update is, so that it is for gradients, and sync={sync_name} exchanges "
+            f"differences between models; take {gradients}"
+        )
+    estimator = codec.estimator
+    curved = codec.flags.full_gradient and not is_plain_sgd(optimizer)
+    if (codec.flags.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
+        raise UsageError(
+            f"{name} is about gradients at one model, and sync={sync_name} exchanges differences between models; take "
+            f"sync=bsp{' optimizer=sgd optimizer.momentum=0' if curved else ''}"
+        )
+    if curved:
+        raise UsageError(
+            f"{name} compares what has changed with how far plain gradient descent has moved the model; take "
+            "optimizer=sgd optimizer.momentum=0"
+        )
+    if estimator == "full" and sync.resizes:
+        raise UsageError(
+            f"{name} with compression.estimator=full takes all samples of a worker at once, which leaves sync="
+            f"{sync_name} no batches to size; take sync=bsp, or compression.estimator=minibatch"
+        )
+
+
+def check_signs(name: str, option: Codec, optimizer: Optimizer) -> None:
+    """Signs without a scale have none to keep apart, and a vote has no use for one."""
+    if isinstance(option, Sign) and option.vote == "majority" and option.scale != "none":
+        fix = "compression.scale=none" + (" compression.feedback=false" if option.feedback else "")
+        raise UsageError(f"{name} with compression.vote=majority applies a sign; set {fix}")
+    if isinstance(option, Sign) and option.scale == "none" and option.layers:
+        raise UsageError(
+            f"{name} with compression.scale=none is the same for each layer and for all; drop compression.layers"
+        )
+    if option.beta is not None:
+        for key, momentum in (("compression", option.momentum), ("optimizer", optimizer.momentum)):
+            if momentum:
+                raise UsageError(
+                    f"{name} with compression.beta={option.beta:g} sends a momentum, and {key}.momentum="
+                    f"{momentum:g} would count every velocity twice; take one of them"
+                )
+
+
+def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: Optimizer) -> None:
+    """What is recovered of a sum of sketches, only those know who have the sum."""
+    if topology.has_server and (option.feedback or option.momentum is not None):
+        raise UsageError(
+            f"{name} keeps at a worker what was not recovered, and a parameter server does not tell what that was; "
+            "take topology=all_reduce, compression=fetch_sgd, or compression.feedback=false and no compression.momentum"
+        )
+    if topology.replicas:
+        raise UsageError(
+            f"{name} makes no sense with replicas of neighbours: what it recovers of one vector may be larger than the "
+            "vector; take compression=topk, or topology=all_reduce"
+        )
+    momentum = optimizer.momentum
+    if isinstance(option, FetchSGD) and option.decay and momentum:
+        raise UsageError(
+            f"{name} keeps the momentum in the sketch (compression.decay={option.decay:g}), and optimizer.momentum="
+            f"{momentum:g} would count every velocity twice; set optimizer.momentum=0"
+        )
+
+
+def check_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None:
+    """Bodies that are merged together leave nothing to do to each of them."""
+    if isinstance(aggregate, FedNova):
+        raise UsageError(
+            f"{name} merges all bodies at once, and aggregate={aggregate_name} weighs each by itself; take "
+            "aggregate=mean"
+        )
+    if aggregate.discount is not None:
+        raise UsageError(f"{name} merges all bodies at once, so aggregate.discount has none to act on; drop it")
+
+
+def dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
+    """Name `topology.pull_ratio` where pushes are compressed and pulls, which could be, are not."""
+    d = plan.num_params
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        topology, codec, sync = own.topology, own.compression, own.sync
+        plain = isinstance(sync, ServerRule) and sync.messages() is UPDATES
+        if not plain or codec.flags.lossless or PULLS not in topology.carries or topology.pull_ratio is not None:
+            continue
+        sent = max(worker.message_bytes or 0 for worker in stage.workers)
+        pulled = codec.pulled()
+        if sent < 4 * d and isinstance(pulled, Code) and pulled.flags.contraction and not pulled.flags.reduces:
+            return (
+                f"pushes are compressed and pulls are not ({4 * d / 1e6:.3g} MB each); topology.pull_ratio=0.1 "
+                "compresses pulls, too",
+            )
+    return ()
+
+
+def notes(name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:
+    """What is legal and worth knowing."""
+    found = []
+    topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
+    keeps = not isinstance(option, Wrappers) or option.feedback or option.momentum is not None
+    if isinstance(option, Code) and not option.flags.unbiased and not keeps and not option.flags.reduces:
+        found.append(
+            f"{name} without compression.feedback=true is biased: what it leaves out is lost, and training may stand "
+            "still"
+        )
+    if codec.flags.full_gradient and codec.estimator == "minibatch":
+        found.append(
+            f"{name} with compression.estimator=minibatch takes the noise of gradients for change: hardly anything is "
+            "ever left out"
+        )
+    ratio, after = option.ratio, sync is not None and sync.exchange == "gradient"
+    if after and option.feedback and momentum >= MUCH and codec.bound(ratio, d) > MOST:
+        found.append(
+            f"{name} keeps most of an update for later, which optimizer.momentum={momentum:g} carries on once more: "
+            "training may overshoot; optimizer.momentum=0 with a larger optimizer.lr, or compression.momentum, may help"
+        )
+    if topology.has_server and not codec.flags.variable and codec.payload(ratio, d) >= 4 * d:
+        found.append(
+            f"{name} shortens nothing here: {codec.payload(ratio, d) / 1e6:.3g} MB a push, as without compression"
+        )
+    if not topology.has_server and not codec.flags.linear and not isinstance(innermost(codec), Collective):
+        each = codec.payload(ratio, d) * (num_workers - 1)
+        ring = 2 * (num_workers - 1) / num_workers * 4 * d
+        if each >= ring:
+            most = "up to " if codec.flags.variable else ""
+            found.append(
+                f"{name} does not add up on its way, so its bodies are gathered: {most}{each / 1e6:.3g} MB a round, "
+                f"where summing without compression moves {ring / 1e6:.3g} MB"
+            )
+    return found
+
+
+def check_annealing(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Raises UsageError, with what to take instead."""
+    for (before, stage), own in zip(pairwise(stages), parts.stages[1:], strict=True):
+        if stage.aggregate["scale"] != before.aggregate["scale"] and own.sync.exchange != "difference":
+            raise UsageError(
+                f"the server's step is another one in stage {stage.name}, and sync={chosen(own.sync)} has none: it "
+                "merges gradients, on which the optimizer steps; take a mode that merges updates, as sync=local_sgd "
+                "sync.local_steps=1, or let the rate fall with optimizer.schedule=cosine"
+            )
+    if isinstance(parts.planner, Goodput):
+        for stage, own in zip(stages, parts.stages, strict=True):
+            if stage.h_preset is not None and (why := unseen(own, parts)):
+                raise UsageError(
+                    f"planner=goodput weighs whole updates against each other, and in stage {stage.name} {why}; take "
+                    "planner=online"
+                )
+
+
+def unseen(own: StageParts, parts: Parts) -> str | None:
+    """Why no server sees whole updates one by one, where none does."""
+    if not parts.runtime.gradients:
+        return "there are none (runtime.gradients=false)"
+    if not own.topology.has_server or isinstance(own.topology, Halos):
+        return f"topology={chosen(own.topology)} has no server that sees them"
+    if own.compression.flags.reduces:
+        return f"compression={chosen(own.compression)} makes them only of all bodies together"
+    if own.overlap.fragments:
+        return f"overlap={chosen(own.overlap)} brings a fragment at a time"
+    plain = isinstance(own.sync, ServerRule) and own.sync.messages() is UPDATES and not own.sync.momentum_travels
+    if not plain or own.sync.exchange != "difference":
+        return f"sync={chosen(own.sync)} pushes something else"
+    return None
+
+
+def check_servers(plan: Plan, parts: Parts) -> None:
+    """Raises UsageError, with what to take instead."""
+    topology, cluster = parts.stages[0].topology, parts.cluster
+    if not isinstance(topology, ShardedServer):
+        return
+    name = f"topology={chosen(topology)}"
+    topology.bounds([layer.size for layer in layout_of(plan.layers)])
+    for stage, own in zip(plan.stages, parts.stages, strict=True):
+        if own.topology != topology:
+            raise UsageError(
+                f"{name}: stage {stage.name} has other servers than stage {plan.stages[0].name}, and none can hand its "
+                "piece over; take the same topology.servers and topology.cut in all stages"
+            )
+        check_pieces(name, stage, own, parts)
+    if isinstance(cluster, Cluster) and cluster.exchange_s is not None:
+        raise UsageError(
+            f"{name} gains ports, and with cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with "
+            f"cluster.bandwidth_mbit_s and cluster.latency_s, or take {ONE}"
+        )
+    if isinstance(cluster, Cluster) and cluster.node is not None:
+        raise UsageError(
+            f"{name}: where the servers would be on the machines of cluster.node is not built yet; take "
+            f"cluster.node=null, or {ONE}"
+        )
+
+
+def check_pieces(name: str, stage: StagePlan, own: StageParts, parts: Parts) -> None:
+    """Refuse what wants all of the model at once."""
+    sync, outer = own.sync, own.outer
+    plain = type(sync).loop is Rule.loop and type(sync).step is Rule.step
+    if not isinstance(sync, ServerRule) or not plain or sync.messages() is not UPDATES or sync.takes_all:
+        raise UsageError(
+            f"{name} merges plain updates piece by piece, and sync={chosen(sync)} has a loop, messages or a step of "
+            f"its own; take sync=bsp, local_sgd, asp or ssp, or {ONE}"
+        )
+    if stage.h_preset is not None and parts.planner.follows:
+        raise UsageError(
+            f"{name}: no server sees whole pushes, and a planner that plans anew wants one; take another, or {ONE}"
+        )
+    if sync.exchange == "gradient" and not own.optimizer.elementwise:
+        raise UsageError(
+            f"{name}: optimizer={chosen(own.optimizer)} steps on whole layers, and a server has a piece of the model; "
+            f"take optimizer=sgd, or {ONE}"
+        )
+    if type(outer).for_layers is not Outer.for_layers:
+        raise UsageError(f"{name}: outer={chosen(outer)} goes layer by layer; take outer=nesterov, or {ONE}")
+
+
+def beside(own: StageParts) -> bool:
+    """Whether a worker's exchanges go on beside its steps."""
+    return isinstance(own.overlap, Delayed) or not own.overlap.serial
+
+
+def entangled(own: StageParts) -> bool:
+    """... so that none can go on without another. With a server that merges whole updates they are its own affair, and
+    sums of parts that end with the step are all done once more."""
+    whole = isinstance(own.topology, ParameterServer) and isinstance(own.overlap, Delayed) and not own.overlap.fragments
+    parts = isinstance(own.topology, AllReduce) and not isinstance(own.overlap, Delayed) and not own.overlap.crosses
+    return beside(own) and not (whole or parts)
+
+
+def virtual_only(own: StageParts, parts: Parts) -> bool:
+    """Whether it goes on without a worker in virtual time, and not on processes, where sums do if gloo carries them."""
+    return by_sums(own) and parts.runtime.backend != "gloo" and device_of(parts.runtime) != HOST
+
+
+def by_sums(own: StageParts) -> bool:
+    """Return True if workers exchange by collective sums."""
+    return isinstance(own.topology, AllReduce | PartialAllReduce)
+
+
+def closed(own: StageParts) -> bool:
+    """Whether a worker that is lost cannot come back."""
+    return isinstance(own.topology, ShardedServer)
+
+
+def survives(own: StageParts) -> bool:
+    """Return True if the topology and the sync mode have a protocol for failed workers."""
+    return CHURN in carried_by(own.topology, own.sync)
+
+
+def goes_on(parts: Parts) -> bool:
+    """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
+    return not by_grants(parts) and all(
+        survives(own) and not (entangled(own) or virtual_only(own, parts)) for own in parts.stages
+    )
+
+
+def can_wait_for_good(parts: Parts) -> bool:
+    """Whether others may wait for a worker that stands still, whatever they hear of it, until its process is ended:
+    messages of sums over some of the workers cannot be broken off."""
+    return any(isinstance(own.topology, PartialAllReduce) for own in parts.stages)
+
+
+def by_grants(parts: Parts) -> bool:
+    """Whether NCCL carries messages, which then nobody can break off that waits for the other side."""
+    return parts.runtime.backend == "nccl" and parts.stages[0].topology.has_server
+
+
+def lets_in(parts: Parts) -> bool:
+    """... and lets it, or another in its place, come back."""
+    return goes_on(parts) and not any(map(closed, parts.stages))
+
+
+def modes_of(parts: Parts) -> str:
+    """What of a run decides that, as it is chosen."""
+    words = list[str]()
+    for own in parts.stages:
+        words += [f"topology={chosen(own.topology)}", f"sync={chosen(own.sync)}"]
+        words += [f"overlap={chosen(own.overlap)}"] if beside(own) else []
+    return " ".join(dict.fromkeys(words))
+
+
+def check_rescaled(parts: Parts, run_dir: Path) -> None:
+    """Raises UsageError where what a run keeps has no meaning for another number of workers."""
+    for own in parts.stages:
+        alike = isinstance(own.topology, ParameterServer | AllReduce)
+        plain = not isinstance(own.sync, ServerRule) or own.sync.messages() is UPDATES
+        if beside(own) or not (alike and plain) or not survives(own):
+            raise UsageError(
+                f"a run with {modes_of(parts)} cannot go on with another number of workers, as what it keeps belongs "
+                f"to those that it has; a new one takes its weights along: run.start_from={run_dir}"
+            )
+
+
+def check_respawn(parts: Parts, checkpoint_s: float | None) -> None:
+    """Raises UsageError where nobody who is killed would be started anew."""
+    runtime = parts.runtime
+    if runtime.name == "sim" or not runtime.respawn:
+        return
+    named = f"runtime.respawn={runtime.respawn}"
+    if runtime.name != "local":
+        raise UsageError(f"{named}: others have started these processes, and nobody starts them anew; drop it")
+    if checkpoint_s is not None:
+        raise UsageError(
+            f"{named}: a run that leaves checkpoints (run.checkpoint_s) lets nobody back; drop one of the two"
+        )
+    if not lets_in(parts):
+        raise UsageError(
+            f"{named}: a run with {modes_of(parts)} lets nobody back; drop it, or take topology=parameter_server or "
+            "all_reduce with sync=bsp overlap=none, or restart from checkpoints with run.checkpoint_s and --resume"
+        )
+
+
+def check_survivors(parts: Parts) -> None:
+    """Raises UsageError where settings say what follows a failure and the run ends with the first one."""
+    runtime, named = parts.runtime, list[str]()
+    if runtime.min_workers > 1:
+        named.append(f"runtime.min_workers={runtime.min_workers}")
+    if runtime.on_loss != "forget":
+        named.append(f"runtime.on_loss={runtime.on_loss}")
+    if named and not all(map(survives, parts.stages)):
+        raise UsageError(
+            f"{', '.join(named)}: a run with {modes_of(parts)} ends when a worker fails; drop it, or {TOLERANT_INSTEAD}"
+        )
+
+
+def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
+    """Raises UsageError, with what to take instead."""
+    check_respawn(parts, checkpoint_s)
+    befalls, n = set(parts.cluster.befalls), len(stages[0].workers)
+    if parts.runtime.min_workers > n:
+        raise UsageError(
+            f"runtime.min_workers={parts.runtime.min_workers}, and there are {n} workers; take at most {n}"
+        )
+    check_survivors(parts)
+    if parts.runtime.on_loss == "reshard":
+        check_reshard(parts, stages)
+    if not befalls:
+        return
+    named = ", ".join(sorted(befalls))
+    if parts.runtime.name != "sim" and (befalls - {FAIL} or parts.runtime.name != "local"):
+        raise UsageError(
+            f"cluster.events and cluster.churn ({named}) are for virtual time, but for fail with runtime=local; take "
+            "runtime=sim"
+        )
+    if checkpoint_s is not None:
+        raise UsageError(
+            f"run.checkpoint_s: no checkpoint holds yet what befalls a cluster ({named}); drop it, or the events"
+        )
+    if SERVER_FAIL in befalls and not parts.stages[0].topology.has_server:
+        raise UsageError(
+            f"cluster.events: topology={chosen(parts.stages[0].topology)} has no server that could fail; drop "
+            "server_fail, or take topology=parameter_server"
+        )
+    for stage, own in zip(stages, parts.stages, strict=True):
+        check_stage_faults(stage.name, own, parts, befalls)
+
+
+def check_stage_faults(name: str, own: StageParts, parts: Parts, befalls: set[str]) -> None:
+    """Raises UsageError where a stage cannot go on through what befalls the cluster."""
+    named = ", ".join(sorted(befalls))
+    where = f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named})"
+    if befalls & MEMBERS and not survives(own):
+        who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
+        raise UsageError(
+            f"{where}: stage {name} has {who}, which cannot go on without a failed worker; remove these failures, or "
+            f"{TOLERANT_INSTEAD}"
+        )
+    if befalls & COMING and closed(own):
+        raise UsageError(
+            f"{where}: stage {name} has topology={chosen(own.topology)}, where a failed worker cannot rejoin yet; take "
+            "topology=parameter_server, or events of fail alone"
+        )
+    if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
+        raise UsageError(
+            f"{where}: stage {name} sums by NCCL, and processes go on without a worker only where gloo sums; take "
+            "runtime.backend=gloo, or runtime=sim"
+        )
+    if entangled(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
+        raise UsageError(
+            f"{where} with overlap={chosen(own.overlap)} is not built yet: what goes on beside a step would not stand "
+            "still; take overlap=none"
+        )
+
+
+def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Where a worker keeps something of the whole of its shard, that cannot grow on the way."""
+    for stage, own in zip(stages, parts.stages, strict=True):
+        estimator = own.sync.estimator or own.compression.estimator
+        whole = isinstance(own.sync, ServerRule) and own.sync.messages().whole
+        if whole or estimator not in PIECEWISE or type(own.optimizer).statistics is not Optimizer.statistics:
+            raise UsageError(
+                f"runtime.on_loss=reshard: in stage {stage.name} a worker computes with its whole shard at once, which "
+                "cannot grow on the way; take runtime.on_loss=forget"
+            )
+
+
+def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[StagePlan]) -> None:
+    """Refuse to promise checkpoints where none can be made."""
+    if every_s is None:
+        return
+    real, slowed = parts.runtime.name != "sim", beside_of(parts.cluster) is not None
+    if slowed and not real and any(sums_beside(own.sync, own.topology, own.overlap) for own in parts.stages):
+        raise UsageError(
+            "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "
+            "both are; drop it, or take overlap=none"
+        )
+    if real and len(stages) > 1 and any(map(in_one_round, parts.stages)):
+        raise UsageError(
+            "run.checkpoint_s: real processes leave checkpoints of sync=hop and sync=d_admm in plans of one stage "
+            "only, as workers come to another after different numbers of rounds; drop it, or take one stage"
+        )
+    lockstep = in_lockstep(parts, len(stages[0].workers))
+    for stage, own in zip(stages, parts.stages, strict=True):
+        if real and not (lockstep or comes_anew(own)):
+            raise UsageError(
+                f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
+                "checkpoints only then, where servers merge their updates, or where models are averaged in groups or "
+                "pairs; drop it, or take sync=bsp, sync=local_sgd or sync=ssp"
+            )
+
+
+def in_lockstep(parts: Parts, num_workers: int) -> bool:
+    """Whether in every stage nothing is on its way at the top of everybody's loop, but what is sent from there, or
+    said again where a run goes on."""
+    return all(_in_lockstep(own, num_workers) for own in parts.stages)
+
+
+def _in_lockstep(own: StageParts, num_workers: int) -> bool:
+    sync = own.sync
+    if not sync.in_rounds or sync.quorum(num_workers) < num_workers:
+        return False
+    return isinstance(sync, ServerRule | RoundRule) or isinstance(own.topology, AllReduce)
+
+
+def says_again(parts: Parts) -> bool:
+    """Whether workers that go round by round, and go on from a checkpoint, first say again what was on its way."""
+    return any(isinstance(own.sync, RoundRule) and own.sync.lag for own in parts.stages)
+
+
+def in_one_round(own: StageParts) -> bool:
+    """Whether workers are kept at the begin of one round, though each comes to it when it does."""
+    return isinstance(own.sync, RoamingRule) and own.sync.kept == "round"
+
+
+def comes_anew(own: StageParts) -> bool:
+    """Whether workers may resume from a server's state, or each from its own; see `ashl.topology.parameter_server`,
+    `ashl.topology.partial_all_reduce` and `ashl.topology.coordinator`."""
+    if isinstance(own.topology, PartialAllReduce):
+        return True
+    if isinstance(own.sync, RoamingRule):
+        return bool(own.sync.kept)
+    return own.topology.has_server and CHURN in carried_by(own.topology, own.sync) and own.overlap.serial
