@@ -212,7 +212,10 @@ def test_ticks_are_round() -> None:
 
 
 def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
-    """Its curve ended where the best was reached, at half the run; no loss, no stage, no command was there."""
+    """Its curve ended where the best was reached, at half the run; no loss, no stage, no command was there.
+
+    Each curve marks the stage boundaries, and its note has the names and times of all stages.
+    """
     stages = [{"name": "ahl", "start_s": 0.0, "end_s": 1.5}, {"name": "shl", "start_s": 1.5, "end_s": 4.0}]
     run = write_run(tmp_path / "run", reach_s=None, target=None, end_s=4.0, stages=stages)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -221,16 +224,29 @@ def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "command.txt").write_text("ashl train 'run.dir=a run'\n")
     page = compare([run], out=tmp_path / "report.html").report.read_text()
-    time, loss = (page.split(f"<h2>{title}</h2>")[1].split("</section>")[0] for title in ("Against time", LOSS_TITLE))
+    titles = ("Against time", LOSS_TITLE, "Against bytes")
+    time, loss, sent = (page.split(f"<h2>{title}</h2>")[1].split("</section>")[0] for title in titles)
     for figure in (time, loss):
         assert ">4<" in figure, "the axis goes to the end of the run"
         assert ">ahl<" in figure
+        assert ">from 0 s<" in figure
+    for figure in (time, loss, sent):
         assert ">shl<" in figure
+        assert ">from 1.5 s<" in figure
         assert len(re.findall('stroke-dasharray="6 3"', figure)) == 1
+        assert "Stages: ahl 0 s to 1.5 s, shl 1.5 s to 4 s." in figure
+    at_x = {
+        name: float(re.findall('<line x1="([0-9.]+)"[^>]*stroke-dasharray="6 3"', figure)[0])
+        for name, figure in (("time", time), ("sent", sent))
+    }
+    assert at_x["time"] == pytest.approx(70 + 1.5 / 4 * (940 - 300 - 70), abs=0.1)
+    assert at_x["sent"] == pytest.approx(at_x["time"], abs=0.5)  # as many bytes in each second
     assert "training loss" in loss
     assert "<code>ashl train &#x27;run.dir=a run&#x27;</code>" in page
     both = [run, write_run(tmp_path / "other", reach_s=None, target=None, choices={"sync": "ssp"})]
-    assert LOSS_TITLE not in compare(both, out=tmp_path / "both.html").report.read_text()
+    page_of_both = compare(both, out=tmp_path / "both.html").report.read_text()
+    assert LOSS_TITLE not in page_of_both
+    assert "Stages:" not in page_of_both
     assert len(set(re.findall(r'clipPath id="([^"]*)"', page))) == page.count("<clipPath")
 
 

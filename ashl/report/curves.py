@@ -30,6 +30,7 @@ from ashl.report.svg import (
     x_axis,
     y_axis,
 )
+from ashl.tracking.console import seconds
 
 POINTS = 100  # of a line
 SPACING = 96.0  # px between the markers of a line
@@ -135,7 +136,7 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
         left, below = WIDTH - LEGEND + 34, TOP + 14 + 22 * len(curves)
         parts.append(line(left, below, left + 34, below, stroke=INK, stroke_dasharray="3 3"))
         parts.append(text(left + 42, below + 4, f"target: {100 * target:g} %", fill=SOFT))
-    parts += _borders(board, rows, across) if x == "time_s" else []
+    parts += _stage_boundaries(board, x, across)
     styles = {row: index % len(COLORS) for index, row in enumerate(rows)}
     banded = [row for row in curves if len(curves) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline]
     plot = f"plot-{x}-{y.replace('/', '-')}"
@@ -154,20 +155,34 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
     return drawing(WIDTH, HEIGHT, f"{name} against {XS[x]}", *parts)
 
 
-def _borders(board: Leaderboard, rows: Sequence[Row], across: Scale) -> list[str]:
-    """Of one run: a line where each stage after the first begins, and the names of all."""
-    runs = [run for row in rows for run in row.runs]
-    stages = runs[0].summary.get("stages") or [] if len(runs) == 1 and len(board.rows) == 1 else []
-    if len(stages) < 2:
-        return []
+def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
+    """Return the stages of a single run, each with `name`, `start_s`, `end_s`; empty for several runs or one stage."""
+    runs = [run for row in board.rows for run in row.runs]
+    stages = runs[0].summary.get("stages") or [] if len(runs) == 1 else []
+    return stages if len(stages) > 1 else []
+
+
+def _stage_boundaries(board: Leaderboard, x: str, across: Scale) -> list[str]:
+    """Draw where each stage of a single run begins, with its name and the second of its start.
+
+    Bytes at a start are interpolated between evaluations; a stage that begins before the first one has no place there.
+    """
+    stages = stages_of(board)
+    run = board.rows[0].runs[0]
+    sent = [(row["time_s"], sent_mb(row)) for row in run.metrics] if stages and x == "bytes" else []
+    placed = [stage for stage in stages if x == "time_s" or stage["start_s"] >= sent[0][0]]
+    starts = [_at(sent, stage["start_s"]) if sent else stage["start_s"] for stage in placed]
+    begins = [across(max(start, across.low)) for start in starts]
     parts = []
-    for stage, after in zip(stages, [*stages[1:], None], strict=True):
-        begins, ends = (across(max(at, across.low)) for at in (stage["start_s"], stage["end_s"]))
-        if begins > across.start:
-            parts.append(line(begins, TOP - 6, begins, HEIGHT - 50, stroke=SOFT, stroke_dasharray="6 3"))
-        width = (ends if after else across.end) - begins
+    for stage, begin, end in zip(placed, begins, [*begins[1:], across.end], strict=False):
+        if begin > across.start:
+            parts.append(line(begin, TOP - 6, begin, HEIGHT - 50, stroke=SOFT, stroke_dasharray="6 3"))
+        width = end - begin
         if width > 3 * GLYPH:
-            parts.append(text(begins + 4, HEIGHT - 56, short(str(stage["name"]), width - 8), fill=SOFT))
+            parts.append(haloed(begin + 4, HEIGHT - 70, short(str(stage["name"]), width - 8), 3, fill=SOFT))
+        start = f"from {seconds(stage['start_s'])}"
+        if width - 8 > GLYPH * len(start):
+            parts.append(haloed(begin + 4, HEIGHT - 56, start, 3, fill=SOFT))
     return parts
 
 

@@ -16,6 +16,7 @@ from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.phrases import Answer, answer
 from ashl.report.records import LeftOut, Study
 from ashl.report.terminal import Column, columns_of, method
+from ashl.tracking.console import seconds
 
 RUN_PAGE = "report.html"  # in the folder of a run
 CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, the baseline beside them
@@ -26,8 +27,9 @@ CURVE = (
     "A run that has ended keeps its last value. Rings: where a setting reaches the target, by its median; against time "
     "the axis ends a little behind the last of them."
 )
-ONE_CURVE = "Ring: where the run reaches the target. Dashed lines from top to bottom: where a stage begins."
-LOSS = "On the training set, at each evaluation. Dashed lines from top to bottom: where a stage begins."
+ONE_CURVE = "Ring: the run reaches the target."
+LOSS = "On the training set, at each evaluation."
+BOUNDARIES = " Dashed lines from top to bottom: a stage begins. "
 BYTES = "Bytes as sent, headers and indices included."
 AXES = "Rings: settings, by their median over seeds, with what lies around it; bars: the median of the rings."
 SHARES = "Means over seeds."
@@ -126,10 +128,10 @@ def figures(board: Leaderboard) -> list[Figure]:
         (
             "Against time",
             curves.chart(main, drawn, "time_s"),
-            CURVE + _few(board, main, drawn) if len(main.rows) > 1 else ONE_CURVE,
+            CURVE + _few(board, main, drawn) if len(main.rows) > 1 else ONE_CURVE + stages(main),
         ),
         ("Loss against time", *loss(main, drawn)),
-        ("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + _few(board, main, drawn)),
+        ("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + stages(main) + _few(board, main, drawn)),
         ("Time against bytes at the target", pareto.scatter(main, drawn), PARETO + _few(board, main, drawn)),
         ("By axis", small_multiples.multiples(board), AXES),
         ("Where the workers' time goes", shares.bars(main, panels), SHARES + _few(board, main, panels)),
@@ -142,7 +144,15 @@ def figures(board: Leaderboard) -> list[Figure]:
 
 def loss(board: Leaderboard, drawn: Sequence[Row]) -> tuple[str, str]:
     """Of one setting the training loss, and the note below it; of several, what they are judged by is enough."""
-    return (curves.chart(board, drawn, "time_s", "train/loss"), LOSS) if len(board.rows) == 1 else ("", "")
+    if len(board.rows) > 1:
+        return "", ""
+    return curves.chart(board, drawn, "time_s", "train/loss"), LOSS + stages(board)
+
+
+def stages(board: Leaderboard) -> str:
+    """Return names and times of a single run's stages, as the end of a note; empty for one stage or several runs."""
+    found = [f"{s['name']} {seconds(s['start_s'])} to {seconds(s['end_s'])}" for s in curves.stages_of(board)]
+    return f"{BOUNDARIES}Stages: {', '.join(found)}." if found else ""
 
 
 def leaderboard(board: Leaderboard, words: Answer | None = None) -> str:

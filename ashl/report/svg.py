@@ -40,7 +40,7 @@ def text(x: float, y: float, content: str, **attributes: object) -> str:
 def haloed(x: float, y: float, content: str, width: float, **attributes: object) -> str:
     """Text on a white rim, which is drawn first: not every viewer knows `paint-order`."""
     rim = {"fill": "#fff", "stroke": "#fff", "stroke_width": width, "stroke_linejoin": "round", "aria_hidden": "true"}
-    return text(x, y, content, **attributes, **rim) + text(x, y, content, **attributes)
+    return text(x, y, content, **attributes | rim) + text(x, y, content, **attributes)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
