@@ -255,7 +255,7 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     "schedule.residual": "compression=topk",
     "schedule=sync_first schedule.residual": "schedule.r_preset=[0.1,0.1]",
     "runtime.min_workers": FAILS,
-    "runtime.on_loss": FAILS,
+    "runtime.on_worker_failure": FAILS,
 }
 FILES = (
     "needs files that are not in this package; tests/test_data_images.py and tests/test_image_folder.py have their own"

@@ -186,7 +186,7 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
         assert time.monotonic() < until
         time.sleep(0.01)
     watch.over()
-    assert ends[0] == End(1, "the job's store at here did not answer for 0.4 s (runtime.timeout_s)")
+    assert ends[0] == End(1, "the job's store at here did not answer for 0.4 s (runtime.heartbeat_timeout_s)")
     assert time.monotonic() - desk.answered > 0.2
     desk.close(End(1), [])
 

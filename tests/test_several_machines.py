@@ -288,7 +288,7 @@ def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: 
 
 
 def test_who_did_not_come_is_named() -> None:
-    said = r"ranks 2, 3 of the 4 processes did not come within 0.05 s \(runtime.timeout_s\); there are rank 0 on a"
+    said = r"ranks 2, 3 of the 4 processes did not come within 0.05 s \(runtime.heartbeat_timeout_s\); there are rank"
     with pytest.raises(AshlError, match=said):
         gather(*JOB[:2], size=4)
 

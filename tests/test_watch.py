@@ -7,8 +7,10 @@ import pytest
 from ashl.run.watch import Watch
 from ashl.runtime.news import End
 
-STORE = End(1, "the job's store at host:29500 did not answer for 6 s (runtime.timeout_s)")
-HOME = End(1, "nothing was heard of the process that keeps the records, on node-3, for 6 s (runtime.timeout_s)")
+STORE = End(1, "the job's store at host:29500 did not answer for 6 s (runtime.heartbeat_timeout_s)")
+HOME = End(
+    1, "nothing was heard of the process that keeps the records, on node-3, for 6 s (runtime.heartbeat_timeout_s)"
+)
 
 
 @pytest.fixture

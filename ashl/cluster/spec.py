@@ -18,8 +18,8 @@ FAST_GBIT_S = 10.0  # of a link between machines: few have more
 Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
 Factor = Annotated[Positive, Field(le=1e9)]  # how many times as slow
 
-FAIL, COME, LINK_DOWN, SERVER_FAIL = "fail", "join", "link_down", "server_fail"
-BEFALLS = (FAIL, COME, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
+FAIL, REJOIN, LINK_DOWN, SERVER_FAIL = "fail", "rejoin", "link_down", "server_fail"
+BEFALLS = (FAIL, REJOIN, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
 
 
 @option
@@ -32,7 +32,7 @@ class Event:
     compute: Factor | None = None
     link: Factor | None = None
     fail: bool = False
-    join: bool = False
+    rejoin: bool = False
     link_down: Duration | None = None
     server_fail: bool = False
 
@@ -126,7 +126,7 @@ class Cluster:
     @property
     def joins(self) -> bool:
         """Whether workers come while others run."""
-        return bool({COME, "churn"} & set(self.befalls))
+        return bool({REJOIN, "churn"} & set(self.befalls))
 
     def jitter_of(self, worker: int) -> float:
         """Relative standard deviation of its step times."""
@@ -173,7 +173,8 @@ def check_events(events: Sequence[Event], n: int) -> None:
         at, what = f"cluster.events: the event at {event.time_s:g} s", event.what
         if not what:
             raise UsageError(
-                f"{at} changes nothing; add compute=, link= or link_down=, fail: true, join: true or server_fail: true"
+                f"{at} changes nothing; add compute=, link= or link_down=, fail: true, rejoin: true or server_fail: "
+                "true"
             )
         if SERVER_FAIL in what:
             if len(what) > 1 or event.worker is not None:
@@ -183,16 +184,16 @@ def check_events(events: Sequence[Event], n: int) -> None:
             raise UsageError(f"{at} ({', '.join(what)}) names no worker; add worker=")
         if event.worker >= n:
             raise UsageError(f"cluster.events names worker {event.worker}, but there are only workers 0 to {n - 1}")
-        if {FAIL, COME} & set(what):
+        if {FAIL, REJOIN} & set(what):
             if len(what) > 1:
                 raise UsageError(f"{at} says {' and '.join(what)} at once; give each an event of its own")
-            if event.join == there[event.worker]:
-                found, other = ("there", "fail") if event.join else ("gone", "join")
+            if event.rejoin == there[event.worker]:
+                found, other = ("is running", "fail") if event.rejoin else ("has failed", "rejoin")
                 raise UsageError(
-                    f"{at} says {what[0]}, and worker {event.worker} is {found} by then; add an event with {other}: "
+                    f"{at} says {what[0]}, and worker {event.worker} {found} at that time; add an event with {other}: "
                     "true before it, or drop it"
                 )
-            there[event.worker] = event.join
+            there[event.worker] = event.rejoin
 
 
 def implied(cluster: object, dense_bytes: int) -> list[str]:

@@ -303,7 +303,7 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 nodes=parts.cluster.node,
                 answer_block=answer_block(parts.cluster, fragments),
                 min_workers=parts.runtime.min_workers,
-                reshards=parts.runtime.on_loss == "reshard",
+                reshards=parts.runtime.on_worker_failure == "reshard",
                 joins=parts.cluster.joins or parts.runtime.name != "sim",
                 elastic=parts.cluster.loses,
                 payload=payload_of(own.compression, layout),

@@ -83,7 +83,7 @@ OWN_CODES = range(128, 256)  # on the wire: those of codecs that are not of this
 MUCH, MOST = 0.8, 0.7  # momentum, and a lost share of an update, that together overshoot
 ONE = "topology=parameter_server"
 PIECEWISE = ("minibatch", "moments")  # estimators that take the worker's samples as they come
-COMING = {"join", "churn"}  # where workers come while others run
+COMING = {"rejoin", "churn"}  # where workers come while others run
 MEMBERS = {FAIL, *COMING}  # what changes who takes part
 TOLERANT_INSTEAD = (
     "take topology=all_reduce or topology=parameter_server with sync=bsp, or restart from checkpoints with "
@@ -881,12 +881,12 @@ def check_rescaled(parts: Parts, run_dir: Path) -> None:
             )
 
 
-def check_respawn(parts: Parts, checkpoint_s: float | None) -> None:
+def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
     """Raises UsageError where nobody who is killed would be started anew."""
     runtime = parts.runtime
-    if runtime.name == "sim" or not runtime.respawn:
+    if runtime.name == "sim" or not runtime.max_restarts:
         return
-    named = f"runtime.respawn={runtime.respawn}"
+    named = f"runtime.max_restarts={runtime.max_restarts}"
     if runtime.name != "local":
         raise UsageError(f"{named}: others have started these processes, and nobody starts them anew; drop it")
     if checkpoint_s is not None:
@@ -905,8 +905,8 @@ def check_survivors(parts: Parts) -> None:
     runtime, named = parts.runtime, list[str]()
     if runtime.min_workers > 1:
         named.append(f"runtime.min_workers={runtime.min_workers}")
-    if runtime.on_loss != "forget":
-        named.append(f"runtime.on_loss={runtime.on_loss}")
+    if runtime.on_worker_failure != "skip":
+        named.append(f"runtime.on_worker_failure={runtime.on_worker_failure}")
     if named and not all(map(survives, parts.stages)):
         raise UsageError(
             f"{', '.join(named)}: a run with {modes_of(parts)} ends when a worker fails; drop it, or {TOLERANT_INSTEAD}"
@@ -915,14 +915,14 @@ def check_survivors(parts: Parts) -> None:
 
 def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
     """Raises UsageError, with what to take instead."""
-    check_respawn(parts, checkpoint_s)
+    check_max_restarts(parts, checkpoint_s)
     befalls, n = set(parts.cluster.befalls), len(stages[0].workers)
     if parts.runtime.min_workers > n:
         raise UsageError(
             f"runtime.min_workers={parts.runtime.min_workers}, and there are {n} workers; take at most {n}"
         )
     check_survivors(parts)
-    if parts.runtime.on_loss == "reshard":
+    if parts.runtime.on_worker_failure == "reshard":
         check_reshard(parts, stages)
     if not befalls:
         return
@@ -979,8 +979,9 @@ def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
         whole = isinstance(own.sync, ServerRule) and own.sync.messages().whole
         if whole or estimator not in PIECEWISE or type(own.optimizer).statistics is not Optimizer.statistics:
             raise UsageError(
-                f"runtime.on_loss=reshard: in stage {stage.name} a worker computes with its whole shard at once, which "
-                "cannot grow on the way; take runtime.on_loss=forget"
+                f"runtime.on_worker_failure=reshard: in stage {stage.name} a worker computes with its whole shard at "
+                "once, which "
+                "cannot grow on the way; take runtime.on_worker_failure=skip"
             )
 
 

@@ -257,7 +257,7 @@ CONDITIONS = (
         lambda given: given.cluster.loses,
     ),
     Condition(
-        ("runtime.min_workers", "runtime.on_loss"),
+        ("runtime.min_workers", "runtime.on_worker_failure"),
         FAILURES,
         lambda given: given.parts.runtime.name != "sim" or given.cluster.loses,
     ),
@@ -282,7 +282,7 @@ CONDITIONS = (
         lambda given: (
             given.config["dataset"].get("partition") != "iid"
             or plans_local_steps(given)
-            or given.parts.runtime.on_loss == "reshard"
+            or given.parts.runtime.on_worker_failure == "reshard"
         ),
     ),
     Condition(

@@ -330,7 +330,7 @@ def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool
         steps_per_s=mean("steps_per_s"),
         wait_share=mean("wait_share"),
         hidden=mean("comm_hidden_share"),
-        goodput=mean("goodput") if any(run.summary.get("lost_workers") for run in runs) else None,
+        goodput=mean("goodput") if any(run.summary.get("failed_workers") for run in runs) else None,
         mb_up=None if up is None else up / 1e6,
         mb_down=None if down is None else down / 1e6,
         consensus=mean("consensus_distance", "final"),

@@ -156,7 +156,9 @@ class Attendance:
         if late and self.spared(monitor, {*self.silent(timeout_s - min(ALIKE_S, timeout_s / 2))}):
             for rank in late:
                 how = f"was not heard of for {timeout_s:g} s"
-                self.desk.drop(rank, End(DROPPED, f"worker {rank} {how} (runtime.timeout_s), and the run went on"))
+                self.desk.drop(
+                    rank, End(DROPPED, f"worker {rank} {how} (runtime.heartbeat_timeout_s), and the run went on")
+                )
                 if rank in self.processes and (not self.lets_in or can_wait_for_good(monitor.job.parts)):
                     self.processes[rank].kill()  # others may wait for it in the middle of a sum
                     self.ended.add(rank)
@@ -201,7 +203,7 @@ class Attendance:
         self.coming.pop(rank, None)
         self.publish()
 
-    def bring_back(self, monitor: Monitor, respawn: int) -> None:
+    def bring_back(self, monitor: Monitor, max_restarts: int) -> None:
         """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
         way."""
         for rank in [rank for rank in self.lost if rank in self.processes and self.lets_in]:
@@ -210,7 +212,7 @@ class Attendance:
                 continue
             if rank in self.coming:
                 self.give_up(rank)
-            if code == DROPPED or rank in self.ended or (code < 0 and self.starts[rank] < respawn):
+            if code == DROPPED or rank in self.ended or (code < 0 and self.starts[rank] < max_restarts):
                 self.starts[rank] += code != DROPPED and rank not in self.ended
                 self.ended.discard(rank)
                 self.expect(monitor, rank)
@@ -243,7 +245,7 @@ class Attendance:
 def attend(seen: Attendance, run_dir: Path, monitor: Monitor, savings: Savings) -> dict | None:
     """Take in what the ranks tell until all have left, as `conduct` says."""
     plan, desk, processes, runtime = seen.plan, seen.desk, seen.processes, monitor.job.parts.runtime
-    timeout_s = runtime.timeout_s
+    timeout_s = runtime.heartbeat_timeout_s
     desk.heard |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
     desk.publish(desk.news._replace(scores=monitor.scores))  # of before, where it goes on
     announced, failed_at, interrupted_at = None, None, None
@@ -266,7 +268,7 @@ def attend(seen: Attendance, run_dir: Path, monitor: Monitor, savings: Savings) 
         if savings.every_s is None:  # else the run is gone on with from its last checkpoint
             seen.lose(monitor, timeout_s, late, drained)
             if not announced and monitor.final is None:
-                seen.bring_back(monitor, runtime.respawn)
+                seen.bring_back(monitor, runtime.max_restarts)
         while desk.asks:
             number, ask = desk.asks.popleft()
             desk.answer(number, answer(seen, monitor, ask, savings.every_s is not None))
@@ -282,7 +284,9 @@ def attend(seen: Attendance, run_dir: Path, monitor: Monitor, savings: Savings) 
             monitor.settle()
             return None
         if unanswered_s > timeout_s:
-            raise AshlError(f"{desk.store} did not answer for {timeout_s:g} s (runtime.timeout_s); the run ends here")
+            raise AshlError(
+                f"{desk.store} did not answer for {timeout_s:g} s (runtime.heartbeat_timeout_s); the run ends here"
+            )
         check_late(plan, monitor, seen, timeout_s, bool({*late} - seen.lost.keys()))
         savings.settle(monitor)
         if wanted := savings.name(monitor.beats.get(plan.home)):
@@ -308,7 +312,7 @@ def failed(seen: Attendance, run_dir: Path, monitor: Monitor) -> AshlError:
 
 def how_ended(code: int) -> str:
     if code == ALONE:
-        return "heard nothing of this process for runtime.timeout_s, and left"
+        return "heard nothing of this process for runtime.heartbeat_timeout_s, and left"
     if code == FAILED:
         return DECLARED
     if code == DROPPED:
@@ -362,7 +366,7 @@ def cut_off(seen: Attendance, monitor: Monitor, late: set[int]) -> bool:
 
 def check_late(plan: Plan, monitor: Monitor, seen: Attendance, timeout_s: float, missing: bool) -> None:
     """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
-    for_so_long = f"for {timeout_s:g} s (runtime.timeout_s)"
+    for_so_long = f"for {timeout_s:g} s (runtime.heartbeat_timeout_s)"
     if missing:
         late = seen.silent(timeout_s - min(ALIKE_S, timeout_s / 2))  # with those who fell silent at about the same time
         if cut_off(seen, monitor, {*late}):

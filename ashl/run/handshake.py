@@ -119,7 +119,7 @@ def absent(came: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
     who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
     alone = ", or unset RANK and WORLD_SIZE where this process is no part of a job" if len(came) == 1 else ""
     return (
-        f"{who} of the {world_size} processes did not come within {timeout_s:g} s (runtime.timeout_s); there "
+        f"{who} of the {world_size} processes did not come within {timeout_s:g} s (runtime.heartbeat_timeout_s); there "
         f"{'is' if len(came) == 1 else 'are'} {present}; start all of them, each with a rank of its own{alone}"
     )
 

@@ -67,7 +67,7 @@ def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) 
         address=chosen and chosen.address,
         interface_by=chosen and chosen.by,
     )
-    store, came = met(job, own, text, runtime.timeout_s)
+    store, came = met(job, own, text, runtime.heartbeat_timeout_s)
     try:
         check_interfaces(came)
         processes, note = seated(plan, parts, config["profile"], came)
@@ -234,7 +234,7 @@ def await_master(job: Membership, timeout_s: float) -> None:
                 unknown = isinstance(error, socket.gaierror)
                 raise AshlError(
                     f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer within {timeout_s:g} "
-                    f"s (runtime.timeout_s): {error.strerror or error}; is rank 0 running, and "
+                    f"s (runtime.heartbeat_timeout_s): {error.strerror or error}; is rank 0 running, and "
                     + ("known here by that name (torchrun --local-addr)?" if unknown else "reachable?")
                 ) from error
         time.sleep(3 * POLL_S)

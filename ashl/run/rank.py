@@ -120,7 +120,7 @@ def play(
     is no child of home's waits to hear how the run has ended, and where it has failed does not come back. `dropped`
     is what becomes of one without which the run has gone on; `say` tells who watches what it does."""
     plan = Plan.from_json(plan_json)
-    timeout_s = plan.runtime["timeout_s"]
+    timeout_s = plan.runtime["heartbeat_timeout_s"]
     watch = Watch(timeout_s, f"{place.host}:{place.port}", place.home, ALONE if place.log else 1)
     wait = timedelta(seconds=max(1.0, timeout_s))
     store = Sealed(dist.TCPStore(place.host, place.port, is_master=False, timeout=wait), place.secret)

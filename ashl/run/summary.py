@@ -67,7 +67,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "samples": counts.samples,
         "steps_per_s": counts.steps / time_s if time_s else None,
         "samples_per_s": counts.samples / time_s if time_s else None,
-        "lost_workers": [of_absence(absence, time_ns) for absence in absences],
+        "failed_workers": [of_absence(absence, time_ns) for absence in absences],
         "goodput": goodput(monitor),
         "bytes_up": sum(w["bytes_up"] for w in workers),
         "bytes_down": sum(w["bytes_down"] for w in workers),
@@ -103,8 +103,8 @@ def nothing(num_workers: int) -> Counts:
 def of_absence(absence: Absence, time_ns: int) -> dict[str, Any]:
     """Who was lost when and why, and when it was back, if that was before the end."""
     back = absence.back_ns is not None and absence.back_ns <= time_ns
-    back_s = absence.back_ns / 1e9 if back else None
-    return {"worker": absence.worker, "time_s": absence.time_ns / 1e9, "why": absence.why, "back_s": back_s}
+    rejoined_s = absence.back_ns / 1e9 if back else None
+    return {"worker": absence.worker, "time_s": absence.time_ns / 1e9, "reason": absence.why, "rejoined_s": rejoined_s}
 
 
 def goodput(monitor: Monitor) -> float | None:

@@ -2,8 +2,8 @@
 
 A call to a store whose link is cut never returns, nor does a sum of gloo's. So a thread that calls neither counts for
 how long the store has not answered and nothing was heard of home, and ends the process when one of them lasts for
-`runtime.timeout_s`. It counts only while this process is awake: one that was stopped and goes on has no right to call
-the others silent.
+`runtime.heartbeat_timeout_s`. It counts only while this process is awake: one that was stopped and goes on has no
+right to call the others silent.
 """
 
 import os
@@ -54,7 +54,7 @@ class Watch:
         self._heard += awake_s
         if max(self._answered, self._heard) <= self._timeout_s:
             return None
-        for_so_long = f"for {self._timeout_s:g} s (runtime.timeout_s)"
+        for_so_long = f"for {self._timeout_s:g} s (runtime.heartbeat_timeout_s)"
         if self._heard - self._answered < ALIKE_S:  # no news, because no answers
             return End(self._code, f"the job's store at {self._store} did not answer {for_so_long}")
         home = f"the process that keeps the records, on {self._home},"

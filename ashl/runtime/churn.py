@@ -64,7 +64,7 @@ class Churn:
         for event in cluster.events:
             if event.server_fail:
                 self._at(event.time_s, self._server_fails, event)
-            elif event.fail or event.join:
+            elif event.fail or event.rejoin:
                 self._at(event.time_s, self._happens, event)
         if cluster.churn is not None:
             for rank in range(len(cluster.compute)):
@@ -108,7 +108,7 @@ class Churn:
             return
         left = len(self.cluster.compute) - len(self.sim.gone) if self.served else len(self.teams.knowing - {rank}) + 1
         if rank in self.sim.gone or left > self.min_workers:
-            self.fail(rank, "drawn")
+            self.fail(rank, "random")
             self._draw(rank, rng, churn.mttr_s, self._comes_at_random)
         else:
             self._draw(rank, rng, churn.mtbf_s, self._fails_at_random)

@@ -8,7 +8,7 @@ from ashl.option import Count, Natural, Span, option
 
 Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is asked for, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
-OnLoss = Literal["forget", "reshard"]  # what becomes of a lost worker's data
+OnWorkerFailure = Literal["skip", "reshard"]  # what becomes of a lost worker's data
 Graphs = Literal["auto", "off", "on"]  # of steps, see ashl.learn.graphs; auto is off until they have run on a device
 Precision = Literal["fp32", "tf32", "bf16"]  # of products and convolutions; vectors are float32
 
@@ -25,7 +25,7 @@ class SimRuntime:
     precision: Precision
     graphs: Graphs = "auto"
     min_workers: Count
-    on_loss: OnLoss = "forget"
+    on_worker_failure: OnWorkerFailure = "skip"
 
 
 @option
@@ -41,10 +41,10 @@ class Processes:
     graphs: Graphs = "auto"
     share_gpu: bool | None
     interface: str | None
-    timeout_s: Span
+    heartbeat_timeout_s: Span
     min_workers: Count
-    on_loss: OnLoss = "forget"
-    respawn: Natural
+    on_worker_failure: OnWorkerFailure = "skip"
+    max_restarts: Natural
 
 
 @option

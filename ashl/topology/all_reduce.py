@@ -699,8 +699,8 @@ def apply_fragment(
 # w_i = 1. Who is a merge ahead goes back by one. What the lost worker was at counts as dropped: a round of its steps.
 # A compressor's own messages come to nothing for who waits for one of the lost, and then for who waits for one of
 # those; who has them all waits until all others have, too. What compressors keep of it is forgotten. The lowest rank
-# that is left does what rank 0 does. With `runtime.on_loss=reshard` its data are with the others from the round after
-# that on, as `ashl.topology.parameter_server` says.
+# that is left does what rank 0 does. With `runtime.on_worker_failure=reshard` its data are with the others from the
+# round after that on, as `ashl.topology.parameter_server` says.
 #
 # Rule of a join: whoever comes asks, the first rank says with the next sum that somebody is at the door, and after
 # that merge all form the team anew. The newcomer gets model, counts, outer moments, and where all step alike on the

@@ -2,8 +2,8 @@
 
 Rule: on a push of worker i the server folds it into the model (`aggregate` weighs, `outer` steps), then answers every
 worker that may go on (`sync.admit`). Traffic per exchange and worker: one push and one pull of the model. With
-`runtime.on_loss=reshard` each surviving worker goes on with its part of a failed worker's data, from the first round
-that it begins after the answer that tells it.
+`runtime.on_worker_failure=reshard` each surviving worker goes on with its part of a failed worker's data, from the
+first round that it begins after the answer that tells it.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -538,9 +538,9 @@ def orders_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, 
 # Where pushes are merged as they come, what had come is used, and the weights are those of the others, Σ w_i = 1.
 # What compressors keep for the worker is forgotten.
 #
-# With `runtime.on_loss=reshard` the data of the lost are with the others meanwhile: dealt out one by one, each worker
-# goes on behind its cursor in the order of passes over its own samples and these, from its next round on after it has
-# heard. So a pass visits each of them once, at one worker; who comes back has its own again.
+# With `runtime.on_worker_failure=reshard` the data of the lost are with the others meanwhile: dealt out one by one,
+# each worker goes on behind its cursor in the order of passes over its own samples and these, from its next round on
+# after it has heard. So a pass visits each of them once, at one worker; who comes back has its own again.
 #
 # Rule of a join: the worker gets the stage, the model, and its orders. It counts as far as the slowest is; its
 # optimizer and its compressor begin anew, and its data go on where the server has last heard of them. Who comes at a

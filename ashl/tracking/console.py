@@ -21,7 +21,7 @@ from ashl.tracking.store import ADDRESS
 FRAME_S = 0.25  # between two drawings of the table; 16 rows take 6 ms
 LINE_S = 2.0  # between two lines in a pipe
 MAX_ROWS = 16
-MAX_LOST = 4  # losses that the outcome tells of, one by one
+MAX_FAILED = 4  # failed workers that the outcome lists one by one
 SLOWER = 0.02  # from here on the outcome tells that the machine did not keep the declared pace
 STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
 SHARES = ("compute", "compress", "push", "pull", "wait", "down")  # what a worker's time is made of, as in summary.json
@@ -184,9 +184,9 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     waited, training = percent(summary.get("wait_share")), stages.training_wait_share(summary)
     apart = "" if training is None else f"; without profiling {percent(training)}"
     yield "waiting", f"{waited} of the workers' time{apart}{lead}"
-    if lost := summary.get("lost_workers"):
-        more = f"; and {len(lost) - MAX_LOST} more, in summary.json" if len(lost) > MAX_LOST else ""
-        yield "lost", "; ".join(map(_absence, lost[:MAX_LOST])) + more
+    if failed := summary.get("failed_workers"):
+        more = f"; and {len(failed) - MAX_FAILED} more, in summary.json" if len(failed) > MAX_FAILED else ""
+        yield "failed", "; ".join(map(_failure, failed[:MAX_FAILED])) + more
         if (goodput := summary.get("goodput")) is not None:
             yield "goodput", f"{percent(goodput)} of the steps/s planned without failures"
     if (hidden := summary.get("comm_hidden_share")) is not None:
@@ -215,9 +215,9 @@ def _aims(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _absence(lost: dict) -> str:
-    back = "" if lost["back_s"] is None else f", back at {seconds(lost['back_s'])}"
-    return f"worker {lost['worker']} at {seconds(lost['time_s'])} ({lost['why']}){back}"
+def _failure(failed: dict) -> str:
+    back = "" if failed["rejoined_s"] is None else f", rejoined at {seconds(failed['rejoined_s'])}"
+    return f"worker {failed['worker']} at {seconds(failed['time_s'])} ({failed['reason']}){back}"
 
 
 def _workers(summary: dict) -> Table:

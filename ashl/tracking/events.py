@@ -9,8 +9,8 @@ from ashl.runtime.records import NAMES, Joined, Lost, Replan, Round, StageEnd
 def as_event(record: Round | StageEnd | Replan | Lost | Joined) -> dict[str, Any]:
     """One line."""
     if isinstance(record, Lost | Joined):
-        why = {"why": record.why} if isinstance(record, Lost) else {}
-        return {"kind": NAMES[type(record)], "rank": record.rank, **why, "time_s": record.time_ns / 1e9}
+        reason = {"reason": record.why} if isinstance(record, Lost) else {}
+        return {"kind": NAMES[type(record)], "rank": record.rank, **reason, "time_s": record.time_ns / 1e9}
     head = {"kind": NAMES[type(record)], "rank": record.rank, "stage": record.stage}
     match record:
         case Round():

@@ -80,8 +80,8 @@ def entries(events: Path, num_workers: int | None = None, end_s: float | None = 
                     if first_s < end_s:
                         yield {"name": f"{what} {k}"} | _slice(rank + ASIDE * line, first_s, min(last_s, end_s))
         else:
-            if record.get("kind") in ("lost", "joined"):
-                lost[rank] = record["time_s"] if record["kind"] == "lost" else math.inf
+            if record.get("kind") in ("worker_failed", "worker_rejoined"):
+                lost[rank] = record["time_s"] if record["kind"] == "worker_failed" else math.inf
             at_s = next((record[key] for key in ("time_s", "end_s", "start_s") if record.get(key) is not None), 0.0)
             at_s = min(at_s, end_s)
             args = {key: value for key, value in record.items() if key not in ("kind", "rank", "spans")}

@@ -194,7 +194,7 @@ def judged(kill: Kill, folder: Path, code: int, err: str, took_s: float) -> Outc
         return Outcome(REFUSED, 0.0, err)
     if took_s > BOUND_S or not path.exists() or len(lines) > 1:
         return Outcome(WRONG, took_s, f"exit code {code} after {took_s:.1f} s: {err}")
-    lost = [of["worker"] for of in json.loads(path.read_text())["lost_workers"]]
+    lost = [of["worker"] for of in json.loads(path.read_text())["failed_workers"]]
     if code == 0 and lost in ([], [kill.worker]) and not lines:
         return Outcome(ON if lost else OVER, took_s)
     if code == 1 and lines and lines[0].startswith("ashl: "):

@@ -23,11 +23,11 @@ SIM = ("runtime=sim", "cluster.compute=[1,1,1]", "model.hidden=[4]", "topology=g
 FAILS = "{time_s: 1, worker: 1, fail: true}"
 FAILURES = {
     "a failure": (f"cluster.events=[{FAILS}]", "cluster.events (fail): stage"),
-    "a rejoin": (f"cluster.events=[{FAILS}, {{time_s: 2, worker: 1, join: true}}]", "cluster.events ("),
+    "a rejoin": (f"cluster.events=[{FAILS}, {{time_s: 2, worker: 1, rejoin: true}}]", "cluster.events ("),
     "churn": ("cluster.churn={mtbf_s: 9, mttr_s: 1}", "cluster.churn (churn): stage"),
     "fewest workers": ("runtime.min_workers=2", "runtime.min_workers=2: a run with"),
-    "data of the failed": ("runtime.on_loss=reshard", "runtime.on_loss=reshard: a run with"),
-    "restart": ("runtime.respawn=1", "runtime.respawn=1: a run with"),
+    "data of the failed": ("runtime.on_worker_failure=reshard", "runtime.on_worker_failure=reshard: a run with"),
+    "restart": ("runtime.max_restarts=1", "runtime.max_restarts=1: a run with"),
 }
 pytestmark = pytest.mark.timeout(90)
 

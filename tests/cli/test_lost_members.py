@@ -56,7 +56,9 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(worker: int, mode: tupl
     """To the bit: each round by the formula, with all up to the loss, and with the others from then on."""
     assert main(["train", *LONG, *RING, *mode, fails((worker, 0.3)), "stop.seconds=1.4"]) == 0
     summary = check_records(workplace / "run", "finished")
-    assert [(of["worker"], of["time_s"], of["why"]) for of in summary["lost_workers"]] == [(worker, 0.3, "declared")]
+    assert [(of["worker"], of["time_s"], of["reason"]) for of in summary["failed_workers"]] == [
+        (worker, 0.3, "declared")
+    ]
     by = Averaged if "sync=pr_sgd_momentum" in mode else Alone
     alone = by(assemble(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0])
     with_it, others = summary["workers"][worker]["commits"], [rank for rank in range(3) if rank != worker]
@@ -74,14 +76,14 @@ def test_a_second_loss_while_the_others_regroup(apart_s: float, workplace: Path)
     events = fails((0, 0.5), (2, 0.5 + apart_s))
     assert main(["train", *LONG, *RING, "cluster.compute=[1,1,1,1]", "sync=bsp", events, "stop.seconds=2"]) == 0
     summary = check_records(workplace / "run", "finished")
-    assert sorted(of["worker"] for of in summary["lost_workers"]) == [0, 2]
+    assert sorted(of["worker"] for of in summary["failed_workers"]) == [0, 2]
     commits = [worker["commits"] for worker in summary["workers"]]
     assert commits[1] == commits[3] == summary["commits"] > max(commits[0], commits[2]) + 10
 
 
 def check_lost(run: Path, rank: int, why: str) -> None:
     summary = check_records(run, "finished")
-    assert [(of["worker"], of["why"], of["back_s"]) for of in summary["lost_workers"]] == [(rank, why, None)]
+    assert [(of["worker"], of["reason"], of["rejoined_s"]) for of in summary["failed_workers"]] == [(rank, why, None)]
     commits = [worker["commits"] for worker in summary["workers"]]
     assert min(commits[:rank] + commits[rank + 1 :]) > commits[rank]
 
@@ -104,7 +106,7 @@ def test_groups_of_three_lose_two_of_four(mode: tuple[str, ...], pace: str, work
     own = ("cluster.compute=[1,1.5,1,2]", pace, fails((2, 0.5), (0, 0.8)), "stop.seconds=2.5")
     assert main(["train", *LONG, *mode, *own]) == 0
     summary = check_records(workplace / "run", "finished")
-    assert [of["worker"] for of in summary["lost_workers"]] == [2, 0]
+    assert [of["worker"] for of in summary["failed_workers"]] == [2, 0]
     commits = [worker["commits"] for worker in summary["workers"]]
     assert min(commits[1], commits[3]) > max(commits[0], commits[2])
 
@@ -126,16 +128,17 @@ def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
     mode: tuple[str, ...], rank: int, train, workplace: Path
 ) -> None:
     """To the bit: rounds of all, of those who were left, and of all, where one has nothing of its own to begin with."""
-    own = ("cluster.step_s=0.02", "runtime.respawn=1", "stop.seconds=9")
+    own = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=9")
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *RING, *mode, *own)
     assert (code, err) == (0, ""), err
     run = workplace / "run"
     summary = check_return(run, rank, "was killed by SIGKILL")
     alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
-    back_s, merges = summary["lost_workers"][0]["back_s"], summary["commits"]
+    rejoined_s, merges = summary["failed_workers"][0]["rejoined_s"], summary["commits"]
     events = jsonl.read(run / "events.jsonl")
     since = sum(
-        e["kind"] == "round" and e["rank"] == rank and e["start_s"] > back_s - 0.1 and not e["dropped"] for e in events
+        e["kind"] == "round" and e["rank"] == rank and e["start_s"] > rejoined_s - 0.1 and not e["dropped"]
+        for e in events
     )
     before = summary["workers"][rank]["commits"] - since
     for number in range(merges):
@@ -153,7 +156,7 @@ def test_a_group_with_who_has_come_back_averages_all_models(rank: int, train, wo
     """To the bit, in groups of all: averages of all, of those who were left, and of all again, from one's model. Steps
     take so much longer than averages that it is killed between two of these."""
     own = ("sync=ripples_first_come", "sync.group_size=3", "sync.section_length=8", "optimizer.momentum=0.9")
-    paced = ("cluster.step_s=0.02", "runtime.respawn=1", "stop.seconds=6")
+    paced = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=6")
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *GROUPS, *own, *paced)
     assert (code, err) == (0, ""), err
     run, others = workplace / "run", [other for other in range(3) if other != rank]
@@ -161,8 +164,8 @@ def test_a_group_with_who_has_come_back_averages_all_models(rank: int, train, wo
     alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
     rounds = [e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and not e["dropped"]]
     groups = [event["group"] for event in rounds if event["rank"] == others[0]]
-    back_s, before = summary["lost_workers"][0]["back_s"], groups.index(others)
-    done = next(event["round"] for event in rounds if event["rank"] == rank and event["start_s"] > back_s - 0.01)
+    rejoined_s, before = summary["failed_workers"][0]["rejoined_s"], groups.index(others)
+    done = next(event["round"] for event in rounds if event["rank"] == rank and event["start_s"] > rejoined_s - 0.01)
     for k, group in enumerate(groups):
         if k > before and groups[k - 1] == others and len(group) == 3:
             alone.workers[rank] = alone.worker(rank, 8 * done)  # by steps
@@ -184,18 +187,18 @@ def test_groups_take_in_whoever_is_killed_again_and_again(mode: tuple[str, ...],
     def kill(run: Path) -> None:
         for times, rank in enumerate((0, 3, 0), 1):
             os.kill(ranks_of(run)[rank], signal.SIGKILL)
-            wait_for(lambda times=times: (run / "events.jsonl").read_text().count('"joined"') == times)
+            wait_for(lambda times=times: (run / "events.jsonl").read_text().count('"worker_rejoined"') == times)
             time.sleep(0.2)
 
-    own = ("cluster.compute=[1,1.5,1,2]", "cluster.exchange_s=0.02", "runtime.respawn=2", "stop.seconds=8")
+    own = ("cluster.compute=[1,1.5,1,2]", "cluster.exchange_s=0.02", "runtime.max_restarts=2", "stop.seconds=8")
     assert train(kill, *mode, *own) == (0, "")
     summary = check_records(workplace / "run", "finished")
-    assert [of["worker"] for of in summary["lost_workers"]] == [0, 3, 0]
+    assert [of["worker"] for of in summary["failed_workers"]] == [0, 3, 0]
     rounds = [e for e in jsonl.read(workplace / "run/events.jsonl") if e["kind"] == "round" and not e["dropped"]]
     for rank, worker in enumerate(summary["workers"]):
         done = sum(event["steps"] for event in rounds if event["rank"] == rank)
         assert done == worker["steps"] or (rank in (0, 3) and done < worker["steps"]), "not all was told before a kill"
-        later = [e for e in rounds if e["rank"] == rank and e["start_s"] > summary["lost_workers"][-1]["back_s"]]
+        later = [e for e in rounds if e["rank"] == rank and e["start_s"] > summary["failed_workers"][-1]["rejoined_s"]]
         assert {len(event["group"]) > 1 for event in later} >= {True}, "it meets others"
 
 
@@ -206,29 +209,29 @@ def test_two_who_are_killed_come_back_also_over_a_border(train, workplace: Path)
         time.sleep(0.5)
         os.kill(ranks_of(run)[2], signal.SIGKILL)
 
-    own = ("schedule=post_local", "runtime.respawn=1", "stop.seconds=12")
+    own = ("schedule=post_local", "runtime.max_restarts=1", "stop.seconds=12")
     assert train(kill, *RING, *own) == (0, "")
-    lost = check_records(workplace / "run", "finished")["lost_workers"]
+    lost = check_records(workplace / "run", "finished")["failed_workers"]
     assert [of["worker"] for of in lost] == [0, 2]
-    assert all(of["back_s"] for of in lost)
+    assert all(of["rejoined_s"] for of in lost)
 
 
 @pytest.mark.slow
 def test_the_others_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(train, workplace: Path) -> None:
     def stop_for_a_while(run: Path) -> None:
         os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
-        wait_for(lambda: '"lost"' in (run / "events.jsonl").read_text())
+        wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
         time.sleep(1)
         os.kill(stopped, signal.SIGCONT)
 
-    assert train(stop_for_a_while, *RING, "sync=bsp", "runtime.timeout_s=4", "stop.seconds=14") == (0, "")
+    assert train(stop_for_a_while, *RING, "sync=bsp", "runtime.heartbeat_timeout_s=4", "stop.seconds=14") == (0, "")
     check_return(workplace / "run", 1, "was not heard of for 4 s")
 
 
 @pytest.mark.slow
 def test_the_process_of_who_stands_still_for_too_long_is_ended(train, workplace: Path) -> None:
     """Another one takes its place in groups at once."""
-    own = ("runtime.timeout_s=4", "stop.seconds=8")
+    own = ("runtime.heartbeat_timeout_s=4", "stop.seconds=8")
     code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *AVERAGES[0], *own)
     assert (code, err) == (0, ""), err
     check_return(workplace / "run", 0, "was not heard of for 4 s")

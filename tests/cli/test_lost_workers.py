@@ -52,8 +52,8 @@ def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, work
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3")
     assert (code, err) == (0, "")
     summary = check_records(workplace / "run", "finished")
-    (lost,) = summary["lost_workers"]
-    assert (lost["worker"], lost["why"], lost["back_s"]) == (rank, "was killed by SIGKILL", None)
+    (lost,) = summary["failed_workers"]
+    assert (lost["worker"], lost["reason"], lost["rejoined_s"]) == (rank, "was killed by SIGKILL", None)
     away_s = summary["workers"][rank]["down_s"]
     assert away_s == pytest.approx(summary["time_s"] - lost["time_s"], abs=0.5)
     assert summary["workers"][1 - rank]["down_s"] == 0
@@ -63,8 +63,8 @@ def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, work
 @pytest.mark.slow
 def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
     assert main(["train", *LONG, "sync=bsp", "stop.seconds=3", FAILS]) == 0
-    (lost,) = check_records(workplace / "run", "finished")["lost_workers"]
-    assert (lost["worker"], lost["why"]) == (1, "declared")
+    (lost,) = check_records(workplace / "run", "finished")["failed_workers"]
+    assert (lost["worker"], lost["reason"]) == (1, "declared")
     assert lost["time_s"] == 1.5, "as it was declared"
     assert main(["train", *LONG, "sync=bsp", "runtime.min_workers=2", "run.dir=few", FAILS]) == 1
     assert "1 of 2 workers are left, fewer than runtime.min_workers=2" in capsys.readouterr().err
@@ -76,23 +76,27 @@ def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
 def check_return(run: Path, rank: int, why: str, status: str = "finished") -> dict:
     """A worker was lost and is back: what it did in both lives counts, and in between it was down."""
     summary = check_records(run, status)
-    (lost,) = summary["lost_workers"]
-    assert (lost["worker"], lost["why"]) == (rank, why)
-    assert 0 < lost["time_s"] < lost["back_s"] < summary["time_s"]
-    assert summary["workers"][rank]["down_s"] >= lost["back_s"] - lost["time_s"]
+    (lost,) = summary["failed_workers"]
+    assert (lost["worker"], lost["reason"]) == (rank, why)
+    assert 0 < lost["time_s"] < lost["rejoined_s"] < summary["time_s"]
+    assert summary["workers"][rank]["down_s"] >= lost["rejoined_s"] - lost["time_s"]
     rounds = [e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and e["rank"] == rank]
-    later = [event for event in rounds if event["start_s"] >= lost["back_s"] - 0.01 and not event["dropped"]]
+    later = [event for event in rounds if event["start_s"] >= lost["rejoined_s"] - 0.01 and not event["dropped"]]
     assert later, "it works"
     assert summary["workers"][rank]["steps"] > len(later), "and what it did before counts, too"
-    kinds = [event["kind"] for event in jsonl.read(run / "events.jsonl") if event["kind"] in ("lost", "joined")]
-    assert kinds == ["lost", "joined"]
+    kinds = [
+        event["kind"]
+        for event in jsonl.read(run / "events.jsonl")
+        if event["kind"] in ("worker_failed", "worker_rejoined")
+    ]
+    assert kinds == ["worker_failed", "worker_rejoined"]
     return summary
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN, *LATE])
 def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
-    kill, own = lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL), ["stop.seconds=5", "runtime.respawn=1"]
+    kill, own = lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL), ["stop.seconds=5", "runtime.max_restarts=1"]
     assert train(kill, *mode.split(), *own) == (0, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL")
 
@@ -101,13 +105,13 @@ def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
 def test_a_worker_that_stood_still_for_too_long_is_dropped_and_comes_anew(train, workplace) -> None:
     def stop_for_a_while(run: Path) -> None:
         os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
-        wait_for(lambda: '"lost"' in (run / "events.jsonl").read_text())
+        wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
         os.kill(stopped, signal.SIGCONT)
 
-    assert train(stop_for_a_while, "runtime.timeout_s=4", "stop.seconds=9") == (0, "")
+    assert train(stop_for_a_while, "runtime.heartbeat_timeout_s=4", "stop.seconds=9") == (0, "")
     check_return(workplace / "run", 1, "was not heard of for 4 s")
     said = (workplace / "run/rank1.log").read_text()
-    assert said == "ashl: worker 1 was not heard of for 4 s (runtime.timeout_s), and the run went on\n"
+    assert said == "ashl: worker 1 was not heard of for 4 s (runtime.heartbeat_timeout_s), and the run went on\n"
 
 
 JOIN = [sys.executable, "-m", "ashl.cli", "join"]
@@ -116,7 +120,7 @@ JOIN = [sys.executable, "-m", "ashl.cli", "join"]
 def lose(run: Path) -> None:
     """Worker 1, as the run knows by then."""
     os.kill(ranks_of(run)[1], signal.SIGKILL)
-    wait_for(lambda: '"lost"' in (run / "events.jsonl").read_text())
+    wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
 
 
 @contextmanager
@@ -175,14 +179,14 @@ def test_who_has_joined_is_gone_again(number: str, code: int, why: str, train, w
         with joined(run) as process:
             process.send_signal(signal.Signals[number])
         assert process.returncode == code
-        wait_for(lambda: (run / "events.jsonl").read_text().count('"lost"') == 2)
+        wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_failed"') == 2)
         os.kill(os.getpid(), signal.SIGINT)
 
     assert train(join, "sync=bsp") == (130, "")
-    lost = check_records(workplace / "run", "interrupted")["lost_workers"]
+    lost = check_records(workplace / "run", "interrupted")["failed_workers"]
     assert [(of["worker"], of["why"]) for of in lost] == [(1, "was killed by SIGKILL"), (1, why)]
-    assert lost[0]["back_s"] < lost[1]["time_s"]
-    assert lost[1]["back_s"] is None
+    assert lost[0]["rejoined_s"] < lost[1]["time_s"]
+    assert lost[1]["rejoined_s"] is None
 
 
 @pytest.mark.slow
@@ -191,19 +195,19 @@ def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
         lose(run)
         with joined(run) as process:
             process.send_signal(signal.SIGSTOP)
-            wait_for(lambda: (run / "events.jsonl").read_text().count('"lost"') == 2)
+            wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_failed"') == 2)
             process.send_signal(signal.SIGCONT)
             assert process.stdout is not None
             assert process.stdout.readline() == f"joins {run} as worker 1, which was not heard of for 4 s\n"
             assert process.stdout.readline().startswith("takes part from ")
-            wait_for(lambda: (run / "events.jsonl").read_text().count('"joined"') == 2)
+            wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_rejoined"') == 2)
             os.kill(os.getpid(), signal.SIGINT)
         assert process.returncode == 0
 
-    assert train(join, "sync=bsp", "runtime.timeout_s=4") == (130, "")
-    lost = check_records(workplace / "run", "interrupted")["lost_workers"]
+    assert train(join, "sync=bsp", "runtime.heartbeat_timeout_s=4") == (130, "")
+    lost = check_records(workplace / "run", "interrupted")["failed_workers"]
     assert [of["why"] for of in lost] == ["was killed by SIGKILL", "was not heard of for 4 s"]
-    assert all(of["back_s"] for of in lost)
+    assert all(of["rejoined_s"] for of in lost)
 
 
 @pytest.mark.slow
@@ -253,13 +257,13 @@ def test_a_worker_that_stands_still_for_less_is_late(train, workplace) -> None:
         time.sleep(2)
         os.kill(stopped, signal.SIGCONT)
 
-    assert train(stop_for_a_while, "sync=bsp", "runtime.timeout_s=6", "stop.seconds=5") == (0, "")
-    assert check_records(workplace / "run", "finished")["lost_workers"] == []
+    assert train(stop_for_a_while, "sync=bsp", "runtime.heartbeat_timeout_s=6", "stop.seconds=5") == (0, "")
+    assert check_records(workplace / "run", "finished")["failed_workers"] == []
 
 
 @pytest.mark.slow
 def test_a_stopped_server_is_late(train, workplace) -> None:
-    code, err = train(lambda run: os.kill(ranks_of(run)[2], signal.SIGSTOP), "runtime.timeout_s=5")
-    late = "the server (rank 2) was not heard of for 5 s (runtime.timeout_s) and is late; the run ends here"
+    code, err = train(lambda run: os.kill(ranks_of(run)[2], signal.SIGSTOP), "runtime.heartbeat_timeout_s=5")
+    late = "the server (rank 2) was not heard of for 5 s (runtime.heartbeat_timeout_s) and is late; the run ends here"
     assert (code, err) == (1, f"ashl: {late}\n")
     check_records(workplace / "run", "failed")

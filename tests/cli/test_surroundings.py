@@ -116,7 +116,7 @@ def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tm
     place.mkdir()
     long.mkdir()
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
-    command = [*closed, *ASHL, "train", "-q", *REAL, f"tracking={sink}", "runtime.timeout_s=30"]
+    command = [*closed, *ASHL, "train", "-q", *REAL, f"tracking={sink}", "runtime.heartbeat_timeout_s=30"]
     assert (
         subprocess.run(command, cwd=place, timeout=PATIENCE_S, env=os.environ | {"TMPDIR": str(long)}).returncode == 0
     )
@@ -168,7 +168,7 @@ def test_without_loopback(job, tmp_path) -> None:
     probe = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"NOT TRIED: no network namespace can be made here: {probe.stderr.strip()}")
-    command = [*apart, *ASHL, "train", "-q", *REAL, "runtime.timeout_s=10"]
+    command = [*apart, *ASHL, "train", "-q", *REAL, "runtime.heartbeat_timeout_s=10"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, env=os.environ | job)
     by = "MASTER_ADDR=localhost" if job else "runtime=local"
     assert done.stderr == (
@@ -267,8 +267,8 @@ def test_ranks_are_not_silent_while_the_controller_is_stopped(monkeypatch) -> No
     ],
 )
 def test_a_job_that_is_stopped_and_goes_on(mode: str, workplace) -> None:
-    """As by Ctrl-Z and `fg`: all of its processes, for longer than runtime.timeout_s."""
-    command = [*ASHL, "train", *LONG, *mode.split(), "runtime.timeout_s=2"]
+    """As by Ctrl-Z and `fg`: all of its processes, for longer than runtime.heartbeat_timeout_s."""
+    command = [*ASHL, "train", *LONG, *mode.split(), "runtime.heartbeat_timeout_s=2"]
     process = subprocess.Popen(command, cwd=workplace, start_new_session=True)
     run = workplace / "run"
     try:
@@ -284,4 +284,4 @@ def test_a_job_that_is_stopped_and_goes_on(mode: str, workplace) -> None:
         assert process.wait(PATIENCE_S) == 130
     finally:
         process.kill()
-    assert check_records(run, "interrupted")["lost_workers"] == []
+    assert check_records(run, "interrupted")["failed_workers"] == []

@@ -23,7 +23,7 @@ from tests.namespaces import address, cut, machines, missing, start
 TIMEOUT_S = 6.0
 AGENT_S = 10.0  # which torchrun's agent may take to end after its rank has
 RUN = (
-    f"runtime=torchrun runtime.timeout_s={TIMEOUT_S} cluster=real tracking=none tracking.events=all "
+    f"runtime=torchrun runtime.heartbeat_timeout_s={TIMEOUT_S} cluster=real tracking=none tracking.events=all "
     "model.hidden=[8] stop.seconds=100 run.dir=run --quiet"
 )
 MODES = {
@@ -128,7 +128,7 @@ def left(job: Job, who: int, act: Callable[[], object]) -> int:
     """Do it to this machine's process: the others know in good time, and go on. How it ended itself."""
     events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
     act()
-    wait_for(lambda: '"lost"' in events.read_text(), 2 * TIMEOUT_S)
+    wait_for(lambda: '"worker_failed"' in events.read_text(), 2 * TIMEOUT_S)
     size = events.stat().st_size
     wait_for(lambda: '"round"' in events.read_text()[size:])
     return job.processes[who].wait(2 * TIMEOUT_S)
@@ -144,7 +144,7 @@ def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, st
         130 if k == home else 0 for k in range(3) if k != who
     ]
     said = [line for line in job.processes[who].communicate()[0].splitlines() if line.startswith("ashl: ")]
-    (why,) = [event["why"] for event in jsonl.read(events) if event["kind"] == "lost"]
+    (why,) = [event["reason"] for event in jsonl.read(events) if event["kind"] == "worker_failed"]
     return why, code, said[-1] if said else ""
 
 
@@ -198,7 +198,7 @@ def test_a_link_is_cut_for_a_while(job: Job) -> None:
     cut(job.names[2], down=False)
     size = events.stat().st_size
     wait_for(lambda: '"rank": 1' in events.read_text()[size + 20_000 :])
-    assert '"lost"' not in events.read_text()
+    assert '"worker_failed"' not in events.read_text()
     assert [process.poll() for process in job.processes] == [None] * 3
 
 
@@ -233,4 +233,4 @@ def test_a_process_stands_still(job: Job) -> None:
     how = f"was not heard of for {TIMEOUT_S:g} s"
     why, code, said = goes_on(job, who, act)
     assert (why, code) == (how, DROPPED)
-    assert said.endswith(f"{how} (runtime.timeout_s), and the run went on")
+    assert said.endswith(f"{how} (runtime.heartbeat_timeout_s), and the run went on")

@@ -84,7 +84,7 @@ def test_a_run_goes_on_without_a_killed_worker(
     thread.start()
     assert main([*two_hosts, "--", "train", *own]) == 0
     thread.join()
-    (lost,) = json.loads(Path("run/summary.json").read_text())["lost_workers"]
+    (lost,) = json.loads(Path("run/summary.json").read_text())["failed_workers"]
     assert lost["why"] == "vanished"
     assert "was killed by SIGKILL" in capfd.readouterr().err
 

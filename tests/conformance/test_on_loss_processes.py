@@ -11,7 +11,7 @@ from tests.support import planned, run
 
 LINE = (
     "cluster.compute=[1,1.5,2] cluster.link=null cluster.step_s=0.01 cluster.exchange_s=0.002 aggregate=data_share "
-    "eval.every_commits=100000 stop.steps=300 runtime.on_loss=reshard model.hidden=[8]"
+    "eval.every_commits=100000 stop.steps=300 runtime.on_worker_failure=reshard model.hidden=[8]"
 )
 LOST = 2
 
@@ -31,5 +31,5 @@ def test_the_others_go_on_with_its_data(topology: str, workplace: Path) -> None:
     found = run(replace(plan, cluster=plan.cluster | {"events": [event]}))
     assert found.end["commits"] == [worker["commits"] for worker in summary["workers"]]
     assert found.sha256 == summary["params_sha256"]
-    kept = planned(*line, "runtime.on_loss=forget")
+    kept = planned(*line, "runtime.on_worker_failure=skip")
     assert run(replace(kept, cluster=kept.cluster | {"events": [event]})).sha256 != found.sha256

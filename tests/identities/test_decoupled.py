@@ -40,7 +40,7 @@ def test_one_learner_is_enough_where_it_is_said_so() -> None:
 @pytest.mark.parametrize("more", [("sync.min_learners=4",), ("sync.min_learners=2", "sync.grace_s=0.1")])
 def test_others_go_on_without_a_learner_and_take_it_back(more: tuple[str, ...]) -> None:
     """Of fewer than the quorum a merge waits for all; who comes back is one of them again."""
-    fails, comes = "{time_s: 0.15, worker: 1, fail: true}", "{time_s: 0.6, worker: 1, join: true}"
+    fails, comes = "{time_s: 0.15, worker: 1, fail: true}", "{time_s: 0.6, worker: 1, rejoin: true}"
     ran = decoupled(*TIMED, *more, f"cluster.events=[{fails},{comes}]", "stop.seconds=1.2", "stop.epochs=null")
     away = [r for r in ran.of("round") if r["rank"] == 0 and 0.2e9 < r["end_ns"] < 0.6e9]
     assert len(away) > 4

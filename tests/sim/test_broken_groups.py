@@ -9,7 +9,7 @@ import torch
 
 from ashl.errors import AshlError, UsageError
 from ashl.planning.build import parts_of
-from ashl.planning.compatibility import check_churn, check_respawn
+from ashl.planning.compatibility import check_churn, check_max_restarts
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.records import Counts, Snapshot
 from ashl.runtime.sums import sum_in_rank_order
@@ -81,7 +81,7 @@ def test_failures_at_random_never_end_a_run() -> None:
     plan = with_events(planned(*SIZES, "stop.seconds=5"), churn={"mtbf_s": 0.5, "mttr_s": 0.3})
     ran = run(plan)
     assert ran.end["reason"] == "seconds"
-    assert len(ran.of("lost")) > 10
+    assert len(ran.of("worker_failed")) > 10
     assert run(plan).records == ran.records
 
 
@@ -89,8 +89,8 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     local = SimpleNamespace(
         name="local",
         min_workers=1,
-        respawn=0,
-        on_loss="forget",
+        max_restarts=0,
+        on_worker_failure="skip",
         backend="auto",
         device="cpu",
         precision="fp32",
@@ -115,7 +115,7 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
 def test_nobody_is_started_anew_where_nobody_comes_back(own: tuple[str, ...], known: dict, said: str | None) -> None:
     runtime = {
         "name": "local",
-        "respawn": 1,
+        "max_restarts": 1,
         "backend": "auto",
         "device": "cpu",
         "precision": "fp32",
@@ -123,7 +123,7 @@ def test_nobody_is_started_anew_where_nobody_comes_back(own: tuple[str, ...], kn
     } | known
     parts = replace(parts_of(planned(*RUN, *own)), runtime=SimpleNamespace(**runtime))
     with pytest.raises(UsageError, match=said) if said else nullcontext():
-        check_respawn(parts, known.get("checkpoint_s"))
+        check_max_restarts(parts, known.get("checkpoint_s"))
 
 
 def test_an_evaluation_does_not_wait_for_a_model_of_the_lost() -> None:

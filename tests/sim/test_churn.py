@@ -36,7 +36,7 @@ def lost(worker: int, time_s: float) -> dict:
 
 
 def back(worker: int, time_s: float) -> dict:
-    return {"time_s": time_s, "worker": worker, "join": True}
+    return {"time_s": time_s, "worker": worker, "rejoin": True}
 
 
 class Alone:
@@ -192,7 +192,7 @@ def test_failures_at_random_are_each_workers_own() -> None:
     churn = {"churn": {"mtbf_s": 1.0, "mttr_s": 0.2}}
     ran = run(with_events(plan, **churn))
     other = run(with_events(plan, {"time_s": 1.0, "worker": 0, "link_down": 0.5}, **churn))
-    found = [[(r["rank"], r["time_ns"]) for r in of.of("lost") if r["rank"] == 1] for of in (ran, other)]
+    found = [[(r["rank"], r["time_ns"]) for r in of.of("worker_failed") if r["rank"] == 1] for of in (ran, other)]
     assert len(found[0]) > 3
     assert found[0] == found[1]
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
@@ -207,7 +207,7 @@ def test_failures_at_random_never_end_a_run() -> None:
     assert ran.end["reason"] == "seconds"
     there = 3
     for record in ran.records:
-        there += {"lost": -1, "joined": 1}.get(record["kind"], 0)
+        there += {"worker_failed": -1, "worker_rejoined": 1}.get(record["kind"], 0)
         assert there >= 2
 
 
@@ -275,8 +275,8 @@ def test_a_loss_at_any_moment(name: str) -> None:
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        ([back(0, 1.0)], "says join, and worker 0 is there by then"),
-        ([lost(0, 1.0), lost(0, 2.0)], "says fail, and worker 0 is gone by then"),
+        ([back(0, 1.0)], "says rejoin, and worker 0 is running at that time"),
+        ([lost(0, 1.0), lost(0, 2.0)], "says fail, and worker 0 has failed at that time"),
         ([lost(7, 1.0)], "there are only workers 0 to 2"),
         ([{"time_s": 1.0, "fail": True}], "names no worker"),
         ([{"time_s": 1.0, "worker": 1, "server_fail": True}], "says server_fail, and more"),

@@ -220,7 +220,7 @@ def test_it_still_comes_to_the_optimum() -> None:
     half_s = whole.time_ns / 2e9
     events = (lost(2, early_s), lost(0, early_s + 0.03), back(0, early_s + 0.05), back(2, half_s), lost(1, half_s))
     ran = run(with_events(plan, *events, back(1, 1.2 * half_s)))
-    assert len(ran.of("lost")) == len(ran.of("joined")) == 3
+    assert len(ran.of("worker_failed")) == len(ran.of("worker_rejoined")) == 3
     best, _ = optimum(assemble(plan, "cpu").data)
     first = assemble(plan, "cpu").learner.init()
     apart = [float((params - best).norm()) for params in (first, whole.params, ran.params)]

@@ -55,9 +55,11 @@ def test_every_sample_is_at_one_of_those_who_are_left_and_once_in_its_pass() -> 
         assert all(found[rank] is parts[rank] for rank in gone)
 
 
-def drawn(mode: str, on_loss: str, monkeypatch: pytest.MonkeyPatch, *events: dict) -> dict[int, list[list[bool]]]:
+def drawn(
+    mode: str, on_worker_failure: str, monkeypatch: pytest.MonkeyPatch, *events: dict
+) -> dict[int, list[list[bool]]]:
     """By worker, what each of its draws was: of the stream that is its own, of the one with the lost worker's data."""
-    plan = planned(*RUN, *mode.split(), f"runtime.on_loss={on_loss}")
+    plan = planned(*RUN, *mode.split(), f"runtime.on_worker_failure={on_worker_failure}")
     trainer = assemble(plan, "cpu").stages[0].trainer
     streams = [list(of.batches) for of in (trainer, trainer.handed(frozenset({LOST})))]
     found, span = defaultdict(list), Batches.span
@@ -86,13 +88,13 @@ def test_the_others_go_on_with_the_data_of_the_lost(name: str, monkeypatch: pyte
         assert all(own for own, _ in found[rank][:first])
         assert all(larger for _, larger in found[rank][first:]), "from one moment on"
         assert len(found[rank]) - first > 3
-    alone = drawn(MODES[name], "forget", monkeypatch, fails)
+    alone = drawn(MODES[name], "skip", monkeypatch, fails)
     assert all(own for draws in alone.values() for own, _ in draws)
 
 
 @pytest.mark.parametrize("name", COMES_BACK)
 def test_who_comes_back_has_its_own_data_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails, back = {"time_s": 0.2, "worker": LOST, "fail": True}, {"time_s": 0.5, "worker": LOST, "join": True}
+    fails, back = {"time_s": 0.2, "worker": LOST, "fail": True}, {"time_s": 0.5, "worker": LOST, "rejoin": True}
     found = drawn(MODES[name], "reshard", monkeypatch, fails, back)
     for rank in {0, 1, 3}:
         kinds = [own for own, larger in found[rank] if own != larger]
@@ -102,7 +104,9 @@ def test_who_comes_back_has_its_own_data_again(name: str, monkeypatch: pytest.Mo
 
 
 def test_weights_by_the_data_follow_them() -> None:
-    plan = planned(*RUN, "sync=asp", "aggregate=data_share", "runtime.on_loss=reshard", "dataset.partition=iid")
+    plan = planned(
+        *RUN, "sync=asp", "aggregate=data_share", "runtime.on_worker_failure=reshard", "dataset.partition=iid"
+    )
     stage = assemble(plan, "cpu").stages[0]
     assert [w.data_share for w in stage.handed({LOST}).plan.workers] == pytest.approx(
         [1 / 3, 1 / 3, 1 / 4, 1 / 3], 1e-2
@@ -112,7 +116,7 @@ def test_weights_by_the_data_follow_them() -> None:
 
 
 def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = assemble(planned(*RUN, "runtime.on_loss=reshard"), "cpu").stages[0]
+    stage = assemble(planned(*RUN, "runtime.on_worker_failure=reshard"), "cpu").stages[0]
     dealt, deal = [], type(stage.trainer).handed
     monkeypatch.setattr(type(stage.trainer), "handed", lambda self, gone: dealt.append(gone) or deal(self, gone))
     resized = [tuple(replace(w, batch=size) for w in stage.plan.workers) for size in (8, 4)]
@@ -126,5 +130,5 @@ def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(monk
 
 @pytest.mark.parametrize("mode", ["sync=bsp topology=all_reduce optimizer=bcd", "sync=asylpg optimizer.momentum=0"])
 def test_what_takes_a_shard_as_a_whole_cannot_have_more_on_the_way(mode: str) -> None:
-    with pytest.raises(UsageError, match=r"a worker computes with its whole shard at once.*on_loss=forget"):
-        planned(*RUN, *mode.split(), "runtime.on_loss=reshard")
+    with pytest.raises(UsageError, match=r"a worker computes with its whole shard at once.*on_worker_failure=skip"):
+        planned(*RUN, *mode.split(), "runtime.on_worker_failure=reshard")

@@ -257,7 +257,7 @@ def test_who_comes_when_the_run_is_over_is_told_so() -> None:
     plan = planned(*SIZES, "sync=bsp", "stop.steps=30")
     end_s = run(with_events(plan, lost(1, 0.1))).time_ns / 1e9
     ran = run(with_events(plan, lost(1, 0.1), back(1, end_s - 1e-3)))
-    assert ran.of("joined")
+    assert ran.of("worker_rejoined")
     assert ran.end["commits"][1] == 1
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
 
@@ -266,13 +266,13 @@ def test_failures_at_random_never_end_a_run() -> None:
     plan = planned(*SIZES, "sync=local_sgd", "stop.seconds=5")
     ran = run(with_events(plan, churn={"mtbf_s": 0.3, "mttr_s": 0.5}))
     assert ran.end["reason"] == "seconds"
-    assert len(ran.of("lost")) > 10
+    assert len(ran.of("worker_failed")) > 10
     assert run(with_events(plan, churn={"mtbf_s": 0.3, "mttr_s": 0.5})).records == ran.records
 
 
 def test_a_run_whose_configuration_says_so() -> None:
     """Its plan is predicted without failures."""
-    events = "cluster.events=[{time_s: 0.2, worker: 0, fail: true}, {time_s: 0.4, worker: 0, join: true}]"
+    events = "cluster.events=[{time_s: 0.2, worker: 0, fail: true}, {time_s: 0.4, worker: 0, rejoin: true}]"
     ran = simulated(*SIZES, "sync=bsp", "stop.steps=50", events)
-    assert [record["rank"] for record in ran.of("joined")] == [0]
+    assert [record["rank"] for record in ran.of("worker_rejoined")] == [0]
     assert ran.plan.stages[0].predicted_steps_per_s == planned(*SIZES, "sync=bsp").stages[0].predicted_steps_per_s

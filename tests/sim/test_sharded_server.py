@@ -120,7 +120,9 @@ def test_where_nobody_waits_a_stage_hands_over_all_that_is_under_way() -> None:
     assert ran.end["steps"] == sum(ran.end["steps_by"])
 
 
-@pytest.mark.parametrize("mode", ["sync=bsp", "sync=bsp runtime.on_loss=reshard", "sync=asp sync.local_steps=2"])
+@pytest.mark.parametrize(
+    "mode", ["sync=bsp", "sync=bsp runtime.on_worker_failure=reshard", "sync=asp sync.local_steps=2"]
+)
 def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
     """It fails while it computes: in rounds, what is left is the parameter server's run, to the bit."""
     fails = "cluster.events=[{time_s: 0.1, worker: 2, fail: true}]"

@@ -163,7 +163,7 @@ def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, 
         assert sum(ledger["totals_ns"].values()) == end_ns, ledger
         assert min(ledger["totals_ns"].values()) >= 0
     cursor, following = dict.fromkeys(range(n), 0), dict.fromkeys(range(n), 0)
-    returns = Counter(rank for record in seen.of("joined") for rank in [record["rank"]] * missing)
+    returns = Counter(rank for record in seen.of("worker_rejoined") for rank in [record["rank"]] * missing)
     for record in seen.of("round"):
         ahead = record["round"] - following[record["rank"]]
         returns[record["rank"]] -= abs(ahead)

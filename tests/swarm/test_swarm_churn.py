@@ -30,7 +30,7 @@ def drawn_events(rng: random.Random, n: int, until_s: float) -> list[Event]:
         time_s, there = 0.0, True
         while rng.random() < 0.6:
             time_s += rng.choice([0.0, 0.001, rng.expovariate(2 / until_s)])
-            events.append(Event(time_s=time_s, worker=worker, fail=there, join=not there))
+            events.append(Event(time_s=time_s, worker=worker, fail=there, rejoin=not there))
             there = not there
         for _ in range(rng.choice([0, 0, 1, 2])):
             down_s = rng.choice([1e-9, 0.005, rng.uniform(0, until_s)])
@@ -132,7 +132,7 @@ def check(seed: int) -> None:
     check_books(seen, n, end["end_ns"])
     assert end["steps"] == sum(end["steps_by"])
     for rank in range(n):
-        lives = 1 + sum(record["rank"] == rank for record in seen.of("joined"))
+        lives = 1 + sum(record["rank"] == rank for record in seen.of("worker_rejoined"))
         assert counted.came[rank] <= counted.settled[rank] <= counted.came[rank] + lives, "a push under way at the end"
     for mail in sim._mail[n:]:
         assert {tag[0] for tag in mail.messages} <= {"lost"}, "nobody forgot a message"

@@ -96,7 +96,7 @@ def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> 
     check_books(seen, cluster.num_workers, end["end_ns"], missing=missing)
     assert end["steps"] == sum(end["steps_by"])
     assert not sim.channels.waiting()
-    merged, lives = Counter(), Counter(record["rank"] for record in seen.of("lost"))
+    merged, lives = Counter(), Counter(record["rank"] for record in seen.of("worker_failed"))
     for record in seen.of("round"):
         merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
     return Over(sim, end, merged, lives, max(worker.local_steps for stage in stages for worker in stage.plan.workers))
