@@ -75,7 +75,7 @@ class GTopK(TopK, Reduces, Collective):
         sets = [await team.compute(partial(self.selected, source, team.weight), work=1)]
         for child in children:
             body, _ = await team.recv(child, UP)
-            sets.append(await team.compute(partial(self.merged, sets[-1], body, d)))
+            sets.append(await team.compute(partial(self.merge_few, sets[-1], body, d)))
         if parent is None:
             final = Final(sets[-1], np.ones(sets[-1].places.size, bool))
         else:
@@ -112,7 +112,7 @@ class GTopK(TopK, Reduces, Collective):
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             return Few(read(places), read(p[places]) * np.float32(weight))
 
-    def merged(self, own: Few, body: Tensor, d: int) -> Few:
+    def merge_few(self, own: Few, body: Tensor, d: int) -> Few:
         """The largest of the sums with a child's."""
         other = self.read_few(read_body(body, self.code, d), d)
         places = np.concatenate([own.places, other.places])

@@ -19,7 +19,7 @@ async def program(
     node.ledger.limit_ns = first.judge.deadline_ns
     if comes and saved is None:
         first.trainer.set_worker_state(node.rank, None)
-    if comes and (saved := await first.topology.come(node, stages, saved)) is None:
+    if comes and (saved := await first.topology.join(node, stages, saved)) is None:
         return
     begin, state = saved or (0, first.topology.begin(node, first))
     if node.rank == first.home:

@@ -136,7 +136,7 @@ class Topology(Contract, group="topology"):
         """A rank's state before the first stage: the initial model, alike everywhere."""
         raise NotImplementedError
 
-    async def come(
+    async def join(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         """A worker comes while the others run: the stage that they are in, and its state there; None where the run is

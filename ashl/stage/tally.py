@@ -237,7 +237,7 @@ class Tally(Progress):
             self.slowest = min(self._at_clock, default=clock)
             self.fastest = max(self._at_clock, default=clock)
 
-    def come(self, worker: int) -> None:
+    def join(self, worker: int) -> None:
         """This worker takes part (again), on the current version; one that was gone is as far as the slowest is."""
         self.pulled[worker] = self.version
         if worker in self.gone:

@@ -20,7 +20,7 @@ from ashl.option import Count, Span, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import Heard, StepRule
-from ashl.topology.parameter_server import BarrierRule, Orders
+from ashl.topology.parameter_server import Assignment, BarrierRule
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,5 @@ class AdaComm(BarrierRule, StepRule):
         steps = min(self.local_steps, math.ceil(stretch * earned))
         return replace(state, earned=earned, local_steps=steps, since_s=now_s)
 
-    def steer(self, stage: Stage, state: Period, tally: Tally, rank: int) -> Orders:
-        return Orders(local_steps=state.local_steps)
+    def next_assignment(self, stage: Stage, state: Period, tally: Tally, rank: int) -> Assignment:
+        return Assignment(local_steps=state.local_steps)

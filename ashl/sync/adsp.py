@@ -32,7 +32,7 @@ from ashl.aggregate.weighted import Push
 from ashl.option import Count, Positive, Span, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
-from ashl.topology.parameter_server import Orders, ServerRule
+from ashl.topology.parameter_server import Assignment, ServerRule
 
 Sample = tuple[float, float]  # (seconds, loss)
 
@@ -87,11 +87,11 @@ class ADSP(ServerRule):
             self._check(state, tally.loss, now_s)
         return state
 
-    def steer(self, stage: Stage, state: Search, tally: Tally, rank: int) -> Orders:
+    def next_assignment(self, stage: Stage, state: Search, tally: Tally, rank: int) -> Assignment:
         left_s, owed = state.start_s + self.gamma_s - tally.now_s, state.target - tally.clocks[rank]
         while owed <= 0 or left_s <= 0:  # it has done its part of this period
             left_s, owed = left_s + self.gamma_s, owed + state.rate
-        return Orders(local_steps=1, interval_s=max(self.floor_s, left_s / owed - state.overhead_s[rank]))
+        return Assignment(local_steps=1, interval_s=max(self.floor_s, left_s / owed - state.overhead_s[rank]))
 
     def _check(self, search: Search, loss: float, now_s: float) -> None:
         """A period is over: judge its rate, and say how often everybody is to commit in the next one."""

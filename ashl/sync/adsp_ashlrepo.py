@@ -27,5 +27,5 @@ class ADSPAshlRepo(ADSP):
     exchange: ClassVar[str] = "accumulated"
     decay: Annotated[float, Field(gt=0, le=1)]
 
-    def anneal(self, state: Search) -> float:
+    def lr_scale(self, state: Search) -> float:
         return self.decay ** (state.searches - 1)

@@ -68,7 +68,7 @@ class Epoch:
         """Whether those that wait may go on: all at once at either end of the full gradients, else as they come."""
         return len(tally.waiting) == tally.present or (not self.gathers and self.left > 0)
 
-    def take(self, worker: int, gradient: Any, samples: int) -> bool:
+    def add_gradient(self, worker: int, gradient: Any, samples: int) -> bool:
         """A full gradient has come; whether there was none of this worker."""
         self.owing.discard(worker)
         if worker in self.sent:
@@ -99,7 +99,7 @@ class AsyLPG(ServerRule):
     mu: Positive | None
     l1: NonNegative
 
-    def admit(self, state: Epoch | None, tally: Tally) -> Iterable[int]:
+    def may_proceed(self, state: Epoch | None, tally: Tally) -> Iterable[int]:
         return tally.waiting if state is not None and state.admits(tally) else ()
 
     def messages(self) -> Snapshots:
@@ -114,7 +114,7 @@ class Snapshots(Updates):
     whole: ClassVar[bool] = True
     rule: AsyLPG
 
-    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
         start = node.now
         if state.anchor is None:
@@ -125,11 +125,11 @@ class Snapshots(Updates):
         work = Work(change, loss, 1, state.batch, node.now - start, state.version)
         return work, *await encoded(node, stage, state, work)
 
-    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
         """A full gradient joins the sum; anything else is a step."""
-        return await node.compute(partial(self.merged, stage, state, message), work=1, kind="apply")
+        return await node.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
-    def merged(self, stage: Stage, state: ServerState, message: Message) -> bool:
+    def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
         if state.rule_state is None:
             state.rule_state = self.opened(stage, state)
@@ -143,7 +143,7 @@ class Snapshots(Updates):
             state.params = shrunk(x, lr * self.rule.l1)
             tally.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
-        elif epoch.take(worker, message.body, int(samples)):
+        elif epoch.add_gradient(worker, message.body, int(samples)):
             tally.commit(worker, int(steps), int(samples))
         else:
             tally.drop(worker, int(steps), LATE)
@@ -167,7 +167,7 @@ class Snapshots(Updates):
             state.rule_state.owing.add(rank)
         self.renewed(stage, state)
 
-    def greeting(self, stage: Stage, state: ServerState) -> Any:
+    def admission_payload(self, stage: Stage, state: ServerState) -> Any:
         return state.rule_state.anchor
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
@@ -183,7 +183,7 @@ class Snapshots(Updates):
         turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.tally.version)
         return written(state.params, epoch.anchor, turn, self.rule.mu)
 
-    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model after a pull; a dense one is a snapshot."""
         if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
             state.anchor = None

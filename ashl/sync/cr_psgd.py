@@ -21,7 +21,7 @@ from ashl.option import Count, Number, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import Heard, StepRule
-from ashl.topology.parameter_server import BarrierRule, Orders
+from ashl.topology.parameter_server import Assignment, BarrierRule
 
 
 class Growth(NamedTuple):
@@ -50,8 +50,8 @@ class CRPSGD(BarrierRule, StepRule):
     def observe(self, stage: Stage, state: Growth, tally: Tally, push: Push) -> Growth:
         return state if tally.version == state.version else state._replace(t=state.t + 1, version=tally.version)
 
-    def steer(self, stage: Stage, state: Growth, tally: Tally, rank: int) -> Orders:
-        return Orders(local_steps=1, batch=self._batch(stage, state.t, rank))
+    def next_assignment(self, stage: Stage, state: Growth, tally: Tally, rank: int) -> Assignment:
+        return Assignment(local_steps=1, batch=self._batch(stage, state.t, rank))
 
     def hear(self, stage: Stage, state: Growth, tally: Tally, heard: Heard) -> Growth:
         return state._replace(t=state.t + 1, version=tally.version)

@@ -63,7 +63,7 @@ class Decoupled(ServerRule):
         now = self._now(state, tally)
         return self._judged(now._replace(learners=tuple(other for other in now.learners if other != rank)), tally)
 
-    def admit(self, state: Gathered, tally: Tally) -> Iterable[int]:
+    def may_proceed(self, state: Gathered, tally: Tally) -> Iterable[int]:
         held = self._now(state, tally).learners
         return [rank for rank in tally.waiting if rank not in held]
 

@@ -54,7 +54,7 @@ class DSSP(ServerRule):
         n, start_s = tally.num_workers, tally.now_s
         return Controller([(start_s, start_s)] * n, [0] * n)
 
-    def admit(self, state: Controller, tally: Tally) -> list[int]:
+    def may_proceed(self, state: Controller, tally: Tally) -> list[int]:
         ready, latest = tally.within(self.s_low), tally.latest
         _, late = tally.waiting.get(latest, (0, True))  # a push that came too late is not observed
         if state.granted and not late and latest not in ready:

@@ -43,12 +43,12 @@ class Springs(Updates):
 
     alpha: float
 
-    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         work = await local_work(node, stage, state)
         state.params = state.params + work.body
         return work, state.params, work.loss
 
-    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
         return await node.compute(partial(self.pulled_to, state, message), work=1, kind="apply")
 
     def pulled_to(self, state: ServerState, message: Message) -> bool:
@@ -62,9 +62,9 @@ class Springs(Updates):
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return state.rule_state
 
-    def greeted(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
+    def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
         """Where it goes on from a checkpoint, its own model is there."""
         state.params = kept.params if kept is not None and kept.entered == state.entered else body
 
-    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         return state.params - body

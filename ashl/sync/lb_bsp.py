@@ -28,7 +28,7 @@ from ashl.option import option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import Heard, StepRule
-from ashl.topology.parameter_server import BarrierRule, Orders
+from ashl.topology.parameter_server import Assignment, BarrierRule
 
 LEAST = 2  # samples that a worker gets at least: BatchNorm needs two
 
@@ -81,8 +81,8 @@ class LBBSP(BarrierRule, StepRule):
             state.batches = dict(zip(present, sizes, strict=True))
         return state
 
-    def steer(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Orders:
-        return Orders(local_steps=1, batch=state.batches.get(rank, 0))  # a newcomer's is as planned
+    def next_assignment(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Assignment:
+        return Assignment(local_steps=1, batch=state.batches.get(rank, 0))  # a newcomer's is as planned
 
 
 def whole_batch(stage: Stage) -> int:

@@ -47,22 +47,22 @@ class PRSGDMomentum(BarrierRule, StepRule):
 class WithMomentum(Updates):
     """What H steps changed of both goes up, both come down."""
 
-    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         work = await with_momentum(node, stage, state)
         return work, stage.aggregate.clip(work.body), work.loss
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
-        return self.greeting(stage, state) if changed else None
+        return self.admission_payload(stage, state) if changed else None
 
-    def greeting(self, stage: Stage, state: ServerState) -> Any:
+    def admission_payload(self, stage: Stage, state: ServerState) -> Any:
         return joined(state.params, state.moments[0] if state.moments else state.params)
 
-    def greeted(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
+    def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
         params, momentum = halves(body)
         state.params, state.moments = params, state.moments and (momentum,)
 
-    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        self.greeted(state, body, None)
+    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+        self.apply_admission(state, body, None)
         return state.params
 
 

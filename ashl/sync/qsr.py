@@ -15,7 +15,7 @@ from ashl.option import Count, Positive, option
 from ashl.stage.stage import Stage
 from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import StepRule
-from ashl.topology.parameter_server import BarrierRule, Orders
+from ashl.topology.parameter_server import Assignment, BarrierRule
 
 
 @option
@@ -26,8 +26,8 @@ class QSR(BarrierRule, StepRule):
     alpha: Positive
     h_max: Count
 
-    def steer(self, stage: Stage, state: None, tally: Tally, rank: int) -> Orders:
-        return Orders(local_steps=self._steps(stage, tally, stage.worker(rank).local_steps))
+    def next_assignment(self, stage: Stage, state: None, tally: Tally, rank: int) -> Assignment:
+        return Assignment(local_steps=self._steps(stage, tally, stage.worker(rank).local_steps))
 
     def in_round(self, stage: Stage, state: None, tally: Tally) -> Stage:
         if not tally.slowest:

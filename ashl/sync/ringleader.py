@@ -52,7 +52,7 @@ class Table:
         due = set(workers)
         return Table(self.later, {}, due, due - self.later.keys(), stepped=self.stepped)
 
-    def take(self, push: Push) -> bool:
+    def add_push(self, push: Push) -> bool:
         """A gradient has come; whether the model steps."""
         worker, sums = push.worker, self.sums if push.worker in self.due else self.later
         if (own := sums.get(worker)) is not None:
@@ -89,17 +89,17 @@ class Ringleader(ServerRule):
 class Gradients(Updates):
     """Gradients go up, and a model comes down to who had a step."""
 
-    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
-        return await node.compute(partial(self.merged, stage, state, message), work=1, kind="apply")
+    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+        return await node.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
-    def merged(self, stage: Stage, state: ServerState, message: Message) -> bool:
+    def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         table, tally, worker = state.rule_state, state.tally, message.src
         steps, samples, loss, version, *_ = message.meta
         lr = stage.trainer.rate(tally.samples)
         tally.commit(worker, int(steps), int(samples))
         body = stage.link.decode(state.ends, worker, message.body)
         push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, 0, 0, 0)
-        if not table.take(push._replace(body=stage.aggregate.fold([push], [1.0]))):
+        if not table.add_push(push._replace(body=stage.aggregate.fold([push], [1.0]))):
             return False
         sums = [table.sums[rank] for rank in sorted(table.sums)]
         weights = stage.handed(tally.gone).weights_of(sums, set(stage.workers) - table.sums.keys())

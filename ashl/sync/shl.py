@@ -21,5 +21,5 @@ class SHL(ServerRule):
     local_steps: ClassVar[str] = "plan"
     staleness: Natural
 
-    def admit(self, state: Any, tally: Tally) -> list[int]:
+    def may_proceed(self, state: Any, tally: Tally) -> list[int]:
         return tally.within(self.staleness)

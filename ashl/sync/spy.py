@@ -68,7 +68,7 @@ class SparseModels(Updates):
     plain: ClassVar[bool] = True
     rule: SPY
 
-    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """A gradient, and what of the worker's point it changes."""
         start = node.now
         loss, gradient, samples = await estimated(node, stage, state)
@@ -79,11 +79,11 @@ class SparseModels(Updates):
         state.rule_state, body = await node.compute(move, work=1, kind="compress")
         return work, body, loss
 
-    async def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
         """x̄ and x after a push."""
-        return await node.compute(partial(self.merged, stage, state, message), work=1, kind="apply")
+        return await node.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
-    def merged(self, stage: Stage, state: ServerState, message: Message) -> bool:
+    def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
         mean = state.params if state.rule_state is None else state.rule_state
         tally.commit(worker, int(steps), int(samples))
@@ -98,7 +98,7 @@ class SparseModels(Updates):
         """The model, by its non-zero elements."""
         return await node.compute(partial(whole_model, state.params), work=1, kind="compress")
 
-    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         if isinstance(body, SizeOnly):
             return state.params
         return stage.link.made(read(body, stage.trainer.num_params)) if body.dtype == torch.uint8 else body

@@ -22,5 +22,5 @@ class SSP(ServerRule):
     staleness: Natural | None
     local_steps: Count | Literal["plan"]
 
-    def admit(self, state: Any, tally: Tally) -> list[int]:
+    def may_proceed(self, state: Any, tally: Tally) -> list[int]:
         return tally.within(math.inf if self.staleness is None else self.staleness)

@@ -49,7 +49,7 @@ from ashl.stage.stage import (
 )
 from ashl.stage.tally import FAILURE, NOTHING, Start, Tally
 from ashl.stage.team import Team, TeamBrokenError, whole
-from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, foreseen, keep_in_time, of_ending, within
+from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, keep_in_time, local_stop, of_ending, within
 from ashl.topology.estimate import draw
 from ashl.topology.exchange import Coding, exchanged
 from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
@@ -135,10 +135,10 @@ class AllReduce(Topology):
         n = stage.num_workers
         return PeerState(*stage.trainer.init(), tally=node.alike(stage.workers, "tally", lambda: Tally(n)))
 
-    async def come(
+    async def join(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, PeerState] | None:
-        return await come(node, stages, PeerState(*stages[0].trainer.init()))
+        return await join(node, stages, PeerState(*stages[0].trainer.init()))
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if stage.delayed is not None:
@@ -188,9 +188,9 @@ class PeerState(WorkerState):
 
     def plan(self, ahead: Ahead, rank: int) -> None:
         self.rest, self.rule_state = ahead.rest, ahead.rule_state
-        self.take(ahead.own, rank)
+        self.set_round(ahead.own, rank)
 
-    def take(self, own: Stage, rank: int) -> None:
+    def set_round(self, own: Stage, rank: int) -> None:
         """The next round's H and batch."""
         self.local_steps, self.batch = own.plan.workers[rank].local_steps, own.plan.workers[rank].batch
 
@@ -255,7 +255,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         moment = ("merge", stage.index, state.tally.version)
         due, said = divmod(int(team.word), len(REASONS))
         heard = Heard(bool(due), node.now, step_s)
-        merge = partial(merged_and_planned, stage, own, state, update, team.loss, now_ns=node.now_ns, heard=heard)
+        merge = partial(merge_and_plan, stage, own, state, update, team.loss, now_ns=node.now_ns, heard=heard)
         result, ahead = node.alike(team.ranks, moment, merge)
         late = keep_in_time(node, stage, state, state.params, now_ns=ahead.seen_ns)
         state.adopt(result)
@@ -282,7 +282,7 @@ async def worker(node: Node, stage: Stage, state: PeerState) -> int:
         if reason and reason != JOIN:
             return end(node, stage, state, reason)
         if node.rank == home:
-            state.word = foreseen(node, stage, tally) or (JOIN if node.knocks else None)
+            state.word = local_stop(node, stage, tally) or (JOIN if node.knocks else None)
 
 
 async def sum_update(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
@@ -322,7 +322,7 @@ async def run_delayed(node: Node, stage: Stage, state: PeerState) -> int:
         update = await node.join(exchange)
         late = keep_in_time(node, stage, state, state.params)
         moment, staleness = ("merge", stage.index, state.tally.version), state.tally.version - work.version
-        merge = partial(merged_and_planned, stage, own, state, update, team.loss, staleness, more=1)
+        merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
         result, coming = node.alike(team.ranks, moment, merge)
         state.adopt(result)
         state.pending, state.pending_rest = ahead and at_border(node, stage, state, ahead), state.rest
@@ -338,7 +338,7 @@ async def run_delayed(node: Node, stage: Stage, state: PeerState) -> int:
         if reason and not state.last:
             return end(node, stage, state, reason)
         if node.rank == 0:
-            state.word = foreseen(node, stage, state.tally)
+            state.word = local_stop(node, stage, state.tally)
 
 
 def spent(rest: tuple[int, int] | None) -> bool:
@@ -350,7 +350,7 @@ def as_planned(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]
     """The stage as it is in the next round, whose H and batch the worker takes: as planned, and what is left of it."""
     planned = rule_of(stage).in_round(stage, state.rule_state, state.tally)
     own = planned.cut(state.rest)
-    state.take(own, rank)
+    state.set_round(own, rank)
     return planned, own
 
 
@@ -362,7 +362,7 @@ async def told(team: Team, work: Work) -> tuple[float, ...]:
     return tuple(whole(total).tolist())
 
 
-def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
+def compute_merge(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
     """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
     tally = stage.counted(state.tally, mean_loss, staleness)
     if tally.diverged:
@@ -371,7 +371,7 @@ def merged(stage: Stage, state: PeerState, update: Any, mean_loss: float, stalen
     return Merged(params, moments, outer_state, tally)
 
 
-def merged_and_planned(
+def merge_and_plan(
     stage: Stage,
     own: Stage,
     state: PeerState,
@@ -383,7 +383,7 @@ def merged_and_planned(
     heard: Heard = NOTHING_HEARD,
 ) -> tuple[Merged, Ahead]:
     """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
-    result = merged(own, state, update, mean_loss, staleness)
+    result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
     rule_state = rule.hear(stage, state.rule_state, result.tally, heard)
     planned = rule.in_round(stage, rule_state, result.tally)
@@ -438,7 +438,7 @@ async def run_pipelined(node: Node, stage: Stage, state: PeerState) -> int:
             await flush_exchange(node, stage, exchange)
         node.round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
         state.round += 1
-        state.word = foreseen(node, stage, tally) if node.rank == 0 and not reason else None
+        state.word = local_stop(node, stage, tally) if node.rank == 0 and not reason else None
         if reason:
             return end_ridden(node, stage, state, reason, node.now_ns)
         state.plan_round(stage, node.rank)
@@ -674,7 +674,7 @@ async def run_streaming(node: Node, stage: Stage, state: PeerState) -> int:
             return end_ridden(node, stage, state, reason, node.now_ns)
         await finish_piece(node, stage, state, ahead, total - beside)
         if node.rank == stage.home:
-            state.word = foreseen(node, stage, tally)
+            state.word = local_stop(node, stage, tally)
 
 
 def apply_fragment(
@@ -740,7 +740,7 @@ async def repaired(node: Node, stage: Stage, state: PeerState) -> tuple[Stage, s
     """A sum has come to nothing: go on without who is lost, with that round once more (`state.redo`). Returns the stage
     as it is among those who are left, and why it ends instead, with what was to be summed dropped, where somebody sees
     that it is time. Raises AshlError where too few are left."""
-    reason = foreseen(node, stage, state.tally)
+    reason = local_stop(node, stage, state.tally)
     formed = await node.regroup(state.tally.version, word_of(stage, reason))
     go_back(node, state, formed.version)
     stage = await among(node, stage, state, formed)
@@ -793,7 +793,7 @@ async def among(node: Node, stage: Stage, state: PeerState, formed: Formed) -> S
         state.plan_round(stage, node.rank)
     if node.rank == first:
         for rank in formed.came:
-            await welcome(node, stage, state, rank)
+            await admit(node, stage, state, rank)
     if stage.home != before.home:
         stand_in(node, stage, state)
     return stage
@@ -822,7 +822,7 @@ def changed(stage: Stage, state: PeerState, formed: Formed) -> Tally:
     for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
         tally.lose(rank)  # who waits for the model still
     for rank in tally.gone.intersection(formed.came):
-        tally.come(rank)
+        tally.join(rank)
     return tally
 
 
@@ -845,7 +845,7 @@ def welcome_tag(epoch: int, k: int) -> Tag:
     return "welcome", k, epoch
 
 
-async def welcome(node: Node, stage: Stage, state: PeerState, rank: int) -> None:
+async def admit(node: Node, stage: Stage, state: PeerState, rank: int) -> None:
     """At the lowest of those who were there: let a newcomer know all that it needs."""
     alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
     parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state, state.rule_state))
@@ -865,7 +865,7 @@ async def heard(node: Node, epoch: int, host: int) -> list[Message] | None:
     return messages
 
 
-async def come(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[int, PeerState] | None:
+async def join(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[int, PeerState] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
     is over. `state` is that of before the first stage."""
     first = stages[0]

@@ -16,7 +16,7 @@ and the coordinator counts that, as messages in flight are not in the checkpoint
 
 Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A worker takes in words
 in a task of its own (`obey`), or where it receives anyway. A method that needs more of its coordinator (a group
-generator, say) has its own loop around `verdict`.
+generator, say) has its own loop around `stop_decision`.
 
 Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group expects it.
 """
@@ -28,7 +28,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
-from ashl.topology.ending import leave, of_ending, record_end, verdict, within
+from ashl.topology.ending import leave, of_ending, record_end, stop_decision, within
 from ashl.topology.local_work import WorkerState
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
@@ -111,18 +111,18 @@ async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
         if message is None:
             word, reason = STOP, "seconds"
             break
-        take(tally, message)
+        count_report(tally, message)
         await node.send(message.src, stage.tag("go"), None, (tally.samples,))
         if stage.judge.take(state, node.now):
             await ask_snapshots(node, stage, state)
-        word, reason = verdict(node, stage, tally)
+        word, reason = stop_decision(node, stage, tally)
     if word == STOP:
         node.mark(stage.index, None)
-    await dismiss(node, stage, state, word, reason)
+    await finish_stage(node, stage, state, word, reason)
     return word
 
 
-def take(tally: Tally, message: Message) -> None:
+def count_report(tally: Tally, message: Message) -> None:
     """Count what a worker has merged."""
     report = Report(*message.meta)
     tally.observe(message.src, int(report.staleness), report.loss)
@@ -143,7 +143,7 @@ async def say(node: Node, stage: Stage, word: Word) -> None:
         await node.send(rank, stage.tag("word"), None, word)
 
 
-async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
+async def finish_stage(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
     """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends when the last one
     is done. At the end of the run it has ended now; what is still reported was merged before its worker had heard of
     that, in virtual time at this very moment, and counts, since it is part of a model."""
@@ -157,7 +157,7 @@ async def dismiss(node: Node, stage: Stage, state: CoordinatorState, word: int, 
             tally.drop(message.src, int(message.meta[0]), of_ending(word))
             working.discard(message.src)
         else:
-            take(tally, message)
+            count_report(tally, message)
             await node.send(message.src, stage.tag("go"), None, (tally.samples,))
     if word == NEXT:
         tally.end_ns = within(stage, node.now_ns)
@@ -223,7 +223,7 @@ async def gather_workers(node: Node, stage: Stage, state: CoordinatorState) -> N
         tally.lose(rank)
     tally.version += sum(tally.commits) - before
     for rank in sorted(resumed):
-        tally.come(rank)
+        tally.join(rank)
         await node.send(rank, stage.tag("resumed"), None, (tally.samples,))
 
 

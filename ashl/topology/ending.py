@@ -1,10 +1,10 @@
 """How a stage ends, whatever the topology: by one of two ways in which its last word reaches everybody.
 
 Asked: whoever answers the workers says the word with its answer. That is the server, the coordinator or the group
-generator; it alone counts and judges (`verdict`).
+generator; it alone counts and judges (`stop_decision`).
 
 Ridden: nobody is asked. All count alike, and what rank 0 alone can know (seconds, evaluations, an interrupt) rides on
-the next exchange as a number (`foreseen`), so that everybody reads the same reason off the same exchange.
+the next exchange as a number (`local_stop`), so that everybody reads the same reason off the same exchange.
 
 NEXT: another stage follows, and the work that is under way still counts. STOP: the run is over, and it does not.
 
@@ -77,7 +77,7 @@ def within(stage: Stage, now_ns: int) -> int:
     return int(min(now_ns, stage.judge.deadline_ns))
 
 
-def verdict(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]:
+def stop_decision(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]:
     """Asked: (GO, NEXT or STOP, why)."""
     if reason := stage.judge.over(tally) or node.stopping:
         return STOP, reason
@@ -86,7 +86,7 @@ def verdict(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]
     return GO, None
 
 
-def foreseen(node: Node, stage: Stage, tally: Progress) -> str | None:
+def local_stop(node: Node, stage: Stage, tally: Progress) -> str | None:
     """Ridden: what rank 0 tells the others with the next exchange."""
     if reason := node.stopping or ("seconds" if node.now >= stage.judge.deadline_s else None):
         return reason

@@ -35,7 +35,7 @@ from ashl.size_only import Vector
 from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator, gather_workers, resume_worker
-from ashl.topology.ending import REASONS, InTime, end_ridden, foreseen, keep_in_time
+from ashl.topology.ending import REASONS, InTime, end_ridden, keep_in_time, local_stop
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
@@ -171,7 +171,7 @@ class Gossip(Topology):
         n = stage.num_workers
         return RoundState(*stage.trainer.init(), tally=Tally(n) if node.rank == stage.home else Progress(n))
 
-    async def come(
+    async def join(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         assert kept is not None, "workers come to a run of gossip from a checkpoint alone"
@@ -348,7 +348,7 @@ def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
     if header.not_finite:
         why = f"the loss of worker {int(header.not_finite) - 1} became no number near step {tally.steps}"
         tally.diverged = why + rule_in(stage).suspect
-    reason = "diverged" if tally.diverged else foreseen(node, stage, tally)
+    reason = "diverged" if tally.diverged else local_stop(node, stage, tally)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.judge.take(state, node.now)
     if (reason and not header.verdict) or snapshot:

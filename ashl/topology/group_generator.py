@@ -198,7 +198,7 @@ def lose(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group
     return _settled(state, rule, [*touched, *state.idle], now_ns)
 
 
-def come(state: Groups, worker: int) -> None:
+def join(state: Groups, worker: int) -> None:
     """A worker that was gone takes part: it has asked as often as before, so that it is not taken for a slow one from
     now on, and at least as often as whoever is there and has asked least."""
     there = [times for other, times in enumerate(state.requests) if other not in state.gone]

@@ -38,15 +38,15 @@ from ashl.runtime.effects import Tag
 from ashl.runtime.node import Node
 from ashl.stage.stage import CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Members, Network, Rule, Stage, Topology
 from ashl.stage.tally import Tally
-from ashl.topology.ending import of_ending, record_end, verdict, within
+from ashl.topology.ending import of_ending, record_end, stop_decision, within
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
     ServerRule,
     ServerState,
     Updates,
-    dismiss,
-    merge,
-    receive,
+    apply_merge,
+    finish_stage,
+    on_push,
     reply,
     rule_of,
     server,
@@ -132,7 +132,7 @@ class Halos(Topology):
         if node.rank < stage.server:
             return WorkerState(params, moments)
         if node.rank == stage.server:
-            return SummitState(params, moments, Tally(stage.num_workers))
+            return GlobalServerState(params, moments, Tally(stage.num_workers))
         tally = Tally(stage.num_workers)
         for rank in set(stage.workers) - set(self.members(stage.nodes)[node.rank - stage.server - 1]):
             tally.lose(rank)  # of another region: nobody here waits for it, or weighs it
@@ -143,7 +143,7 @@ class Halos(Topology):
             return worker
         if len(self.members(stage.nodes)) == 1:
             return server
-        return summit if rank == stage.server else region
+        return global_server if rank == stage.server else region_server
 
 
 @dataclass
@@ -159,7 +159,7 @@ class RegionState(ServerState):
 
 
 @dataclass
-class SummitState(ServerState):
+class GlobalServerState(ServerState):
     """All that the global server needs to go on; `called` are the regions that have closed."""
 
     samples: dict[int, int] = field(default_factory=dict)  # that each region has handed in
@@ -176,7 +176,7 @@ def word_tag(stage: Stage) -> Tag:
     return stage.tag("global")
 
 
-async def region(node: Node, stage: Stage, state: RegionState) -> int:
+async def region_server(node: Node, stage: Stage, state: RegionState) -> int:
     """Merge and answer as a parameter server does, hand in every K merges and mix; returns the last word."""
     topology, tally, push = stage.topology, state.tally, stage.tag("push")
     assert isinstance(topology, Halos)
@@ -191,7 +191,7 @@ async def region(node: Node, stage: Stage, state: RegionState) -> int:
             state.word = STOP
         elif message.tag == push:
             before, losses = tally.samples, state.losses
-            await receive(node, stage, state, message)
+            await on_push(node, stage, state, message)
             state.samples += tally.samples - before
             state.losses = losses[0] + message.meta[2], losses[1] + 1
         else:
@@ -207,7 +207,7 @@ async def region(node: Node, stage: Stage, state: RegionState) -> int:
         if state.word == GO:
             if (tally.version - state.merges >= topology.updates and not state.away) or tally.diverged:
                 await hand_in(node, stage, state)
-            for rank in sorted(rule_of(stage).admit(state.rule_state, tally)):
+            for rank in sorted(rule_of(stage).may_proceed(state.rule_state, tally)):
                 await reply(node, stage, state, rank)
     return await close(node, stage, state)
 
@@ -216,14 +216,14 @@ async def close(node: Node, stage: Stage, state: RegionState) -> int:
     """The last of a region's stage: hand in what there is, hear when it ended, and tell the workers."""
     before = state.tally.samples
     if state.word == NEXT and state.buffer:
-        await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+        await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     state.samples += state.tally.samples - before
     await hand_in(node, stage, state, last=True)
     message = await node.recv(stage.tag("end"))
     word, end_ns, steps, samples = map(int, message.meta)
     state.params = state.params if message.body is None else message.body
     state.tally.steps, state.tally.samples = steps, samples
-    await dismiss(node, stage, state, word, end_ns)
+    await finish_stage(node, stage, state, word, end_ns)
     await node.send(stage.server, stage.tag("counts"), counted(state.tally))
     return word
 
@@ -245,13 +245,13 @@ def counted(tally: Tally) -> Tensor:
     return torch.tensor([getattr(tally, name) for name in REPORTED], dtype=torch.int64).flatten()
 
 
-async def summit(node: Node, stage: Stage, state: SummitState) -> int:
+async def global_server(node: Node, stage: Stage, state: GlobalServerState) -> int:
     """At the global server: merge what regions hand in, and answer with the model, until the stage is over and all
     regions have closed; returns the last word."""
     tally, deadline_s, update = state.tally, stage.judge.deadline_s, stage.tag("update")
     state.enter(stage, node.now)
     regions = above(stage)
-    while len(state.called) < len(regions):
+    while len(state.flush_requested) < len(regions):
         node.mark(stage.index, state)
         message = await node.recv(update, before_s=math.inf if state.word == STOP else deadline_s)
         node.ledger.cut()
@@ -261,7 +261,7 @@ async def summit(node: Node, stage: Stage, state: SummitState) -> int:
         counts = (await node.recv(stage.tag("counts"), src=message.src)).body
         last, loss, heard, latest, samples, lead = message.meta
         if last:
-            state.called += (message.src,)
+            state.flush_requested += (message.src,)
         if state.word == STOP or message.body is None:
             continue
         await node.compute(partial(climb, stage, state, message.body), work=1, kind="apply")
@@ -271,7 +271,7 @@ async def summit(node: Node, stage: Stage, state: SummitState) -> int:
             tally.hear(loss, int(latest))
         if stage.judge.take(state, node.now):
             node.snapshot(state.params, counts=tally.report())
-        before, (word, reason) = state.word, verdict(node, stage, tally)
+        before, (word, reason) = state.word, stop_decision(node, stage, tally)
         if word == STOP or before == GO:
             state.word, state.reason = word, reason
         receivers = (message.src,) if state.word == GO else regions if before != state.word else ()
@@ -290,7 +290,7 @@ def climb(stage: Stage, state: ServerState, difference: Any) -> None:
     state.tally.merge()
 
 
-def take_over(stage: Stage, state: SummitState, src: int, counts: Sequence[Sequence[int]], samples: int) -> None:
+def take_over(stage: Stage, state: GlobalServerState, src: int, counts: Sequence[Sequence[int]], samples: int) -> None:
     """Count what is part of the global model now, as the region has counted it."""
     tally = state.tally
     assert isinstance(stage.topology, Halos)

@@ -25,7 +25,7 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Body, Ends, Link
 from ashl.stage.stage import WEIGHTS, Stage
 from ashl.topology.estimate import draw, estimated
-from ashl.topology.replies import Pull, Welcome
+from ashl.topology.replies import Admission, Pull
 
 
 @dataclass
@@ -80,11 +80,11 @@ class WorkerState:
             self.moments = stage.trainer.moments()
         self.ends = stage.entered(self.ends, self.samples)
 
-    def follow(self, orders: Pull | Welcome) -> None:
+    def follow(self, assignment: Pull | Admission) -> None:
         """Go on as a server says."""
-        self.version, self.steps, self.samples = orders.version, orders.steps, orders.samples
-        self.local_steps, self.ratio, self.interval_s = orders.local_steps, orders.ratio, orders.interval_s
-        self.batch = orders.batch or self.batch
+        self.version, self.steps, self.samples = assignment.version, assignment.steps, assignment.samples
+        self.local_steps, self.ratio, self.interval_s = assignment.local_steps, assignment.ratio, assignment.interval_s
+        self.batch = assignment.batch or self.batch
 
     def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
         """Its H in the next round, or so many later, which may be the last one and cut short."""

@@ -1,7 +1,7 @@
 """Parameter server: workers push what they computed, the server merges it and answers with the model.
 
 Rule: on a push of worker i the server folds it into the model (`aggregate` weighs, `outer` steps), then answers every
-worker that may go on (`sync.admit`). Traffic per exchange and worker: one push and one pull of the model. With
+worker that may go on (`sync.may_proceed`). Traffic per exchange and worker: one push and one pull of the model. With
 `runtime.on_worker_failure=reshard` each surviving worker goes on with its part of a failed worker's data, from the
 first round that it begins after the answer that tells it.
 
@@ -55,12 +55,12 @@ from ashl.stage.stage import (
     Topology,
 )
 from ashl.stage.tally import DIVERGED, FAILURE, LATE, NOTHING, Start, Tally
-from ashl.topology.ending import leave, of_ending, record_end, verdict, within
+from ashl.topology.ending import leave, of_ending, record_end, stop_decision, within
 from ashl.topology.estimate import draw
 from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
 from ashl.topology.local_work import AT_ONCE_S, Work, WorkerState, at_border, encoded, local_work, reports_mean, worked
 from ashl.topology.members import as_members, away
-from ashl.topology.replies import AS_PLANNED, PULL, WELCOME, Orders, Pull, Welcome, parsed
+from ashl.topology.replies import ADMISSION_FIELDS, AS_PLANNED, PULL_FIELDS, Admission, Assignment, Pull, parsed
 
 
 class Updates:
@@ -74,7 +74,7 @@ class Updates:
     unbiased: ClassVar[bool] = False
     whole: ClassVar[bool] = False
 
-    async def produce(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """(work, body, loss) of a worker's next push."""
         if stage.delayed is not None:
             work = await worked(node, stage, state)
@@ -83,11 +83,11 @@ class Updates:
         body, loss = await encoded(node, stage, state, work)
         return work, body, loss
 
-    def greeting(self, stage: Stage, state: ServerState) -> Any:
+    def admission_payload(self, stage: Stage, state: ServerState) -> Any:
         """What a worker begins with that comes while the others run."""
         return state.params
 
-    def greeted(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
+    def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
         """... at that worker; `kept` is what it was in a checkpoint, where it comes from one."""
         state.params = body
 
@@ -95,9 +95,9 @@ class Updates:
         """This worker is gone, or is about to come (`tally.gone` says which)."""
         state.rule_state = rule_of(stage).changed(stage, state.rule_state, state.tally, rank)
 
-    def absorb(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
+    def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
         """What a push that is not late does to the server's state; whether the model changed."""
-        return (merge_fragment_push if stage.fragments else merged)(node, stage, state, message)
+        return (merge_fragment_push if stage.fragments else merge_push)(node, stage, state, message)
 
     async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
@@ -109,7 +109,7 @@ class Updates:
         pull = partial(stage.link.pull, state.ends, rank, state.params, turn)
         return await node.compute(pull, work=1, kind="compress")
 
-    def take(self, stage: Stage, state: WorkerState, body: Any) -> Any:
+    def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model that a worker goes on with after a pull; at a border it is given the server's, as it is."""
         return stage.link.pulled(state.params, body)
 
@@ -135,7 +135,7 @@ class ServerRule(Rule, contract=True):
         """The rule's own state when a stage begins."""
         return None
 
-    def admit(self, state: Any, tally: Tally) -> Iterable[int]:
+    def may_proceed(self, state: Any, tally: Tally) -> Iterable[int]:
         """The waiting workers that may go on now."""
         return tally.waiting
 
@@ -148,7 +148,7 @@ class ServerRule(Rule, contract=True):
         alone."""
         return -math.inf
 
-    def steer(self, stage: Stage, state: Any, tally: Tally, rank: int) -> Orders | None:
+    def next_assignment(self, stage: Stage, state: Any, tally: Tally, rank: int) -> Assignment | None:
         """What this worker, which goes on at `tally.now_s`, does next; None = as planned."""
         return None
 
@@ -161,7 +161,7 @@ class ServerRule(Rule, contract=True):
         them, too."""
         return self.begin(stage, tally)
 
-    def anneal(self, state: Any) -> float:
+    def lr_scale(self, state: Any) -> float:
         """What the server's learning rate is multiplied with."""
         return 1.0
 
@@ -182,7 +182,7 @@ class BarrierRule(ServerRule, contract=True):
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def admit(self, state: Any, tally: Tally) -> Iterable[int]:
+    def may_proceed(self, state: Any, tally: Tally) -> Iterable[int]:
         return tally.behind()
 
 
@@ -219,12 +219,12 @@ class ParameterServer(Topology):
             return ServerState(params, moments, Tally(stage.num_workers))
         return WorkerState(params, moments)
 
-    async def come(
+    async def join(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         if kept is not None and node.rank == stages[0].server:
             return await gather(node, stages, *kept)
-        return await come(node, stages, None if kept is None else kept[1])
+        return await join(node, stages, None if kept is None else kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:
@@ -253,7 +253,7 @@ class ServerState:
     averages: Any = None  # what an online planner has seen
     rule_state: Any = None  # the sync rule's own
     word: int = GO  # NEXT while the work that is under way is waited for
-    called: tuple[int, ...] = ()  # who has been asked for the last of it, where exchanges are delayed
+    flush_requested: tuple[int, ...] = ()  # who has been asked for the last of it, where exchanges are delayed
     reason: str | None = None
     ahead: Message | None = None  # what has come already
     newcomers: tuple[int, ...] = ()  # who came at the border, and is answered in the next stage
@@ -272,7 +272,7 @@ class ServerState:
         """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
-        self.entered, self.word, self.called, self.reason, self.ahead = stage.index, GO, (), None, None
+        self.entered, self.word, self.flush_requested, self.reason, self.ahead = stage.index, GO, (), None, None
         self.slices, self.made, self.counted = {}, {}, 0
         self.tally.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.tally)
@@ -293,7 +293,7 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
     while word in (GO, LAST):
         if state.coming is None or await settled(node, stage, state):
             node.mark(stage.index, state)
-        work, body, loss = await messages.produce(node, stage, state)
+        work, body, loss = await messages.make_push(node, stage, state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await node.send(server, push, body, meta)
         ahead, asked = None, 0.0
@@ -303,14 +303,14 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         reply = parsed(Pull, message.meta)
         word = reply.word
         if stage.reshards:
-            state.away = as_members(message.meta[PULL:])
+            state.away = as_members(message.meta[PULL_FIELDS:])
         if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
             stage.link.undo(state.ends, body)
         if message.body is not None:
             if in_parts and word == GO:
                 state.coming = message.body
             else:
-                state.params = message.body if word == NEXT else messages.take(stage, state, message.body)
+                state.params = message.body if word == NEXT else messages.apply_pull(stage, state, message.body)
         seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
         state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
         state.pending = ahead and at_border(node, stage, state, ahead)
@@ -337,7 +337,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.judge.deadline_s
     endless = node.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
-        await welcome(node, stage, state, state.newcomers[0])
+        await admit(node, stage, state, state.newcomers[0])
     while True:
         node.mark(stage.index, state)
         message = state.ahead or await (endless or node.recv(*incoming, before_s=deadline_s))
@@ -346,26 +346,26 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        take_in = receive if message.tag == push else others.get(message.tag, membership)
+        take_in = on_push if message.tag == push else others.get(message.tag, membership)
         if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
             node.snapshot(state.params, counts=tally.report())
-        word, reason = verdict(node, stage, tally)
+        word, reason = stop_decision(node, stage, tally)
         if word == STOP or state.word == GO:
             state.word, state.reason = word, reason
         if state.word == STOP:
             break
         if state.word == NEXT:
-            await call_in(node, stage, state)
+            await flush_pending(node, stage, state)
             if len(tally.waiting) == tally.present:
                 if state.buffer:
-                    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+                    await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
                 break
             continue
         if rule.takes_all:
             state.ahead = await more(node, stage, state, incoming)
         if state.ahead is None:
             ranks = []
-            for rank in sorted(rule.admit(state.rule_state, tally)):
+            for rank in sorted(rule.may_proceed(state.rule_state, tally)):
                 if await reply(node, stage, state, rank):
                     ranks.append(rank)
             if stage.overlap.pulls:
@@ -374,7 +374,7 @@ async def server(node: Node, stage: Stage, state: ServerState) -> int:
     if state.word == STOP:
         node.mark(stage.index, None)
     await node.drop(*slices)  # of pushes that are too late
-    await dismiss(node, stage, state, state.word)
+    await finish_stage(node, stage, state, state.word)
     record_end(node, stage, tally, state.reason)
     return state.word
 
@@ -393,7 +393,7 @@ def rule_of(stage: Stage) -> ServerRule:
     return rule
 
 
-async def receive(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def on_push(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one push; returns whether the model changed."""
     tally, worker, rule = state.tally, message.src, rule_of(stage)
     if stage.messages:
@@ -410,7 +410,7 @@ async def receive(node: Node, stage: Stage, state: ServerState, message: Message
         return False
     if stage.by_priority:
         return counted(stage, state, message)
-    return await rule.messages().absorb(node, stage, state, message)
+    return await rule.messages().apply_push(node, stage, state, message)
 
 
 async def more(node: Node, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
@@ -423,18 +423,18 @@ async def more(node: Node, stage: Stage, state: ServerState, tags: Sequence[Tag]
 
 async def close(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Merge what has come, however few."""
-    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+    await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
-async def merged(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def merge_push(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
     """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
     tally, worker = state.tally, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
     body = stage.link.arrived(state.ends, worker, message.body)
     staleness, push_s = tally.version - int(version), node.now - message.start_ns / 1e9
     push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
-    update = await node.compute(partial(merge, stage, state, push), stage.push_share, "apply")
+    update = await node.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
     if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
         node.show_update(update, of=None, tick=tally.version - 1)
     tally.now_s = node.now
@@ -444,7 +444,7 @@ async def merged(node: Node, stage: Stage, state: ServerState, message: Message)
     return update is not None
 
 
-def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
+def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum.
     Until a quorum has come it is kept (None); with push None those that were are folded in, however few: at a border,
     or where the others of the quorum are gone."""
@@ -462,7 +462,7 @@ def merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     else:
         update = stage.aggregate.fold(members, weights)
     state.buffer = []
-    lr = stage.trainer.rate(tally.samples) * rule_of(stage).anneal(state.rule_state)
+    lr = stage.trainer.rate(tally.samples) * rule_of(stage).lr_scale(state.rule_state)
     step = joined if state.made else stage.sync.step
     moments, state.outer_state, state.params = step(stage, state, update, lr)
     if moments is not None:
@@ -504,11 +504,11 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
     tally = state.tally
     if rank not in tally.waiting:
         who = f"{quoted(type(stage.sync))} lets worker {rank} go on, which does not wait"
-        raise UsageError(f"{who}; let its `admit` return some of `tally.waiting`.")
+        raise UsageError(f"{who}; let its `may_proceed` return some of `tally.waiting`.")
     changed = tally.pulled[rank] != tally.version  # since this worker's last pull
     staleness, late = tally.release(rank)
     tally.now_s = node.now
-    local_steps, ratio, interval_s, batch = orders_of(stage, state, rank)
+    local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
     body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
     body = head(stage, body) if stage.messages and changed else body
     counts = tally.version, tally.steps, tally.samples
@@ -517,15 +517,15 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
     return changed
 
 
-def orders_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
-    """What this worker, which goes on now, does next: `Orders` in full."""
+def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
+    """What this worker, which goes on now, does next: `Assignment` in full."""
     tally, plan = state.tally, state.workers[rank]
-    orders = rule_of(stage).steer(stage, state.rule_state, tally, rank) or AS_PLANNED
-    planned = plan.local_steps if orders.local_steps is None else orders.local_steps
+    assignment = rule_of(stage).next_assignment(stage, state.rule_state, tally, rank) or AS_PLANNED
+    planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
     ahead = int(stage.delayed is not None)
     rest = None if planned == 1 else stage.rest(tally.steps, tally.samples, ahead, tally.gone)
-    ratio = plan.compression_ratio if orders.ratio is None else orders.ratio
-    return stage.at_most(planned, rank, rest), ratio, orders.interval_s, orders.batch
+    ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
+    return stage.at_most(planned, rank, rest), ratio, assignment.interval_s, assignment.batch
 
 
 # --- workers that fail and rejoin -------------------------------------------------------------------------------------
@@ -559,7 +559,7 @@ def orders_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, 
 PLANNED: Tag = ("planned", 0, 0)  # what profiling has planned, for who was not there
 
 
-def welcomed(life: int) -> Tag:
+def admission_tag(life: int) -> Tag:
     """The tag of the answer to a newcomer."""
     return "welcome", 0, life
 
@@ -570,7 +570,7 @@ async def membership(node: Node, stage: Stage, state: ServerState, message: Mess
         return await lost(node, stage, state, message.src)
     introduced(state, message)
     if state.word != NEXT:
-        await welcome(node, stage, state, message.src)
+        await admit(node, stage, state, message.src)
     return False
 
 
@@ -612,36 +612,36 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     state.buffer = [push for push in state.buffer if push.worker != rank]
     if not state.buffer or len(state.buffer) < state.quorum:
         return False
-    await node.compute(partial(merge, stage, state, None), work=1, kind="apply")
+    await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
-async def welcome(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
+async def admit(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
     """Let a newcomer take part, from this model on."""
     tally = state.tally
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
-    tally.come(rank)
+    tally.join(rank)
     state.quorum, state.pulls[rank] = stage.quorum_of(tally.present), stage.tag("pull", state.lives[rank])
     tally.now_s = node.now
     messages = rule_of(stage).messages()
     messages.changed(stage, state, rank)
     stage.link.gave(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
-    applied, what = (tally.version, tally.steps, tally.samples), orders_of(stage, state, rank)
+    applied, what = (tally.version, tally.steps, tally.samples), assignment_of(stage, state, rank)
     held, (rounds, done) = [push.steps for push in state.buffer if push.worker == rank], tally.done_by(rank)
     pushed = rounds + len(held), done + sum(held)
-    greeting = Welcome(GO, 0, stage.index, *applied, *pushed, planned, *what)
-    body = messages.greeting(stage, state)
-    await node.send(rank, welcomed(state.lives[rank]), body, (*greeting, *away(stage, tally.gone)))
+    admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *what)
+    body = messages.admission_payload(stage, state)
+    await node.send(rank, admission_tag(state.lives[rank]), body, (*admission, *away(stage, tally.gone)))
     if rows is not None:
         await node.send(rank, PLANNED, rows)
 
 
-async def close_doors(node: Node, state: ServerState, end_ns: int) -> None:
+async def reject_late_joins(node: Node, state: ServerState, end_ns: int) -> None:
     """At the server, once nobody else is to be answered: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.newcomers:
-            await node.send(rank, welcomed(state.lives[rank]), None, Welcome(STOP, end_ns))
+            await node.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, end_ns))
         state.newcomers = ()
         message = await node.recv(JOIN, LOST)
         if message.tag == JOIN:
@@ -651,7 +651,7 @@ async def close_doors(node: Node, state: ServerState, end_ns: int) -> None:
 async def gather(node: Node, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
     """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
     stage, tally, heard = stages[index], state.tally, set[int]()
-    state.newcomers, state.called, state.ahead, state.buffer = (), (), None, []
+    state.newcomers, state.flush_requested, state.ahead, state.buffer = (), (), None, []
     for rank in stage.workers:
         state.ends.forget(rank)
         if rank in tally.waiting:
@@ -666,30 +666,30 @@ async def gather(node: Node, stages: Sequence[Stage], index: int, state: ServerS
     return index, state
 
 
-async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = None) -> tuple[int, WorkerState] | None:
+async def join(node: Node, stages: Sequence[Stage], kept: WorkerState | None = None) -> tuple[int, WorkerState] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
     is over. `kept`: what it was in a checkpoint."""
     life = int(float(node.now_ns))
     await node.send(stages[0].server, JOIN, None, (life,))
-    message = await node.recv(welcomed(life))
-    greeting = parsed(Welcome, message.meta)
-    if greeting.word == STOP:
-        node.ledger.close(greeting.end_ns)
+    message = await node.recv(admission_tag(life))
+    admission = parsed(Admission, message.meta)
+    if admission.word == STOP:
+        node.ledger.close(admission.end_ns)
         return None
     params, moments = stages[0].trainer.init()
     state = WorkerState(params, moments if kept is None else kept.moments)
-    state.steps, state.samples = greeting.steps, greeting.samples
-    if greeting.planned:
-        state.assigned = greeting.planned, (await node.recv(PLANNED)).body
+    state.steps, state.samples = admission.steps, admission.samples
+    if admission.planned:
+        state.assigned = admission.planned, (await node.recv(PLANNED)).body
         stages = reassigned(stages, *state.assigned)
-    stage, state.life, state.away = stages[greeting.stage], life, as_members(message.meta[WELCOME:])
+    stage, state.life, state.away = stages[admission.stage], life, as_members(message.meta[ADMISSION_FIELDS:])
     state.enter(stage, node.rank)
     if kept is not None:
         state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
     if message.body is not None:
-        rule_of(stage).messages().greeted(state, message.body, kept)
-    state.follow(greeting)
-    state.round, state.step = greeting.rounds, greeting.done
+        rule_of(stage).messages().apply_admission(state, message.body, kept)
+    state.follow(admission)
+    state.round, state.step = admission.rounds, admission.done
     state.drawn = state.step * state.batch
     return stage.index, state
 
@@ -699,17 +699,17 @@ async def come(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
 # How a parameter server ends a stage: what is under way is called in or dropped, and every worker is answered.
 
 
-async def call_in(node: Node, stage: Stage, state: ServerState) -> None:
+async def flush_pending(node: Node, stage: Stage, state: ServerState) -> None:
     """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
     tally = state.tally
     applied = (tally.version, tally.steps, tally.samples)
-    for rank in sorted(set(tally.waiting) - set(state.called)) if stage.delayed else ():
-        state.called += (rank,)
+    for rank in sorted(set(tally.waiting) - set(state.flush_requested)) if stage.delayed else ():
+        state.flush_requested += (rank,)
         staleness, late = tally.answer(rank)
         await node.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
 
 
-async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_ns: int | None = None) -> None:
+async def finish_stage(node: Node, stage: Stage, state: ServerState, word: int, end_ns: int | None = None) -> None:
     """Tell every worker that the stage ended now, or then. What came before and was not merged is dropped."""
     tally, end_ns = state.tally, within(stage, node.now_ns) if end_ns is None else end_ns
     tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
@@ -737,7 +737,7 @@ async def dismiss(node: Node, stage: Stage, state: ServerState, word: int, end_n
         await node.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
     if word == STOP:
         if stage.joins and node.rank == stage.server:
-            node.spawn(close_doors(node, state, end_ns))
+            node.spawn(reject_late_joins(node, state, end_ns))
         node.ledger.close(end_ns)
 
 
@@ -938,8 +938,8 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
     del state.slices[number]
     members.sort(key=attrgetter("worker"))
     weights = stage.doing(state.workers).weights_of(members, state.tally.gone)
-    annealed = cast("ServerRule", stage.sync).anneal(state.rule_state)
-    lr = stage.trainer.rate(state.tally.samples - state.counted) * annealed
+    scale = cast("ServerRule", stage.sync).lr_scale(state.rule_state)
+    lr = stage.trainer.rate(state.tally.samples - state.counted) * scale
     step_on(stage, state, number, stage.aggregate.fold(members, weights), lr)
 
 
@@ -1148,7 +1148,7 @@ async def merge_fragment_push(node: Node, stage: Stage, state: ServerState, mess
     k = state.version % len(stage.fragments)
     part, fragment, held = fragment_state(stage, state, state.version)
     state.params, state.outer_state, state.ends = held.params, outers[k], held.ends
-    changed = await merged(node, part, state, message)
+    changed = await merge_push(node, part, state, message)
     outers[k] = state.outer_state
     state.params = fragment.put(model, state.params) if changed else model
     state.outer_state, state.ends = tuple(outers), ends

@@ -26,11 +26,11 @@ from ashl.stage.stage import CHURN, GO, STOP, Loop, Members, Network, Rule, Stag
 from ashl.stage.tally import FAILURE, RUN_END, Tally
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState
-from ashl.topology.ending import leave, record_end, verdict, within
+from ashl.topology.ending import leave, record_end, stop_decision, within
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.members import as_members, as_numbers, away
-from ashl.topology.parameter_server import check_left, welcomed
+from ashl.topology.parameter_server import admission_tag, check_left
 
 Done = tuple[int, int]  # (steps, samples)
 PER_NODE = 4  # workers of a machine where nobody says
@@ -68,15 +68,15 @@ class PartialAllReduce(Topology):
             return MakerState(tally, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
         return Replica(*stage.trainer.init())
 
-    async def come(
+    async def join(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Replica | MakerState] | None:
         if kept is None:
-            return await come(node, stages, Replica(*stages[0].trainer.init()))
+            return await join(node, stages, Replica(*stages[0].trainer.init()))
         index, state = kept
         if node.rank == stages[0].home:
             return await gather(node, stages, index, state)
-        return await come(node, stages, state, kept=True)
+        return await join(node, stages, state, kept=True)
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
         """The machine of each worker."""
@@ -117,7 +117,7 @@ class MakerState(CoordinatorState):
     again: dict[int, int] = field(default_factory=dict)  # how often each worker that was lost had been by then
     yet: dict[int, set[int]] = field(default_factory=dict)  # by group that runs: who is to say what came of it
     broken: dict[int, set[int]] = field(default_factory=dict)  # ... and whose average has come to nothing
-    heirs: dict[int, int] = field(default_factory=dict)  # who has come and has no model yet, and who gives it its own
+    donor_of: dict[int, int] = field(default_factory=dict)  # by joining worker: the donor of its model
 
     def enter(self, stage: Stage, now_s: float) -> None:
         if self.entered == stage.index:
@@ -141,7 +141,7 @@ class GroupReply(NamedTuple):
     tick: float  # of the evaluation that wants its model
     end_ns: float  # of the stage, without members
     epoch: float = 0  # of the group
-    heir: float = -1  # who has come, and is to have its model
+    joiner: float = -1  # who has come, and is to have its model
     life: float = 0  # ... of the heir
     size: float = 0  # how many numbers say who the members are
 
@@ -183,8 +183,8 @@ async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[Gr
             team = await anew(node, stage, reply.group)
             result = await averaged(node, state.params, body, team, bool(reply.common))
         state.params, state.samples = result, int(reply.samples)
-        if reply.heir >= 0:
-            await node.send(int(reply.heir), model_for(int(reply.life)), state.params)
+        if reply.joiner >= 0:
+            await node.send(int(reply.joiner), model_for(int(reply.life)), state.params)
         if len(members) > 1 and (node.rank == members[0] or stage.elastic):
             await node.send(stage.home, stage.tag("done"), meta=(reply.group,))
         while reply.word == GO and state.tick < reply.tick:  # its model now is what it was at each of them
@@ -223,12 +223,12 @@ async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
             state.word, reason = STOP, "seconds"
             break
         hear(node, stage, state, message)
-        state.word, reason = verdict(node, stage, tally)
+        state.word, reason = stop_decision(node, stage, tally)
         if state.word != GO:
             ahead = message  # judged before anybody may go on
             break
         await take_in(node, stage, state, message)
-        state.word, reason = verdict(node, stage, tally)
+        state.word, reason = stop_decision(node, stage, tally)
     if state.word == STOP:
         node.mark(stage.index, None)
     await drain(node, stage, state, ahead)
@@ -264,7 +264,7 @@ async def take_in(node: Node, stage: Stage, state: MakerState, message: Message 
     elif message.tag[0] != "ask":
         started = []
     else:
-        state.heirs.pop(message.src, None)
+        state.donor_of.pop(message.src, None)
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
         started = generator.request(state.groups, rule, message.src, now_ns)
     for group in started:  # grows while it is read
@@ -291,8 +291,8 @@ async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work:
         behind = tally.fastest - tally.clocks[member]
         of = (state.word, group.id, applied, behind, common, state.ticks, tally.end_ns, state.losses)
         reply = GroupReply(*of, size=len(numbers))
-        if state.heirs and state.word == GO:
-            reply = await inherited(node, stage, state, member, reply)
+        if state.donor_of and state.word == GO:
+            reply = await assign_joiner(node, stage, state, member, reply)
         tag = stage.tag("group", state.lives.get(member, 0))
         await node.send(member, tag, lives_of(state, group.members), (*reply, *numbers, *gone))
 
@@ -336,8 +336,8 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
         for worker, (steps, _) in state.asked.items():
             tally.drop(worker, steps, RUN_END)
     generator.close(state.groups)
-    for heir in unserved(state):
-        await take_in(node, stage, state, heir)
+    for joiner in joiners_without_donor(state):
+        await take_in(node, stage, state, joiner)
     away = {*await let_go(node, stage, state)}
     while len(away | tally.gone) < stage.num_workers:
         heard = message is not None
@@ -353,16 +353,16 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
         away.update(await let_go(node, stage, state))
     if not last:
         tally.end_ns = within(stage, node.now_ns)
-        await dismiss(node, stage, state, [worker for worker in stage.workers if worker not in tally.gone])
+        await release_workers(node, stage, state, [worker for worker in stage.workers if worker not in tally.gone])
     elif stage.joins:
-        node.spawn(close_doors(node, state))
+        node.spawn(reject_late_joins(node, state))
 
 
 async def let_go(node: Node, stage: Stage, state: MakerState) -> list[int]:
     """Those who are expected in no group any more: under STOP they leave, under NEXT their work counts first."""
     idle = generator.dismissed(state.groups)
     if state.word == STOP:
-        await dismiss(node, stage, state, idle)
+        await release_workers(node, stage, state, idle)
         return idle
     for worker in idle:
         if (work := state.asked.pop(worker))[0]:
@@ -371,7 +371,7 @@ async def let_go(node: Node, stage: Stage, state: MakerState) -> list[int]:
     return idle
 
 
-async def dismiss(node: Node, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
+async def release_workers(node: Node, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
     """These workers may leave the stage."""
     for worker in workers:
         reply = GroupReply(state.word, -1, state.tally.samples, 0, False, state.ticks, state.tally.end_ns)
@@ -411,7 +411,7 @@ class Admission(NamedTuple):
     word: float  # GO; STOP where the run is over
     end_ns: float  # of the run, with STOP
     stage: float = 0.0
-    giver: float = NOBODY  # who sends its model
+    state_donor: float = NOBODY  # who sends its model
     samples: float = 0.0
     rounds: float = 0.0  # its own, applied or dropped
     done: float = 0.0  # ... of the steps
@@ -453,29 +453,31 @@ async def changed(node: Node, stage: Stage, state: MakerState, message: Message)
         state.again[rank] = int(message.meta[0]) + 1
         started = lost(node, stage, state, rank)
     else:
-        state.heirs[rank], state.lives[rank] = NOBODY, int(message.meta[0])
+        state.donor_of[rank], state.lives[rank] = NOBODY, int(message.meta[0])
         if rank not in state.tally.gone and state.word != GO:  # nobody will give it a model in this stage any more
             started = without(node, stage, state, rank)
-    if state.word == GO and not {*stage.workers} - state.tally.gone - state.heirs.keys():  # nobody has one
-        for heir in [heir for heir, giver in state.heirs.items() if giver == NOBODY]:
-            await admit(node, stage, state, heir, NOBODY)
-            del state.heirs[heir]
+    if state.word == GO and not {*stage.workers} - state.tally.gone - state.donor_of.keys():  # nobody has one
+        for joiner in [joiner for joiner, state_donor in state.donor_of.items() if state_donor == NOBODY]:
+            await admit(node, stage, state, joiner, NOBODY)
+            del state.donor_of[joiner]
     return started
 
 
-def unserved(state: MakerState) -> list[Message]:
+def joiners_without_donor(state: MakerState) -> list[Message]:
     """Newcomers of a stage that is over, who will have no model in it: as if they came now."""
-    waiting = [rank for rank, giver in state.heirs.items() if giver == NOBODY and rank not in state.tally.gone]
+    waiting = [
+        rank for rank, state_donor in state.donor_of.items() if state_donor == NOBODY and rank not in state.tally.gone
+    ]
     return [Message(rank, JOIN, None, (state.lives[rank],), 0) for rank in waiting]
 
 
 def lost(node: Node, stage: Stage, state: MakerState, rank: int) -> list[Group]:
     tally = state.tally
-    state.heirs.pop(rank, None)  # whom it was to give its model hears of it, too, and asks again
+    state.donor_of.pop(rank, None)  # whom it was to give its model hears of it, too, and asks again
     if rank in tally.gone:
         return []
     started = without(node, stage, state, rank)
-    check_left(node, stage, rank, tally.present + len(tally.gone.intersection(state.heirs)))
+    check_left(node, stage, rank, tally.present + len(tally.gone.intersection(state.donor_of)))
     return started
 
 
@@ -537,32 +539,32 @@ async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> l
     return generator.done(state.groups, cast("GroupRule", stage.sync), ended, node.now_ns)
 
 
-async def inherited(node: Node, stage: Stage, state: MakerState, giver: int, reply: GroupReply) -> GroupReply:
+async def assign_joiner(node: Node, stage: Stage, state: MakerState, state_donor: int, reply: GroupReply) -> GroupReply:
     """The reply to a worker, with the newcomer that is to have its model, where one waits for it."""
-    heir = next((rank for rank, named in state.heirs.items() if named == NOBODY and rank != giver), None)
-    if heir is None or giver in state.heirs:
+    joiner = next((rank for rank, named in state.donor_of.items() if named == NOBODY and rank != state_donor), None)
+    if joiner is None or state_donor in state.donor_of:
         return reply
-    state.heirs[heir] = giver
-    await admit(node, stage, state, heir, giver)
-    return reply._replace(heir=heir, life=state.lives[heir])
+    state.donor_of[joiner] = state_donor
+    await admit(node, stage, state, joiner, state_donor)
+    return reply._replace(joiner=joiner, life=state.lives[joiner])
 
 
-async def admit(node: Node, stage: Stage, state: MakerState, heir: int, giver: int) -> None:
+async def admit(node: Node, stage: Stage, state: MakerState, joiner: int, state_donor: int) -> None:
     """A newcomer takes part from now on, with the model of this worker; with nobody's, the first one."""
     tally = state.tally
-    if heir in tally.gone:
-        tally.come(heir)
-        generator.come(state.groups, heir)
-        state.last[heir] = OWN - heir
-    admission = Admission(GO, 0, stage.index, giver, tally.samples, *tally.done_by(heir), state.ticks)
-    await node.send(heir, welcomed(state.lives[heir]), None, admission)
+    if joiner in tally.gone:
+        tally.join(joiner)
+        generator.join(state.groups, joiner)
+        state.last[joiner] = OWN - joiner
+    admission = Admission(GO, 0, stage.index, state_donor, tally.samples, *tally.done_by(joiner), state.ticks)
+    await node.send(joiner, admission_tag(state.lives[joiner]), None, admission)
 
 
 async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerState) -> tuple[int, MakerState]:
     """From a checkpoint: nothing is on its way, and all workers come anew, as they were."""
     stage, tally, came = stages[index], state.tally, dict[int, Message]()
     generator.reopen(state.groups)
-    state.asked, state.running, state.yet, state.broken, state.heirs = {}, {}, {}, {}, {}
+    state.asked, state.running, state.yet, state.broken, state.donor_of = {}, {}, {}, {}, {}
     state.last = [OWN - rank for rank in stage.workers]
     while len(came) < stage.num_workers:
         message = await node.recv(JOIN)
@@ -573,23 +575,23 @@ async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerSt
         more = steps - before
         tally.take_back(rank, counted - rounds, -more, -more * stage.worker(rank).batch)
         tally.lose(rank)
-        tally.come(rank)
+        tally.join(rank)
         state.lives[rank] = life
     for rank in stage.workers:
         admission = Admission(GO, 0, stage.index, NOBODY, tally.samples, tick=state.ticks)
-        await node.send(rank, welcomed(state.lives[rank]), None, admission)
+        await node.send(rank, admission_tag(state.lives[rank]), None, admission)
     return index, state
 
 
-async def close_doors(node: Node, state: MakerState) -> None:
+async def reject_late_joins(node: Node, state: MakerState) -> None:
     """Once all others are let go: whoever has come, or comes, learns that the run is over."""
     while True:
-        for rank in state.heirs:
-            await node.send(rank, welcomed(state.lives[rank]), None, Admission(STOP, state.tally.end_ns))
-        state.heirs.clear()
+        for rank in state.donor_of:
+            await node.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, state.tally.end_ns))
+        state.donor_of.clear()
         message = await node.recv(JOIN, LOST)
         if message.tag == JOIN:
-            state.heirs[message.src], state.lives[message.src] = NOBODY, int(message.meta[0])
+            state.donor_of[message.src], state.lives[message.src] = NOBODY, int(message.meta[0])
 
 
 # --- at a worker
@@ -603,7 +605,7 @@ async def anew(node: Node, stage: Stage, number: float) -> Team:
     return Team(as_members(left), int(epoch), lives_in(message))
 
 
-async def come(node: Node, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:
+async def join(node: Node, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
     is over. `kept`: all come, and this is its state from a checkpoint."""
     done = (state.round, state.step) if kept else ()
@@ -612,13 +614,13 @@ async def come(node: Node, stages: Sequence[Stage], state: Replica, kept: bool =
             pass  # what was before is of no concern
         state.life = int(float(node.now_ns)) + (state.life == node.now_ns)
         await node.send(stages[0].home, JOIN, None, (state.life, *done))
-        admission = Admission(*(await node.recv(welcomed(state.life), src=stages[0].home)).meta)
+        admission = Admission(*(await node.recv(admission_tag(state.life), src=stages[0].home)).meta)
         if admission.word == STOP:
             node.ledger.close(int(admission.end_ns))
             return None
-        if admission.giver == NOBODY:
+        if admission.state_donor == NOBODY:
             break
-        message = await node.recv(model_for(state.life), LOST, src=int(admission.giver))
+        message = await node.recv(model_for(state.life), LOST, src=int(admission.state_donor))
         if message.tag != LOST:
             state.params = message.body
             break

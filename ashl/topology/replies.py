@@ -4,7 +4,7 @@ from functools import cache
 from typing import NamedTuple, TypeVar, get_type_hints
 
 
-class Orders(NamedTuple):
+class Assignment(NamedTuple):
     """What a worker that goes on does next; None = as planned."""
 
     local_steps: int | None = None  # H
@@ -13,7 +13,7 @@ class Orders(NamedTuple):
     batch: int = 0  # 0 = as before
 
 
-AS_PLANNED = Orders()
+AS_PLANNED = Assignment()
 
 
 class Pull(NamedTuple):
@@ -32,10 +32,10 @@ class Pull(NamedTuple):
     batch: int = 0  # 0 = as before
 
 
-PULL = len(Pull._fields)
+PULL_FIELDS = len(Pull._fields)
 
 
-class Welcome(NamedTuple):
+class Admission(NamedTuple):
     """What a newcomer receives beside the model."""
 
     word: int  # GO; STOP where the run is over
@@ -53,7 +53,7 @@ class Welcome(NamedTuple):
     batch: int = 0
 
 
-WELCOME = len(Welcome._fields)
+ADMISSION_FIELDS = len(Admission._fields)
 Head = TypeVar("Head", bound=NamedTuple)
 
 

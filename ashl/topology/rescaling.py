@@ -21,7 +21,7 @@ from ashl.stage.tally import Progress, Tally
 from ashl.topology import all_reduce
 from ashl.topology.all_reduce import Ahead, PeerState
 from ashl.topology.local_work import WorkerState
-from ashl.topology.parameter_server import ServerRule, ServerState, orders_of, rule_of
+from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of, rule_of
 
 
 def rescaled(stage: Stage, state: ServerState | PeerState, now_s: float) -> list[WorkerState | ServerState]:
@@ -41,7 +41,7 @@ def by_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerSta
     for rank in stage.workers:
         state = WorkerState(before.params, stage.trainer.moments())
         begin(stage, rank, state, tally)
-        state.local_steps, state.ratio, state.interval_s, batch = orders_of(stage, server, rank)
+        state.local_steps, state.ratio, state.interval_s, batch = assignment_of(stage, server, rank)
         state.batch = batch or state.batch
         if stage.topology.pull_ratio is not None:
             stage.link.gave(server.ends, rank, before.params)

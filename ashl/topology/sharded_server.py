@@ -37,25 +37,25 @@ from ashl.stage.link import Body, Ends
 from ashl.stage.program import reassigned
 from ashl.stage.stage import CHURN, CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
 from ashl.stage.tally import Tally
-from ashl.topology.ending import leave, record_end, verdict, within
+from ashl.topology.ending import leave, record_end, stop_decision, within
 from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
 from ashl.topology.members import as_members
 from ashl.topology.parameter_server import (
     PLANNED,
+    Admission,
     ServerRule,
     ServerState,
-    Welcome,
-    dismiss,
+    admission_tag,
+    admit,
+    apply_merge,
+    finish_stage,
     gather,
     membership,
-    merge,
-    receive,
+    on_push,
     reply,
     rule_of,
-    welcome,
-    welcomed,
 )
-from ashl.topology.replies import PULL, Pull, parsed
+from ashl.topology.replies import PULL_FIELDS, Pull, parsed
 
 
 @option
@@ -111,7 +111,7 @@ class ShardedServer(Topology):
         held = stage.fragments[node.rank - stage.server]
         return PieceState(held.of(params), moments_of(stage, node.rank), Tally(stage.num_workers))
 
-    async def come(
+    async def join(
         self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         assert kept is not None, "nobody comes while others run"
@@ -181,7 +181,7 @@ async def gathered(node: Node, stages: Sequence[Stage], index: int, state: Piece
     for rank in stages[index].workers:
         state.tally.lose(rank)
     for rank in stages[index].workers:
-        state.tally.come(rank)
+        state.tally.join(rank)
     return index, state
 
 
@@ -191,21 +191,21 @@ async def taken_up(node: Node, stages: Sequence[Stage], kept: ShardedWorker) -> 
     life, servers = int(float(node.now_ns)), all_servers(stages[0])
     for server in servers:
         await node.send(server, JOIN, None, (life,))
-    messages = [await node.recv(welcomed(life), src=server) for server in servers]
-    welcomes = [parsed(Welcome, message.meta) for message in messages]
+    messages = [await node.recv(admission_tag(life), src=server) for server in servers]
+    admissions = [parsed(Admission, message.meta) for message in messages]
     state = ShardedWorker(together([message.body for message in messages]), kept.moments)
-    if welcomes[0].planned:
-        state.assigned = welcomes[0].planned, (await node.recv(PLANNED, src=servers[0])).body
+    if admissions[0].planned:
+        state.assigned = admissions[0].planned, (await node.recv(PLANNED, src=servers[0])).body
         stages = reassigned(stages, *state.assigned)
-    stage = stages[welcomes[0].stage]
-    state.steps, state.samples, state.life = welcomes[0].steps, welcomes[0].samples, life
+    stage = stages[admissions[0].stage]
+    state.steps, state.samples, state.life = admissions[0].steps, admissions[0].samples, life
     state.enter(stage, node.rank)
-    state.follow(welcomes[0])
+    state.follow(admissions[0])
     both = zip(parts(stage), kept.piece_ends, strict=True)
     state.piece_ends, state.moments = [part.taken_up(ends, state.samples) for part, ends in both], kept.moments
-    state.versions = [one.version for one in welcomes]
+    state.versions = [one.version for one in admissions]
     state.version = min(state.versions)
-    state.round, state.step = welcomes[0].rounds, welcomes[0].done
+    state.round, state.step = admissions[0].rounds, admissions[0].done
     state.drawn = state.step * state.batch
     return stage.index, state
 
@@ -237,7 +237,7 @@ async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
             both = zip(answers, stage.fragments, strict=True)
             state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
         state.follow(reply)
-        state.versions, state.away = [one.version for one in replies], as_members(answers[0].meta[PULL:])
+        state.versions, state.away = [one.version for one in replies], as_members(answers[0].meta[PULL_FIELDS:])
         state.version = min(state.versions)
         if word != GO:
             leave(node, stage, word, max(reply.end_ns for reply in replies))
@@ -282,7 +282,7 @@ def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropp
 
 async def answer(node: Node, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:
     """Release the workers that may proceed."""
-    ranks = sorted(set(rule_of(stage).admit(state.rule_state, state.tally)) - set(without))
+    ranks = sorted(set(rule_of(stage).may_proceed(state.rule_state, state.tally)) - set(without))
     for rank in in_turn(ranks, node.rank - stage.server, stage.topology.servers, stage.answer_block):
         await reply(node, stage, state, rank)
 
@@ -308,7 +308,7 @@ async def first(node: Node, stage: Stage, state: PieceState) -> int:
     """At the server that counts and judges: merge and answer until the stage is over; returns the last word."""
     tally, push, others, stage = state.tally, stage.tag("push"), all_servers(stage)[1:], entered(node, stage, state)
     while state.newcomers:
-        await welcome(node, stage, state, state.newcomers[0])
+        await admit(node, stage, state, state.newcomers[0])
     while True:
         node.mark(stage.index, state)
         message = await node.recv(push, LOST, before_s=stage.judge.deadline_s)
@@ -316,12 +316,12 @@ async def first(node: Node, stage: Stage, state: PieceState) -> int:
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
-        take_in = receive if message.tag == push else membership
+        take_in = on_push if message.tag == push else membership
         if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
             for server in others:
                 await node.send(server, word_tag(stage), None, (tally.version, GO))
             node.snapshot(state.params, tick=tally.version if others else None, counts=tally.report())
-        word, reason = verdict(node, stage, tally)
+        word, reason = stop_decision(node, stage, tally)
         if word == STOP or state.word == GO:
             state.word, state.reason = word, reason
         if state.word == STOP or (state.word == NEXT and len(tally.waiting) == tally.present):
@@ -332,7 +332,7 @@ async def first(node: Node, stage: Stage, state: PieceState) -> int:
     end_ns = within(stage, node.now_ns)
     for server in others:
         await node.send(server, word_tag(stage), None, (tally.version, state.word, end_ns))
-    await dismiss(node, stage, state, state.word, end_ns)
+    await finish_stage(node, stage, state, state.word, end_ns)
     record_end(node, stage, tally, state.reason)
     return state.word
 
@@ -340,7 +340,7 @@ async def first(node: Node, stage: Stage, state: PieceState) -> int:
 async def merge_rest(node: Node, stage: Stage, state: ServerState) -> None:
     """Where another stage follows, what has come makes a merge, however little."""
     if state.word == NEXT and state.buffer:
-        await node.compute(partial(merge, stage, state, None), work=stage.push_share, kind="apply")
+        await node.compute(partial(apply_merge, stage, state, None), work=stage.push_share, kind="apply")
 
 
 def followed(state: PieceState) -> bool:
@@ -356,7 +356,7 @@ async def other(node: Node, stage: Stage, state: PieceState) -> int:
     """At the others: merge and answer, until the first one says that the stage is over; returns the last word."""
     tally, push, stage = state.tally, stage.tag("push"), entered(node, stage, state)
     while state.newcomers:
-        await welcome(node, stage, state, state.newcomers[0])
+        await admit(node, stage, state, state.newcomers[0])
     while not followed(state):
         node.mark(stage.index, state)
         message: Message = await node.recv(push, word_tag(stage), LOST)
@@ -365,7 +365,7 @@ async def other(node: Node, stage: Stage, state: PieceState) -> int:
             state.leaving.append(message.src)
             tally.arrive(message.src, 0, late=True)
         elif message.tag in (push, LOST):
-            if await (receive if message.tag == push else membership)(node, stage, state, message):
+            if await (on_push if message.tag == push else membership)(node, stage, state, message):
                 state.kept[tally.version] = state.params
                 state.kept.pop(tally.version - 2 * stage.num_workers, None)  # nobody is further behind
         elif message.meta[1] == GO:
@@ -384,5 +384,5 @@ async def other(node: Node, stage: Stage, state: PieceState) -> int:
     await merge_rest(node, stage, state)
     if state.word == STOP:
         state.params = state.kept.get(version, state.params)
-    await dismiss(node, stage, state, state.word, end_ns)
+    await finish_stage(node, stage, state, state.word, end_ns)
     return state.word

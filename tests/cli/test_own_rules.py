@@ -32,14 +32,14 @@ class Raising(ServerRule):
     staleness: int
     local_steps: int
 
-    def admit(self, state, tally):
+    def may_proceed(self, state, tally):
         raise ValueError("not now")
 
 @option
 class Stranger(ServerRule):
     local_steps: int
 
-    def admit(self, state, tally):
+    def may_proceed(self, state, tally):
         return [99]
 """
 

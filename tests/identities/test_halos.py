@@ -8,7 +8,7 @@ import torch
 from ashl.errors import UsageError
 from ashl.planning.build import assemble
 from ashl.stage.tally import Tally
-from ashl.topology.halos import SummitState, climb
+from ashl.topology.halos import GlobalServerState, climb
 from tests.support import simulated
 
 BASE = ("optimizer.lr=0.02", "model.hidden=[8]", "sync=async_local_sgd", "sync.local_steps=2", "sync.max_delay=null")
@@ -42,7 +42,7 @@ def test_the_global_server_steps_as_its_rule_says() -> None:
     plan = tree("topology.lr=0.5", "topology.beta=0.25", "stop.steps=8", "runtime.gradients=false").plan
     stage = assemble(plan, "cpu").stages[0]
     one, two, three, four = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    state = SummitState(torch.zeros(5), (), Tally(4))
+    state = GlobalServerState(torch.zeros(5), (), Tally(4))
     for difference in (one, two, three, four):
         climb(stage, state, difference)
     first = 0.5 * (one + two)

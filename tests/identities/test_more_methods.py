@@ -108,7 +108,7 @@ def test_a_ringleader_steps_once_for_each_in_a_round():
     """Workers by the moment of their pushes; what one sends after its step counts for the next round."""
     table, stepped, used = Table().opened(range(3)), [], []
     for k, worker in enumerate([0, 0, 1, 2, 1, 0, 0, 2, 1, 1, 0]):
-        if table.take(pushed(worker, float(k))):
+        if table.add_push(pushed(worker, float(k))):
             used.append({rank: own.body / own.steps for rank, own in table.sums.items()})
             stepped.append(worker)
             table.due.remove(worker)

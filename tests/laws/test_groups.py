@@ -287,7 +287,7 @@ def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(awa
     rule = rule_of("smart", inter_intra=False)
     state = standing([0] * 4, 0, [9, 5, 3, 9], set())
     gg.lose(state, rule, away, 0)
-    gg.come(state, away)
+    gg.join(state, away)
     assert state.requests[away] == counts_as
     assert away in state.free(counts_as)
 

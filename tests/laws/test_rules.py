@@ -16,7 +16,7 @@ from ashl.stage.stage import Rule, Topology
 from ashl.stage.tally import Tally
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.parameter_server import BarrierRule, Orders, ParameterServer, ServerRule
+from ashl.topology.parameter_server import Assignment, BarrierRule, ParameterServer, ServerRule
 from tests.support import simulated
 from tests.swarm.drawn import bound, drawn_cluster, drawn_limits, run
 
@@ -47,16 +47,16 @@ def test_every_shipped_option_says_what_is_asked_for(group: str, name: str, file
 
 def test_a_misspelt_hook_is_refused_with_the_right_name(mine) -> None:
     class Steers(ServerRule):
-        def steers(self, stage: Any, state: Any, tally: Tally, rank: int) -> Orders:
-            return Orders(local_steps=1)
+        def next_assignments(self, stage: Any, state: Any, tally: Tally, rank: int) -> Assignment:
+            return Assignment(local_steps=1)
 
     with pytest.raises(
-        UsageError, match=r"sync names 'mine\.Steers', whose 'steers' nothing asks for; did you mean 'st"
+        UsageError, match=r"sync names 'mine\.Steers', whose 'next_assignments' nothing asks for; did you mean 'next_"
     ):
         made(mine, option(Steers), "sync")
 
 
-@pytest.mark.parametrize("name", ["quorom", "observes", "aneal", "averges", "extra"])
+@pytest.mark.parametrize("name", ["quorom", "observes", "lr_scal", "averges", "extra"])
 def test_nothing_that_a_rule_says_is_ignored(name: str, mine) -> None:
     cls = type("Mine", (ServerRule,), {name: lambda self: 1})
     with pytest.raises(UsageError, match=f"{name!r} nothing asks for"):
@@ -64,8 +64,8 @@ def test_nothing_that_a_rule_says_is_ignored(name: str, mine) -> None:
 
 
 def test_a_hook_that_is_misspelt_in_a_mixin_is_refused(mine) -> None:
-    mixin = type("Mixin", (), {"steers": lambda self: None})
-    with pytest.raises(UsageError, match="'steers' nothing asks for; did you mean 'steer'"):
+    mixin = type("Mixin", (), {"next_assignments": lambda self: None})
+    with pytest.raises(UsageError, match="'next_assignments' nothing asks for; did you mean 'next_assignment'"):
         made(mine, option(type("Mine", (mixin, ServerRule), {})), "sync")
 
 
@@ -89,10 +89,10 @@ def test_what_cannot_be_asked_is_no_hook(hook: Any, mine) -> None:
 
 def test_nobody_awaits_an_answer(mine) -> None:
     class Mine(ServerRule):
-        async def admit(self, state: Any, tally: Tally) -> Any:  # type: ignore[override]
+        async def may_proceed(self, state: Any, tally: Tally) -> Any:  # type: ignore[override]
             return tally.waiting
 
-    with pytest.raises(UsageError, match="'admit' cannot be asked"):
+    with pytest.raises(UsageError, match="'may_proceed' cannot be asked"):
         made(mine, option(Mine), "sync")
 
 
@@ -166,14 +166,14 @@ def test_a_field_in_place_of_a_class_variable_is_required(mine) -> None:
 class AsksTwice(SSP):
     """As SSP; what it is asked first, it forgets."""
 
-    def admit(self, state: Any, tally: Tally) -> list[int]:
+    def may_proceed(self, state: Any, tally: Tally) -> list[int]:
         tally.behind()
         tally.within(self.staleness)
-        return super().admit(state, tally)
+        return super().may_proceed(state, tally)
 
 
 class BarrierTwice(BarrierRule):
-    def admit(self, state: Any, tally: Tally) -> Any:
+    def may_proceed(self, state: Any, tally: Tally) -> Any:
         return [rank for rank in tally.behind() if rank in tally.behind() and tally.waiting]
 
 

@@ -133,11 +133,11 @@ def test_dssp_grants_nothing_to_a_push_that_came_too_late():
     tally.arrive(1, 0, False)
     tally.latest = 1
     granted = Controller([], [], granted=True)
-    assert rule.admit(granted, tally) == [1]
+    assert rule.may_proceed(granted, tally) == [1]
     tally.release(1)
     tally.arrive(2, 5, True)
     tally.latest = 2
-    assert rule.admit(granted, tally) == []
+    assert rule.may_proceed(granted, tally) == []
 
 
 def test_dssp_grants_what_waits_least():

@@ -109,20 +109,20 @@ def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
 
 def test_a_round_goes_on_without_the_one_that_it_waited_for() -> None:
     table = Table().opened(range(3))
-    assert not any(table.take(pushed(rank, 1.0)) for rank in (0, 1, 0))
+    assert not any(table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 0))
     assert table.forget(2) == []
-    assert table.take(pushed(1, 3.0)), "the next push of any other makes the step"
+    assert table.add_push(pushed(1, 3.0)), "the next push of any other makes the step"
     assert {rank: own.body / own.steps for rank, own in table.sums.items()} == {0: 1.0, 1: 2.0}
     assert table.stepped == 1
 
 
 def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
     table = Table().opened(range(3))
-    assert [table.take(pushed(rank, 1.0)) for rank in (0, 1, 2)] == [False, False, True]
+    assert [table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 2)] == [False, False, True]
     table.due.remove(2)
-    assert table.take(pushed(1, 2.0))
+    assert table.add_push(pushed(1, 2.0))
     table.due.remove(1)
-    assert not table.take(pushed(1, 5.0)), "for the next round"
+    assert not table.add_push(pushed(1, 5.0)), "for the next round"
     assert table.forget(0) == [], "what it sent was in two steps"
     assert not table.due
     table = table.opened([1, 2])
@@ -132,10 +132,10 @@ def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
 
 def test_who_comes_has_its_first_step_in_the_round_after() -> None:
     table = Table().opened([0, 1])
-    assert [table.take(pushed(rank, 1.0)) for rank in (2, 0, 2, 1)] == [False, False, False, True]
+    assert [table.add_push(pushed(rank, 1.0)) for rank in (2, 0, 2, 1)] == [False, False, False, True]
     assert table.sums.keys() == {0, 1}
     table.due.remove(1)
-    assert table.take(pushed(0, 1.0))
+    assert table.add_push(pushed(0, 1.0))
     table = table.opened(range(3))
     assert (table.sums[2].steps, table.missing) == (2, {0, 1})
 
@@ -144,7 +144,7 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: p
     """To the bit, by a list of what came and of who left: every gradient is in the model, or waits, or is dropped."""
     mode = ("sync=ringleader", "aggregate=uniform", "optimizer.momentum=0.9", "stop.steps=80")
     plan = with_events(planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93))
-    came, take, changed = list[tuple[int, Tensor | None]](), Table.take, Gradients.changed
+    came, take, changed = list[tuple[int, Tensor | None]](), Table.add_push, Gradients.changed
 
     def taking(table: Table, push: Push) -> bool:
         came.append((push.worker, push.body))
@@ -154,7 +154,7 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: p
         came.append((rank, None))
         changed(messages, stage, state, rank)
 
-    monkeypatch.setattr(Table, "take", taking)
+    monkeypatch.setattr(Table, "add_push", taking)
     monkeypatch.setattr(Gradients, "changed", changing)
     ran = run(plan)
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
@@ -193,18 +193,18 @@ def gradients(*parts: tuple[float, int]) -> float:
 
 def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
     epoch = Epoch(None, {0, 1, 2}, 5)
-    assert epoch.take(0, 1.0, 10)
-    assert epoch.take(1, 4.0, 20)
+    assert epoch.add_gradient(0, 1.0, 10)
+    assert epoch.add_gradient(1, 4.0, 20)
     epoch.settle()
     assert epoch.gathers
     epoch.owing.discard(2)
     epoch.settle()
     assert (epoch.gathers, epoch.gradient) == (False, gradients((1.0, 10), (4.0, 20))), "it is lost"
     epoch.owing |= {0, 2}
-    assert epoch.take(2, 7.0, 30)
+    assert epoch.add_gradient(2, 7.0, 30)
     assert epoch.gradient == pytest.approx(gradients((1.0, 10), (4.0, 20), (7.0, 30))), "... and comes back"
     before = epoch.gradient
-    assert not epoch.take(0, 1.0, 10), "who had sent it before"
+    assert not epoch.add_gradient(0, 1.0, 10), "who had sent it before"
     assert (epoch.gradient, epoch.owing) == (before, set())
 
 

@@ -89,7 +89,7 @@ class Alone:
         sets = [[codec.selected(source, 1 / n)] for source in sources]
         for place in reversed(range(n)):
             for child in family(place, n)[1]:
-                sets[place].append(codec.merged(sets[place][-1], codec.written_few(sets[child][-1], d), d))
+                sets[place].append(codec.merge_few(sets[place][-1], codec.written_few(sets[child][-1], d), d))
         few = sets[0][-1]
         finals = {0: Final(few, np.ones(few.places.size, bool))}
         for place in range(n):

@@ -8,7 +8,7 @@ import torch
 
 from ashl.planning.build import assemble
 from ashl.topology import sharded_server
-from ashl.topology.parameter_server import receive
+from ashl.topology.parameter_server import on_push
 from ashl.topology.sharded_server import ShardedServer
 from tests.support import planned, simulated
 from tests.support import run as play
@@ -59,11 +59,11 @@ def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypa
     seen: dict[tuple[int, int], torch.Tensor] = {}
 
     async def noted(node, stage, state, message) -> bool:
-        merged = await receive(node, stage, state, message)
+        merged = await on_push(node, stage, state, message)
         seen[node.rank, state.tally.version] = state.params
         return merged
 
-    monkeypatch.setattr(sharded_server, "receive", noted)
+    monkeypatch.setattr(sharded_server, "on_push", noted)
     links = ("cluster.bandwidth_mbit_s=200", "cluster.server_bandwidth_mbit_s=null", "cluster.latency_s=0.02")
     uneven = ("cluster.compute=[1,1,1,2,3,1]", "cluster.step_s=0.004")
     ran = several("topology.servers=2", "sync=asp", *links, *uneven, "stop.steps=60")
