@@ -139,7 +139,9 @@ def _topologies(name: str) -> str:
 
     rule = found(name, "sync", (name.partition(".")[0],))
     return ", ".join(
-        topology for topology, kind in TOPOLOGIES.items() if isinstance(rule, type) and issubclass(rule, kind.asks)
+        topology
+        for topology, kind in TOPOLOGIES.items()
+        if isinstance(rule, type) and issubclass(rule, kind.policy_type)
     )
 
 

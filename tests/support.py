@@ -120,7 +120,7 @@ def flat(record: Record) -> dict[str, Any]:
 def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Callable:
     """What all ranks play, with what befalls the cluster."""
     play = partial(program, stages=stages)
-    if cluster.befalls:
+    if cluster.fault_kinds:
         Churn(sim, cluster, seed, stages[0].min_workers, partial(hearing, stages), play)
     return play
 

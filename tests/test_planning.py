@@ -133,7 +133,7 @@ def test_what_a_given_plan_says_is_checked_as_well(line: str, change: dict, says
 
 
 def test_a_topology_that_carries_no_pulls_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParameterServer, "carries", ParameterServer.carries - {PULLS})
+    monkeypatch.setattr(ParameterServer, "supports", ParameterServer.supports - {PULLS})
     with pytest.raises(UsageError, match="topology=parameter_server has no compressed pulls"):
         planned(*overrides("compression=topk", "topology.pull_ratio=0.1"))
 

@@ -113,20 +113,20 @@ class Cluster:
         return self.link or (1.0,) * len(self.compute)
 
     @property
-    def befalls(self) -> list[str]:
+    def fault_kinds(self) -> list[str]:
         """What happens to its workers beside other factors, by name."""
         named = {name for event in self.events for name in event.what} | ({"churn"} if self.churn else set())
         return [name for name in (*BEFALLS, "churn") if name in named]
 
     @property
-    def loses(self) -> bool:
+    def workers_fail(self) -> bool:
         """Whether workers may be lost."""
-        return bool({FAIL, "churn"} & set(self.befalls))
+        return bool({FAIL, "churn"} & set(self.fault_kinds))
 
     @property
-    def joins(self) -> bool:
+    def workers_rejoin(self) -> bool:
         """Whether workers come while others run."""
-        return bool({REJOIN, "churn"} & set(self.befalls))
+        return bool({REJOIN, "churn"} & set(self.fault_kinds))
 
     def jitter_of(self, worker: int) -> float:
         """Relative standard deviation of its step times."""
@@ -157,7 +157,7 @@ class Cluster:
     def missing(self) -> list[str]:
         """The costs that exact virtual time needs and nobody declared. A missing cost is an error, never zero."""
         names = [name for name in ("step_s", "compress_s", "server_step_s") if getattr(self, name) is None]
-        if self.detect_s is None and self.loses:
+        if self.detect_s is None and self.workers_fail:
             names.append("detect_s")
         if self.exchange_s is None:
             names += [name for name in ("bandwidth_mbit_s", "latency_s") if getattr(self, name) is None]
@@ -288,9 +288,9 @@ class RealCluster:
 
     paced: ClassVar[bool] = False
     node: ClassVar[tuple[int, ...] | None] = None  # nothing is known of machines
-    befalls: ClassVar[tuple[str, ...]] = ()
-    loses: ClassVar[bool] = False
-    joins: ClassVar[bool] = False
+    fault_kinds: ClassVar[tuple[str, ...]] = ()
+    workers_fail: ClassVar[bool] = False
+    workers_rejoin: ClassVar[bool] = False
     num_workers: Count | None
     hosts: tuple[Annotated[str, Field(min_length=1)], ...] | None
     server_host: Annotated[str, Field(min_length=1)] | None

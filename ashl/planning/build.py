@@ -304,8 +304,8 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 answer_block=answer_block(parts.cluster, fragments),
                 min_workers=parts.runtime.min_workers,
                 reshards=parts.runtime.on_worker_failure == "reshard",
-                joins=parts.cluster.joins or parts.runtime.name != "sim",
-                elastic=parts.cluster.loses,
+                joins=parts.cluster.workers_rejoin or parts.runtime.name != "sim",
+                elastic=parts.cluster.workers_fail,
                 payload=payload_of(own.compression, layout),
                 replan=partial(replanned, plan, index + 1, parts, own.compression, deal),
             )

@@ -2,10 +2,10 @@
 
 Each check takes options that are already made and raises UsageError: one sentence that names the clashing options, the
 reason, and an alternative. `ashl.planning.make` calls the checks while it makes a plan, in this order: single choices
-(`check_combination`, `check_compression`), stages (`check_stages`, `check_annealing`), checkpoints and faults
-(`check_checkpoints`, `check_churn`), and at last, with a predicted cluster, several servers (`check_servers`). The
-predicates beside them answer the same questions while a run is under way: may it continue without a failed worker, may
-a worker rejoin, may it resume with another number of workers.
+(`check_combination`, `check_compression`), stages (`check_stages`, `check_annealed_values`), checkpoints and faults
+(`check_checkpoints`, `check_faults`), and several servers (`check_sharded_server`). The predicates beside them answer
+the same questions during a run: may it continue without a failed worker, may a worker rejoin, may the run resume with
+another number of workers.
 
 Source: the traps of compression are those that Xu et al., "GRACE", ICDCS 2021, and the papers of the methods name.
 """
@@ -46,9 +46,9 @@ from ashl.planning.build import Parts, StageParts, layout_of
 from ashl.planning.device import by_nccl, device_of
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.stage import (
-    CARGO,
-    CHURN,
+    CAPABILITIES,
     CODEC,
+    FAULT_TOLERANT,
     OUTER,
     PULLS,
     STATISTICS,
@@ -76,22 +76,25 @@ TOPOLOGIES = {  # by the name of the option
     "gossip": Gossip,
     "partial_all_reduce": PartialAllReduce,
 }
-NEAR = {"halos": Halos, "sharded_server": ShardedServer}  # ... that nobody is advised to take for a sync mode's sake
+RELATED_TOPOLOGIES = {
+    "halos": Halos,
+    "sharded_server": ShardedServer,
+}  # ... that nobody is advised to take for a sync mode's sake
 INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}  # a mode that knows the topology
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}  # rules by which a stage ends
 OWN_CODES = range(128, 256)  # on the wire: those of codecs that are not of this package
 MUCH, MOST = 0.8, 0.7  # momentum, and a lost share of an update, that together overshoot
-ONE = "topology=parameter_server"
-PIECEWISE = ("minibatch", "moments")  # estimators that take the worker's samples as they come
-COMING = {"rejoin", "churn"}  # where workers come while others run
-MEMBERS = {FAIL, *COMING}  # what changes who takes part
+ONE_SERVER = "topology=parameter_server"
+MINIBATCH_ESTIMATORS = ("minibatch", "moments")  # estimators that take the worker's samples as they come
+REJOIN_KINDS = {"rejoin", "churn"}  # where workers come while others run
+MEMBERSHIP_KINDS = {FAIL, *REJOIN_KINDS}  # what changes who takes part
 TOLERANT_INSTEAD = (
     "take topology=all_reduce or topology=parameter_server with sync=bsp, or restart from checkpoints with "
     "run.checkpoint_s and --resume"
 )
 
 
-def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
+def check_sync_overrides(schedule: str, overrides: Sequence[str]) -> None:
     """A schedule that says which sync mode each stage has leaves nothing for `sync=` to say."""
     typed = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
     if typed:
@@ -102,7 +105,7 @@ def refuse_sync(schedule: str, overrides: Sequence[str]) -> None:
         )
 
 
-def refuse_unheard(path: str, plan: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+def check_plan_overrides(path: str, plan: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """A given plan says what its stages do: what was typed and none of them has would be without effect."""
     for override in overrides:
         group, _, key = key_of(override).partition(".")
@@ -124,12 +127,14 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
     sync, topology, runtime, cluster = (parts[key] for key in ("sync", "topology", "runtime", "cluster"))
     topology_name, sync_name = choices["topology"], choices.get("sync", "")
     for key, part in (("topology", topology), ("sync", sync)):
-        if unknown := sorted((part.carries if part is not None and part.carries is not None else CARGO) - CARGO):
+        if unknown := sorted(
+            (part.supports if part is not None and part.supports is not None else CAPABILITIES) - CAPABILITIES
+        ):
             raise UsageError(
-                f"{key}={choices[key]} says that it carries {unknown[0]!r}, which there is not; there are: "
-                f"{', '.join(sorted(CARGO))}"
+                f"{key}={choices[key]} lists {unknown[0]!r} in `supports`, which is no capability; the capabilities "
+                f"are: {', '.join(sorted(CAPABILITIES))}"
             )
-    if sync is not None and not isinstance(sync, topology.asks):
+    if sync is not None and not isinstance(sync, topology.policy_type):
         barrier = isinstance(sync, BarrierRule)
         why = {
             AllReduce: "its rule is asked where pushes come, at a server"
@@ -140,12 +145,12 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
         other = INSTEAD.get(type(topology), "sync=bsp or sync=local_sgd")
         raise UsageError(
             f"sync={sync_name} makes no sense with topology={topology_name}: {why}; take "
-            f"topology={' or '.join(topologies_of(sync))}, or {other}"
+            f"topology={' or '.join(list_compatible_topologies(sync))}, or {other}"
         )
     if type(parts["optimizer"]).statistics is not Optimizer.statistics:
-        check_sweeping(parts, choices)
+        check_closed_form_optimizer(parts, choices)
     if sync is not None:
-        check_rules(sync, parts, choices)
+        check_stage_options(sync, parts, choices)
     if runtime.name == "sim":
         if isinstance(cluster, RealCluster):
             raise UsageError(
@@ -161,14 +166,14 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
         by_nccl(runtime, topology, cluster)
 
 
-def topologies_of(sync: Rule) -> list[str]:
+def list_compatible_topologies(sync: Rule) -> list[str]:
     """The topologies that ask such a rule."""
-    return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.asks)]
+    return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.policy_type)]
 
 
-def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def check_stage_options(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """What holds of one stage, whether it was chosen or stands in a schedule or in a plan that was given."""
-    if sync.resizes and not follows_samples(parts["aggregate"]):
+    if sync.resizes and not weighs_by_samples(parts["aggregate"]):
         raise UsageError(
             f"aggregate={choices['aggregate']} makes no sense with sync={choices['sync']}: its workers' batches "
             "differ, and only weights by samples make one mean gradient of them; take aggregate=samples"
@@ -178,38 +183,38 @@ def check_rules(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]
             f"sync={choices['sync']} averages the momentum of SGD with the model, and there is none here; take "
             "optimizer=sgd optimizer.momentum=0.9, or sync=local_sgd"
         )
-    if isinstance(sync, ZeroOneAdam) and not adam(parts["optimizer"]):
+    if isinstance(sync, ZeroOneAdam) and not is_adam(parts["optimizer"]):
         raise UsageError(
             f"sync={choices['sync']} steps as Adam does, and optimizer={choices['optimizer']} is another one; take "
             "optimizer=adam or optimizer=adamw"
         )
-    check_carried(sync, parts, choices)
+    check_capabilities(sync, parts, choices)
     if isinstance(sync, ServerRule) and sync.messages() is not UPDATES:
-        check_messages(sync.messages(), parts, choices)
+        check_message_protocol(sync.messages(), parts, choices)
     topology: Topology = parts["topology"]
-    if topology.pull_ratio is not None and PULLS not in topology.carries:
+    if topology.pull_ratio is not None and PULLS not in topology.supports:
         raise UsageError(f"topology={choices['topology']} has no compressed pulls; drop topology.pull_ratio")
     if topology.pull_ratio is not None and parts["compression"].flags.lossless:
         text = "topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it"
         raise NoEffectError(text, "topology.pull_ratio")
 
 
-def adam(optimizer: Optimizer) -> bool:
+def is_adam(optimizer: Optimizer) -> bool:
     """Whether it is Adam in all elements."""
     return isinstance(optimizer, Adam) and optimizer.elementwise
 
 
-def carried_by(topology: Topology, sync: Rule) -> frozenset[str]:
+def capabilities_of(topology: Topology, sync: Rule) -> frozenset[str]:
     """What travels there: the topology says it, or the sync mode where it brings messages of its own."""
-    return topology.carries if sync.carries is None else sync.carries
+    return topology.supports if sync.supports is None else sync.supports
 
 
-def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def check_capabilities(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """What travels beside plain updates has to be carried by the topology, or by the sync mode where it says so."""
     topology: Topology = parts["topology"]
-    carried = carried_by(topology, sync)
+    carried = capabilities_of(topology, sync)
     if CODEC not in carried and not parts["compression"].flags.lossless:
-        if sync.carries is None and not topology.replicas:
+        if sync.supports is None and not topology.replicas:
             raise UsageError(
                 f"compression={choices['compression']} makes no sense with topology={choices['topology']}, which does "
                 "not carry it; take compression=none, or topology=parameter_server"
@@ -221,7 +226,7 @@ def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, st
             f"compression={choices['compression']} makes no sense with sync={choices['sync']}: {why}; take "
             "compression=none" + (", or sync=choco: it sends differences" if topology.replicas else "")
         )
-    if WEIGHTS not in carried and (what := changed(parts["aggregate"], choices["aggregate"])):
+    if WEIGHTS not in carried and (what := describe_changed_weights(parts["aggregate"], choices["aggregate"])):
         who, why = f"sync={choices['sync']}", "it makes of each push what its rule says"
         if topology.replicas:
             who, why = f"topology={choices['topology']}", "workers average their models, and nobody adds up updates"
@@ -230,14 +235,14 @@ def check_carried(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, st
         )
 
 
-def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def check_closed_form_optimizer(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """An optimizer that solves for the weights needs sums over all workers, and a model that it can solve."""
     name, sync, aggregate = f"optimizer={choices['optimizer']}", parts["sync"], parts["aggregate"]
     if not isinstance(parts["model"], MLP):
         raise UsageError(f"{name} solves for the layers of a multi-layer perceptron; take model=mlp")
     if not isinstance(parts["task"], Classification | Regression):
         raise UsageError(f"{name} fits classes or values; take task=classification or task=regression")
-    if not isinstance(sync, StepRule) or sync.exchange != "gradient" or STATISTICS not in parts["topology"].carries:
+    if not isinstance(sync, StepRule) or sync.exchange != "gradient" or STATISTICS not in parts["topology"].supports:
         raise UsageError(f"{name} needs sums over all workers at once; take sync=bsp topology=all_reduce")
     if not parts["compression"].flags.lossless:
         raise UsageError(f"{name} exchanges no updates that a codec would know; take compression=none")
@@ -245,7 +250,7 @@ def check_sweeping(parts: Mapping[str, Any], choices: Mapping[str, str]) -> None
         raise UsageError(f"{name} needs means over all samples as they are; leave aggregate as it is")
 
 
-def check_messages(messages: Updates, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def check_message_protocol(messages: Updates, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """A sync mode with messages of its own leaves nothing to weigh, and has pulls of its own."""
     sync, optimizer = f"sync={choices['sync']}", parts["optimizer"]
     if parts["topology"].pull_ratio is not None:
@@ -262,7 +267,7 @@ def check_messages(messages: Updates, parts: Mapping[str, Any], choices: Mapping
         )
 
 
-def changed(aggregate: Weighted, name: str) -> str | None:
+def describe_changed_weights(aggregate: Weighted, name: str) -> str | None:
     """What of the aggregation rule is not as it is when nothing is said."""
     if name != "mean":
         return f"aggregate={name}"
@@ -289,7 +294,7 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
         )
     for before, stage, own in zip((None, *parts.stages), stages, parts.stages, strict=False):
         sync, topology = own.sync, own.topology
-        if sync.after_adam and not (before and adam(own.optimizer) and stage.handover.get("momentum") != "reset"):
+        if sync.after_adam and not (before and is_adam(own.optimizer) and stage.handover.get("momentum") != "reset"):
             raise UsageError(
                 f"stage {stage.name} goes on with what Adam has learned; take schedule=one_bit_adam optimizer=adam"
             )
@@ -301,25 +306,25 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
             )
         if "accuracy" in stage.until and parts.task.metric != ACCURACY:
             raise UsageError(f"stage {stage.name} ends by accuracy, and the task has none; take another rule, as loss")
-        if not isinstance(sync, topology.asks):
+        if not isinstance(sync, topology.policy_type):
             raise UsageError(
-                f"stage {stage.name} of the schedule has no rule for topology={name_of(topology)}; take "
-                f"topology={' or '.join(topologies_of(sync))}, or one sync mode for the whole run, as in "
+                f"stage {stage.name} of the schedule has no rule for topology={topology_name(topology)}; take "
+                f"topology={' or '.join(list_compatible_topologies(sync))}, or one sync mode for the whole run, as in "
                 f"{INSTEAD.get(type(topology), 'sync=bsp')}"
             )
         if isinstance(topology, Halos):
             topology.check_tree(sync, parts.cluster.node, stage.h_preset is not None and parts.planner.follows)
         try:
-            check_rules(sync, vars(own), {group: chosen(option) for group, option in vars(own).items()})
+            check_stage_options(sync, vars(own), {group: option_name(option) for group, option in vars(own).items()})
         except NoEffectError:
             raise
         except UsageError as error:
             raise UsageError(f"stage {stage.name}: {error}") from error
         if stage.outer != AVERAGE:
-            check_outer(stage.name, sync, topology)
+            check_outer_optimizer(stage.name, sync, topology)
     for (last, before), (stage, own) in pairwise(zip(stages, parts.stages, strict=True)):
         if stage.handover.get("momentum") != "reset":
-            check_momentum(stage.name, before, own)
+            check_momentum_handover(stage.name, before, own)
         if not last.until and type(before.sync).loop is Rule.loop:
             raise UsageError(
                 f"stage {last.name} has no rule by which it ends, so that stage {stage.name} would never begin; give "
@@ -327,12 +332,12 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
             )
 
 
-def chosen(option: Any) -> str:
+def option_name(option: Any) -> str:
     """The name under which an option is chosen: an option is a file, and so is its class."""
-    return name_of(option) if isinstance(option, Topology) else type(option).__module__.rpartition(".")[2]
+    return topology_name(option) if isinstance(option, Topology) else type(option).__module__.rpartition(".")[2]
 
 
-def check_momentum(stage: str, before: StageParts, own: StageParts) -> None:
+def check_momentum_handover(stage: str, before: StageParts, own: StageParts) -> None:
     """A stage that keeps momentum needs one that its optimizer knows and, where all step alike, one that is alike."""
     held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
     alike = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
@@ -344,9 +349,9 @@ def check_momentum(stage: str, before: StageParts, own: StageParts) -> None:
     raise UsageError(f"stage {stage} cannot take over the momentum of the stage before: {why}; take momentum=reset")
 
 
-def check_outer(stage: str, sync: Rule, topology: Topology) -> None:
+def check_outer_optimizer(stage: str, sync: Rule, topology: Topology) -> None:
     """An outer optimizer needs merged updates, and to be the only one that steps on what is merged."""
-    carried = carried_by(topology, sync)
+    carried = capabilities_of(topology, sync)
     if OUTER in carried and sync.exchange == "difference":
         return
     why = "what is pushed there is no update"
@@ -365,27 +370,28 @@ def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts])
     for stage, own in zip(stages, parts, strict=True):
         if type(own.topology) is not type(parts[0].topology):
             raise UsageError(
-                f"stage {stages[0].name} has topology={name_of(parts[0].topology)} and stage {stage.name} has "
-                f"topology={name_of(own.topology)}, but no worker can take its state from one to the other; take one "
-                "topology for the whole run"
+                f"stage {stages[0].name} has topology={topology_name(parts[0].topology)} and stage {stage.name} has "
+                f"topology={topology_name(own.topology)}, but no worker can take its state from one to the other; take "
+                "one topology for the whole run"
             )
 
 
-def name_of(topology: Topology) -> str:
+def topology_name(topology: Topology) -> str:
     """The topology as it is chosen."""
     return next(
-        (name for name, kind in (TOPOLOGIES | NEAR).items() if isinstance(topology, kind)), type(topology).__name__
+        (name for name, kind in (TOPOLOGIES | RELATED_TOPOLOGIES).items() if isinstance(topology, kind)),
+        type(topology).__name__,
     )
 
 
-def follows_samples(aggregate: Weighted) -> bool:
+def weighs_by_samples(aggregate: Weighted) -> bool:
     """Whether a worker with three times the samples has three times the weight."""
     one = WorkerPlan(local_steps=1, batch=1, data_share=0.5, compression_ratio=1.0, predicted_cycle_s=None)
     few, many = aggregate.weigh([one, replace(one, batch=3)])
     return many == 3 * few
 
 
-def check_workers(sync: Rule | None, topology: Topology, num_workers: int, seed: int) -> None:
+def check_worker_count(sync: Rule | None, topology: Topology, num_workers: int, seed: int) -> None:
     """Refuse rules that so many workers cannot keep."""
     if sync is not None:
         check_quorum(sync, num_workers)
@@ -412,7 +418,7 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
     cluster, runtime, topology = (parts[key] for key in ("cluster", "runtime", "topology"))
     num_workers, extra = cluster.num_workers, extra_ranks(topology, parts["sync"], cluster.node)
     if isinstance(cluster, RealCluster):
-        check_places(cluster, runtime.name, extra)
+        check_host_keys(cluster, runtime.name, extra)
     if runtime.name != "torchrun":
         if num_workers is None:
             raise UsageError("cluster=real needs the number of processes: give cluster.num_workers=2, say")
@@ -428,8 +434,8 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
         if alone:
             fixes += ["cluster.num_workers=1 if one worker is meant"]
         raise UsageError(
-            f"{counted(world_size, 'process makes', 'processes make')} {counted(alone, 'worker', 'workers')} and "
-            f"{counted(extra, other, other + 's')}, and one worker learns alone; "
+            f"{pluralize(world_size, 'process makes', 'processes make')} {pluralize(alone, 'worker', 'workers')} and "
+            f"{pluralize(extra, other, other + 's')}, and one worker learns alone; "
             f"{', or '.join([*fixes, f'take a topology without a {other}'])}"
         )
     if num_workers is None:
@@ -438,18 +444,18 @@ def count_workers(parts: Mapping[str, Any], world_size: int | None) -> int:
         beside = f" and a {other}" if extra else ""
         less = f", or {num_workers} where the {other} shares a node" if shared else ""
         raise UsageError(
-            f"the job has {counted(world_size, 'process', 'processes')}, but "
-            f"{counted(num_workers, 'worker', 'workers')}{beside} need {num_workers + extra}{less}; change "
+            f"the job has {pluralize(world_size, 'process', 'processes')}, but "
+            f"{pluralize(num_workers, 'worker', 'workers')}{beside} need {num_workers + extra}{less}; change "
             "--nproc-per-node or the cluster"
         )
     return num_workers
 
 
-def counted(number: int, one: str, several: str) -> str:
+def pluralize(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
-def check_places(cluster: RealCluster, runtime: str, extra: int) -> None:
+def check_host_keys(cluster: RealCluster, runtime: str, extra: int) -> None:
     """Refuse hosts where nobody can be sent to them."""
     for key, value in (("hosts", cluster.hosts), ("server_host", cluster.server_host)):
         if value is not None and runtime != "torchrun":
@@ -491,18 +497,18 @@ def check_compression(
     codec = wrapped(option, layout)
     if codec.flags.lossless:
         return []
-    check_roles(name, innermost(codec))
+    check_codec_roles(name, innermost(codec))
     check_wrappers(name, option, parts["optimizer"], layout)
     check_code(option.entropy)
     if sync is not None:
-        check_exchange(name, option, sync, choices["sync"], parts["optimizer"])
+        check_codec_exchange(name, option, sync, choices["sync"], parts["optimizer"])
     elif codec.estimator != "minibatch" or codec.flags.full_gradient:
         raise UsageError(
             f"{name} is about gradients at one model, and the stages of schedule={choices['schedule']} exchange "
             "differences between models; take schedule=single sync=bsp"
         )
     if codec.flags.reduces:
-        check_aggregate(name, parts["aggregate"], choices["aggregate"])
+        check_merged_aggregate(name, parts["aggregate"], choices["aggregate"])
     if isinstance(option, CountSketch):
         check_sketch(name, option, topology, parts["optimizer"])
     if isinstance(option, TernGrad) and option.shared_scale and choices["topology"] != "all_reduce":
@@ -522,8 +528,8 @@ def check_compression(
         )
     d = size_of(layout)
     if topology.has_server and topology.pull_ratio is not None:
-        check_share("topology.pull_ratio", topology.pull_ratio, d)
-    if topology.replicas and not (isinstance(option, Code) and tends_to_nothing(option, d)):
+        check_density("topology.pull_ratio", topology.pull_ratio, d)
+    if topology.replicas and not (isinstance(option, Code) and shrinks_differences(option, d)):
         raise UsageError(
             f"{name} makes no sense with topology={choices['topology']}: replicas of neighbours need a codec without "
             "memory that never enlarges what it is given; take one, as compression=topk"
@@ -534,10 +540,10 @@ def check_compression(
             f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
             "worker decides for itself; drop it, or take topology=parameter_server"
         )
-    return notes(name, option, codec, parts, d, num_workers)
+    return note_compression(name, option, codec, parts, d, num_workers)
 
 
-def check_roles(name: str, codec: Codec) -> None:
+def check_codec_roles(name: str, codec: Codec) -> None:
     """What comes with methods of its own is asked of those alone that derive from its class."""
     if isinstance(codec, Code) and not type(codec).__module__.startswith("ashl.") and codec.code not in OWN_CODES:
         raise UsageError(
@@ -553,7 +559,7 @@ def check_roles(name: str, codec: Codec) -> None:
             )
 
 
-def tends_to_nothing(option: Codec, d: int) -> bool:
+def shrinks_differences(option: Codec, d: int) -> bool:
     """Whether differences that are sent again and again shrink."""
     flags = option.flags
     return not flags.scale_free and (flags.contraction or flags.drains or option.bound(None, d) < 1)
@@ -573,7 +579,7 @@ def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layou
     ratio, critical = option.ratio, option.critical_ratio
     for key, share in {"ratio": ratio, "critical_ratio": critical}.items():
         if share is not None:
-            check_share(f"compression.{key}", share, d)
+            check_density(f"compression.{key}", share, d)
     if critical is not None and ratio is not None and critical < ratio:
         raise UsageError(
             f"compression.critical_ratio={critical:g} is what is kept while gradients change fast, and must be no less "
@@ -581,7 +587,7 @@ def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layou
         )
 
 
-def check_share(key: str, share: float, d: int) -> None:
+def check_density(key: str, share: float, d: int) -> None:
     if share * d < 1:
         raise UsageError(f"{key}={share:g} keeps less than one of the model's {d} elements; take at least 1/{d}")
 
@@ -591,7 +597,7 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, SGD) and not optimizer.momentum
 
 
-def check_exchange(name: str, codec: Codec, sync: Rule, sync_name: str, optimizer: Optimizer) -> None:
+def check_codec_exchange(name: str, codec: Codec, sync: Rule, sync_name: str, optimizer: Optimizer) -> None:
     """Whether what this sync mode exchanges is what the codec is for."""
     gradients = "sync=bsp" + (", or compression.scale=mean" if isinstance(codec, Sign) else "")
     if codec.flags.scale_free and sync.exchange != "gradient":
@@ -656,7 +662,7 @@ def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: 
         )
 
 
-def check_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None:
+def check_merged_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None:
     """Bodies that are merged together leave nothing to do to each of them."""
     if isinstance(aggregate, FedNova):
         raise UsageError(
@@ -667,13 +673,13 @@ def check_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None
         raise UsageError(f"{name} merges all bodies at once, so aggregate.discount has none to act on; drop it")
 
 
-def dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
+def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
     """Name `topology.pull_ratio` where pushes are compressed and pulls, which could be, are not."""
     d = plan.num_params
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         topology, codec, sync = own.topology, own.compression, own.sync
         plain = isinstance(sync, ServerRule) and sync.messages() is UPDATES
-        if not plain or codec.flags.lossless or PULLS not in topology.carries or topology.pull_ratio is not None:
+        if not plain or codec.flags.lossless or PULLS not in topology.supports or topology.pull_ratio is not None:
             continue
         sent = max(worker.message_bytes or 0 for worker in stage.workers)
         pulled = codec.pulled()
@@ -685,7 +691,9 @@ def dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
     return ()
 
 
-def notes(name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int) -> list[str]:
+def note_compression(
+    name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int
+) -> list[str]:
     """What is legal and worth knowing."""
     found = []
     topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
@@ -722,46 +730,46 @@ def notes(name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: i
     return found
 
 
-def check_annealing(parts: Parts, stages: Sequence[StagePlan]) -> None:
+def check_annealed_values(parts: Parts, stages: Sequence[StagePlan]) -> None:
     """Raises UsageError, with what to take instead."""
     for (before, stage), own in zip(pairwise(stages), parts.stages[1:], strict=True):
         if stage.aggregate["scale"] != before.aggregate["scale"] and own.sync.exchange != "difference":
             raise UsageError(
-                f"the server's step is another one in stage {stage.name}, and sync={chosen(own.sync)} has none: it "
-                "merges gradients, on which the optimizer steps; take a mode that merges updates, as sync=local_sgd "
-                "sync.local_steps=1, or let the rate fall with optimizer.schedule=cosine"
+                f"the server's step is another one in stage {stage.name}, and sync={option_name(own.sync)} has none: "
+                "it merges gradients, on which the optimizer steps; take a mode that merges updates, as "
+                "sync=local_sgd sync.local_steps=1, or let the rate fall with optimizer.schedule=cosine"
             )
     if isinstance(parts.planner, Goodput):
         for stage, own in zip(stages, parts.stages, strict=True):
-            if stage.h_preset is not None and (why := unseen(own, parts)):
+            if stage.h_preset is not None and (why := explain_unseen_updates(own, parts)):
                 raise UsageError(
                     f"planner=goodput weighs whole updates against each other, and in stage {stage.name} {why}; take "
                     "planner=online"
                 )
 
 
-def unseen(own: StageParts, parts: Parts) -> str | None:
+def explain_unseen_updates(own: StageParts, parts: Parts) -> str | None:
     """Why no server sees whole updates one by one, where none does."""
     if not parts.runtime.gradients:
         return "there are none (runtime.gradients=false)"
     if not own.topology.has_server or isinstance(own.topology, Halos):
-        return f"topology={chosen(own.topology)} has no server that sees them"
+        return f"topology={option_name(own.topology)} has no server that sees them"
     if own.compression.flags.reduces:
-        return f"compression={chosen(own.compression)} makes them only of all bodies together"
+        return f"compression={option_name(own.compression)} makes them only of all bodies together"
     if own.overlap.fragments:
-        return f"overlap={chosen(own.overlap)} brings a fragment at a time"
+        return f"overlap={option_name(own.overlap)} brings a fragment at a time"
     plain = isinstance(own.sync, ServerRule) and own.sync.messages() is UPDATES and not own.sync.momentum_travels
     if not plain or own.sync.exchange != "difference":
-        return f"sync={chosen(own.sync)} pushes something else"
+        return f"sync={option_name(own.sync)} pushes something else"
     return None
 
 
-def check_servers(plan: Plan, parts: Parts) -> None:
+def check_sharded_server(plan: Plan, parts: Parts) -> None:
     """Raises UsageError, with what to take instead."""
     topology, cluster = parts.stages[0].topology, parts.cluster
     if not isinstance(topology, ShardedServer):
         return
-    name = f"topology={chosen(topology)}"
+    name = f"topology={option_name(topology)}"
     topology.bounds([layer.size for layer in layout_of(plan.layers)])
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if own.topology != topology:
@@ -769,115 +777,119 @@ def check_servers(plan: Plan, parts: Parts) -> None:
                 f"{name}: stage {stage.name} has other servers than stage {plan.stages[0].name}, and none can hand its "
                 "piece over; take the same topology.servers and topology.cut in all stages"
             )
-        check_pieces(name, stage, own, parts)
+        check_sharded_stage(name, stage, own, parts)
     if isinstance(cluster, Cluster) and cluster.exchange_s is not None:
         raise UsageError(
             f"{name} gains ports, and with cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with "
-            f"cluster.bandwidth_mbit_s and cluster.latency_s, or take {ONE}"
+            f"cluster.bandwidth_mbit_s and cluster.latency_s, or take {ONE_SERVER}"
         )
     if isinstance(cluster, Cluster) and cluster.node is not None:
         raise UsageError(
             f"{name}: where the servers would be on the machines of cluster.node is not built yet; take "
-            f"cluster.node=null, or {ONE}"
+            f"cluster.node=null, or {ONE_SERVER}"
         )
 
 
-def check_pieces(name: str, stage: StagePlan, own: StageParts, parts: Parts) -> None:
+def check_sharded_stage(name: str, stage: StagePlan, own: StageParts, parts: Parts) -> None:
     """Refuse what wants all of the model at once."""
     sync, outer = own.sync, own.outer
     plain = type(sync).loop is Rule.loop and type(sync).step is Rule.step
     if not isinstance(sync, ServerRule) or not plain or sync.messages() is not UPDATES or sync.takes_all:
         raise UsageError(
-            f"{name} merges plain updates piece by piece, and sync={chosen(sync)} has a loop, messages or a step of "
-            f"its own; take sync=bsp, local_sgd, asp or ssp, or {ONE}"
+            f"{name} merges plain updates piece by piece, and sync={option_name(sync)} has a loop, messages or a step "
+            f"of its own; take sync=bsp, local_sgd, asp or ssp, or {ONE_SERVER}"
         )
     if stage.h_preset is not None and parts.planner.follows:
         raise UsageError(
-            f"{name}: no server sees whole pushes, and a planner that plans anew wants one; take another, or {ONE}"
+            f"{name}: no server sees whole pushes, and a planner that plans anew wants one; take another, or "
+            f"{ONE_SERVER}"
         )
     if sync.exchange == "gradient" and not own.optimizer.elementwise:
         raise UsageError(
-            f"{name}: optimizer={chosen(own.optimizer)} steps on whole layers, and a server has a piece of the model; "
-            f"take optimizer=sgd, or {ONE}"
+            f"{name}: optimizer={option_name(own.optimizer)} steps on whole layers, and a server has a piece of the "
+            f"model; take optimizer=sgd, or {ONE_SERVER}"
         )
     if type(outer).for_layers is not Outer.for_layers:
-        raise UsageError(f"{name}: outer={chosen(outer)} goes layer by layer; take outer=nesterov, or {ONE}")
+        raise UsageError(
+            f"{name}: outer={option_name(outer)} goes layer by layer; take outer=nesterov, or {ONE_SERVER}"
+        )
 
 
-def beside(own: StageParts) -> bool:
+def overlaps_steps(own: StageParts) -> bool:
     """Whether a worker's exchanges go on beside its steps."""
     return isinstance(own.overlap, Delayed) or not own.overlap.serial
 
 
-def entangled(own: StageParts) -> bool:
+def blocks_on_failure(own: StageParts) -> bool:
     """... so that none can go on without another. With a server that merges whole updates they are its own affair, and
     sums of parts that end with the step are all done once more."""
     whole = isinstance(own.topology, ParameterServer) and isinstance(own.overlap, Delayed) and not own.overlap.fragments
     parts = isinstance(own.topology, AllReduce) and not isinstance(own.overlap, Delayed) and not own.overlap.crosses
-    return beside(own) and not (whole or parts)
+    return overlaps_steps(own) and not (whole or parts)
 
 
-def virtual_only(own: StageParts, parts: Parts) -> bool:
+def survives_only_in_sim(own: StageParts, parts: Parts) -> bool:
     """Whether it goes on without a worker in virtual time, and not on processes, where sums do if gloo carries them."""
-    return by_sums(own) and parts.runtime.backend != "gloo" and device_of(parts.runtime) != HOST
+    return exchanges_by_collectives(own) and parts.runtime.backend != "gloo" and device_of(parts.runtime) != HOST
 
 
-def by_sums(own: StageParts) -> bool:
+def exchanges_by_collectives(own: StageParts) -> bool:
     """Return True if workers exchange by collective sums."""
     return isinstance(own.topology, AllReduce | PartialAllReduce)
 
 
-def closed(own: StageParts) -> bool:
+def forbids_rejoin(own: StageParts) -> bool:
     """Whether a worker that is lost cannot come back."""
     return isinstance(own.topology, ShardedServer)
 
 
-def survives(own: StageParts) -> bool:
+def has_failure_protocol(own: StageParts) -> bool:
     """Return True if the topology and the sync mode have a protocol for failed workers."""
-    return CHURN in carried_by(own.topology, own.sync)
+    return FAULT_TOLERANT in capabilities_of(own.topology, own.sync)
 
 
-def goes_on(parts: Parts) -> bool:
+def survives_failure(parts: Parts) -> bool:
     """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
-    return not by_grants(parts) and all(
-        survives(own) and not (entangled(own) or virtual_only(own, parts)) for own in parts.stages
+    return not sends_messages_by_nccl(parts) and all(
+        has_failure_protocol(own) and not (blocks_on_failure(own) or survives_only_in_sim(own, parts))
+        for own in parts.stages
     )
 
 
-def can_wait_for_good(parts: Parts) -> bool:
+def can_block_forever(parts: Parts) -> bool:
     """Whether others may wait for a worker that stands still, whatever they hear of it, until its process is ended:
     messages of sums over some of the workers cannot be broken off."""
     return any(isinstance(own.topology, PartialAllReduce) for own in parts.stages)
 
 
-def by_grants(parts: Parts) -> bool:
+def sends_messages_by_nccl(parts: Parts) -> bool:
     """Whether NCCL carries messages, which then nobody can break off that waits for the other side."""
     return parts.runtime.backend == "nccl" and parts.stages[0].topology.has_server
 
 
-def lets_in(parts: Parts) -> bool:
+def admits_rejoin(parts: Parts) -> bool:
     """... and lets it, or another in its place, come back."""
-    return goes_on(parts) and not any(map(closed, parts.stages))
+    return survives_failure(parts) and not any(map(forbids_rejoin, parts.stages))
 
 
-def modes_of(parts: Parts) -> str:
+def describe_modes(parts: Parts) -> str:
     """What of a run decides that, as it is chosen."""
     words = list[str]()
     for own in parts.stages:
-        words += [f"topology={chosen(own.topology)}", f"sync={chosen(own.sync)}"]
-        words += [f"overlap={chosen(own.overlap)}"] if beside(own) else []
+        words += [f"topology={option_name(own.topology)}", f"sync={option_name(own.sync)}"]
+        words += [f"overlap={option_name(own.overlap)}"] if overlaps_steps(own) else []
     return " ".join(dict.fromkeys(words))
 
 
-def check_rescaled(parts: Parts, run_dir: Path) -> None:
+def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
     """Raises UsageError where what a run keeps has no meaning for another number of workers."""
     for own in parts.stages:
         alike = isinstance(own.topology, ParameterServer | AllReduce)
         plain = not isinstance(own.sync, ServerRule) or own.sync.messages() is UPDATES
-        if beside(own) or not (alike and plain) or not survives(own):
+        if overlaps_steps(own) or not (alike and plain) or not has_failure_protocol(own):
             raise UsageError(
-                f"a run with {modes_of(parts)} cannot go on with another number of workers, as what it keeps belongs "
-                f"to those that it has; a new one takes its weights along: run.start_from={run_dir}"
+                f"a run with {describe_modes(parts)} cannot go on with another number of workers, as what it keeps "
+                f"belongs to those that it has; a new one takes its weights along: run.start_from={run_dir}"
             )
 
 
@@ -893,41 +905,42 @@ def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
         raise UsageError(
             f"{named}: a run that leaves checkpoints (run.checkpoint_s) lets nobody back; drop one of the two"
         )
-    if not lets_in(parts):
+    if not admits_rejoin(parts):
         raise UsageError(
-            f"{named}: a run with {modes_of(parts)} lets nobody back; drop it, or take topology=parameter_server or "
-            "all_reduce with sync=bsp overlap=none, or restart from checkpoints with run.checkpoint_s and --resume"
+            f"{named}: a run with {describe_modes(parts)} lets nobody back; drop it, or take topology=parameter_server "
+            "or all_reduce with sync=bsp overlap=none, or restart from checkpoints with run.checkpoint_s and --resume"
         )
 
 
-def check_survivors(parts: Parts) -> None:
+def check_failure_keys(parts: Parts) -> None:
     """Raises UsageError where settings say what follows a failure and the run ends with the first one."""
     runtime, named = parts.runtime, list[str]()
     if runtime.min_workers > 1:
         named.append(f"runtime.min_workers={runtime.min_workers}")
     if runtime.on_worker_failure != "skip":
         named.append(f"runtime.on_worker_failure={runtime.on_worker_failure}")
-    if named and not all(map(survives, parts.stages)):
+    if named and not all(map(has_failure_protocol, parts.stages)):
         raise UsageError(
-            f"{', '.join(named)}: a run with {modes_of(parts)} ends when a worker fails; drop it, or {TOLERANT_INSTEAD}"
+            f"{', '.join(named)}: a run with {describe_modes(parts)} ends when a worker fails; drop it, or "
+            f"{TOLERANT_INSTEAD}"
         )
 
 
-def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
+def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
     """Raises UsageError, with what to take instead."""
     check_max_restarts(parts, checkpoint_s)
-    befalls, n = set(parts.cluster.befalls), len(stages[0].workers)
+    fault_kinds, n = set(parts.cluster.fault_kinds), len(stages[0].workers)
     if parts.runtime.min_workers > n:
         raise UsageError(
             f"runtime.min_workers={parts.runtime.min_workers}, and there are {n} workers; take at most {n}"
         )
-    check_survivors(parts)
+    check_failure_keys(parts)
     if parts.runtime.on_worker_failure == "reshard":
         check_reshard(parts, stages)
-    if not befalls:
+    if not fault_kinds:
         return
-    named = ", ".join(sorted(befalls))
-    if parts.runtime.name != "sim" and (befalls - {FAIL} or parts.runtime.name != "local"):
+    named = ", ".join(sorted(fault_kinds))
+    if parts.runtime.name != "sim" and (fault_kinds - {FAIL} or parts.runtime.name != "local"):
         raise UsageError(
             f"cluster.events and cluster.churn ({named}) are for virtual time, but for fail with runtime=local; take "
             "runtime=sim"
@@ -936,39 +949,43 @@ def check_churn(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float |
         raise UsageError(
             f"run.checkpoint_s: no checkpoint holds yet what befalls a cluster ({named}); drop it, or the events"
         )
-    if SERVER_FAIL in befalls and not parts.stages[0].topology.has_server:
+    if SERVER_FAIL in fault_kinds and not parts.stages[0].topology.has_server:
         raise UsageError(
-            f"cluster.events: topology={chosen(parts.stages[0].topology)} has no server that could fail; drop "
+            f"cluster.events: topology={option_name(parts.stages[0].topology)} has no server that could fail; drop "
             "server_fail, or take topology=parameter_server"
         )
     for stage, own in zip(stages, parts.stages, strict=True):
-        check_stage_faults(stage.name, own, parts, befalls)
+        check_stage_faults(stage.name, own, parts, fault_kinds)
 
 
-def check_stage_faults(name: str, own: StageParts, parts: Parts, befalls: set[str]) -> None:
+def check_stage_faults(name: str, own: StageParts, parts: Parts, fault_kinds: set[str]) -> None:
     """Raises UsageError where a stage cannot go on through what befalls the cluster."""
-    named = ", ".join(sorted(befalls))
-    where = f"cluster.{'churn' if 'churn' in befalls else 'events'} ({named})"
-    if befalls & MEMBERS and not survives(own):
-        who = f"sync={chosen(own.sync)}" if CHURN in own.topology.carries else f"topology={chosen(own.topology)}"
+    named = ", ".join(sorted(fault_kinds))
+    where = f"cluster.{'churn' if 'churn' in fault_kinds else 'events'} ({named})"
+    if fault_kinds & MEMBERSHIP_KINDS and not has_failure_protocol(own):
+        who = (
+            f"sync={option_name(own.sync)}"
+            if FAULT_TOLERANT in own.topology.supports
+            else f"topology={option_name(own.topology)}"
+        )
         raise UsageError(
             f"{where}: stage {name} has {who}, which cannot go on without a failed worker; remove these failures, or "
             f"{TOLERANT_INSTEAD}"
         )
-    if befalls & COMING and closed(own):
+    if fault_kinds & REJOIN_KINDS and forbids_rejoin(own):
         raise UsageError(
-            f"{where}: stage {name} has topology={chosen(own.topology)}, where a failed worker cannot rejoin yet; take "
-            "topology=parameter_server, or events of fail alone"
+            f"{where}: stage {name} has topology={option_name(own.topology)}, where a failed worker cannot rejoin yet; "
+            "take topology=parameter_server, or events of fail alone"
         )
-    if befalls & MEMBERS and parts.runtime.name != "sim" and virtual_only(own, parts):
+    if fault_kinds & MEMBERSHIP_KINDS and parts.runtime.name != "sim" and survives_only_in_sim(own, parts):
         raise UsageError(
             f"{where}: stage {name} sums by NCCL, and processes go on without a worker only where gloo sums; take "
             "runtime.backend=gloo, or runtime=sim"
         )
-    if entangled(own) and befalls - {LINK_DOWN, SERVER_FAIL}:
+    if blocks_on_failure(own) and fault_kinds - {LINK_DOWN, SERVER_FAIL}:
         raise UsageError(
-            f"{where} with overlap={chosen(own.overlap)} is not built yet: what goes on beside a step would not stand "
-            "still; take overlap=none"
+            f"{where} with overlap={option_name(own.overlap)} is not built yet: what goes on beside a step would not "
+            "stand still; take overlap=none"
         )
 
 
@@ -977,7 +994,7 @@ def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
     for stage, own in zip(stages, parts.stages, strict=True):
         estimator = own.sync.estimator or own.compression.estimator
         whole = isinstance(own.sync, ServerRule) and own.sync.messages().whole
-        if whole or estimator not in PIECEWISE or type(own.optimizer).statistics is not Optimizer.statistics:
+        if whole or estimator not in MINIBATCH_ESTIMATORS or type(own.optimizer).statistics is not Optimizer.statistics:
             raise UsageError(
                 f"runtime.on_worker_failure=reshard: in stage {stage.name} a worker computes with its whole shard at "
                 "once, which "
@@ -995,14 +1012,14 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
             "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "
             "both are; drop it, or take overlap=none"
         )
-    if real and len(stages) > 1 and any(map(in_one_round, parts.stages)):
+    if real and len(stages) > 1 and any(map(saves_one_round, parts.stages)):
         raise UsageError(
             "run.checkpoint_s: real processes leave checkpoints of sync=hop and sync=d_admm in plans of one stage "
             "only, as workers come to another after different numbers of rounds; drop it, or take one stage"
         )
-    lockstep = in_lockstep(parts, len(stages[0].workers))
+    lockstep = runs_in_lockstep(parts, len(stages[0].workers))
     for stage, own in zip(stages, parts.stages, strict=True):
-        if real and not (lockstep or comes_anew(own)):
+        if real and not (lockstep or resumes_without_lockstep(own)):
             raise UsageError(
                 f"run.checkpoint_s: in stage {stage.name} not all go round by round, and real processes leave "
                 "checkpoints only then, where servers merge their updates, or where models are averaged in groups or "
@@ -1010,34 +1027,34 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
             )
 
 
-def in_lockstep(parts: Parts, num_workers: int) -> bool:
+def runs_in_lockstep(parts: Parts, num_workers: int) -> bool:
     """Whether in every stage nothing is on its way at the top of everybody's loop, but what is sent from there, or
     said again where a run goes on."""
-    return all(_in_lockstep(own, num_workers) for own in parts.stages)
+    return all(stage_runs_in_lockstep(own, num_workers) for own in parts.stages)
 
 
-def _in_lockstep(own: StageParts, num_workers: int) -> bool:
+def stage_runs_in_lockstep(own: StageParts, num_workers: int) -> bool:
     sync = own.sync
     if not sync.in_rounds or sync.quorum(num_workers) < num_workers:
         return False
     return isinstance(sync, ServerRule | RoundRule) or isinstance(own.topology, AllReduce)
 
 
-def says_again(parts: Parts) -> bool:
+def retransmits_on_resume(parts: Parts) -> bool:
     """Whether workers that go round by round, and go on from a checkpoint, first say again what was on its way."""
     return any(isinstance(own.sync, RoundRule) and own.sync.lag for own in parts.stages)
 
 
-def in_one_round(own: StageParts) -> bool:
+def saves_one_round(own: StageParts) -> bool:
     """Whether workers are kept at the begin of one round, though each comes to it when it does."""
     return isinstance(own.sync, RoamingRule) and own.sync.kept == "round"
 
 
-def comes_anew(own: StageParts) -> bool:
+def resumes_without_lockstep(own: StageParts) -> bool:
     """Whether workers may resume from a server's state, or each from its own; see `ashl.topology.parameter_server`,
     `ashl.topology.partial_all_reduce` and `ashl.topology.coordinator`."""
     if isinstance(own.topology, PartialAllReduce):
         return True
     if isinstance(own.sync, RoamingRule):
         return bool(own.sync.kept)
-    return own.topology.has_server and CHURN in carried_by(own.topology, own.sync) and own.overlap.serial
+    return own.topology.has_server and FAULT_TOLERANT in capabilities_of(own.topology, own.sync) and own.overlap.serial

@@ -41,19 +41,19 @@ from ashl.planning.build import (
     with_shards,
 )
 from ashl.planning.compatibility import (
-    check_annealing,
+    check_annealed_values,
     check_checkpoints,
-    check_churn,
     check_combination,
     check_compression,
-    check_servers,
+    check_faults,
+    check_plan_overrides,
+    check_sharded_server,
     check_stages,
+    check_sync_overrides,
     check_targets,
-    check_workers,
+    check_worker_count,
     count_workers,
-    dense_pulls,
-    refuse_sync,
-    refuse_unheard,
+    note_dense_pulls,
 )
 from ashl.planning.device import device_of
 from ashl.planning.overlapping import overlapped
@@ -127,11 +127,11 @@ def _prepared(
         config, cluster = {**config, "cluster": replaced}, replaced
         parts["cluster"] = options.of("cluster", replaced)
     if parts["schedule"].names_sync:
-        refuse_sync(config["choices"]["schedule"], overrides)
+        check_sync_overrides(config["choices"]["schedule"], overrides)
         parts["sync"] = None
     check_combination(parts, config["choices"])
     num_workers = count_workers(parts, world_size)
-    check_workers(parts["sync"], parts["topology"], num_workers, settings.seed)
+    check_worker_count(parts["sync"], parts["topology"], num_workers, settings.seed)
     data, limits = loaded(parts["dataset"], settings.seed), limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
@@ -181,7 +181,7 @@ def _prepared(
         plan = given_plan(settings.plan, plan, config, overrides)
     resolved = usable(plan, options, settings.plan)
     check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
-    check_churn(resolved, plan.stages, settings.run.checkpoint_s)
+    check_faults(resolved, plan.stages, settings.run.checkpoint_s)
     clock, by = foretelling(parts["cluster"], known, replaced, codec_of(config), options)
     plan = overlapped(plan, resolved, learner, known, clock)
     resolved = parts_of(plan, options)
@@ -189,7 +189,7 @@ def _prepared(
     deal = dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
     plan = predicted(plan, resolved, clock, deal, len(data.train), batch, by)
-    plan = replace(plan, notes=plan.notes + dense_pulls(plan, resolved))
+    plan = replace(plan, notes=plan.notes + note_dense_pulls(plan, resolved))
     if strict:
         given = Given(asked, plan, resolved, parts["schedule"], replaced is not None, data)
         refuse_without_effect(given, overrides)
@@ -223,7 +223,7 @@ def usable(plan: Plan, options: Options, path: str | None) -> Parts:
     try:
         resolved = parts_of(plan, options)
         check_stages(resolved, plan.stages)
-        check_annealing(resolved, plan.stages)
+        check_annealed_values(resolved, plan.stages)
         extra = max(extra_ranks(own.topology, own.sync, resolved.cluster.node) for own in resolved.stages)
         if plan.num_ranks != (ranks := plan.num_workers + extra):
             raise UsageError(f"num_ranks is {plan.num_ranks}, and its workers and servers are {ranks}")
@@ -289,7 +289,7 @@ def predicted(
 ) -> Plan:
     """The plan with what each stage should reach, where this cluster, chosen or the profile's, says what it costs.
     Raises UsageError where sums cannot go as they were asked to, or a model cannot be shared out."""
-    check_servers(plan, parts)
+    check_sharded_server(plan, parts)
     plan = replace(plan, notes=plan.notes + sums_of(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan
@@ -417,7 +417,7 @@ def given_plan(path: str, own: Plan, config: Mapping[str, Any], overrides: Seque
                 f"plan={path} is for another run: {what} {theirs} there, {ours} here; give this run the same, or plan "
                 "anew"
             )
-    refuse_unheard(path, plan, config, overrides)
+    check_plan_overrides(path, plan, config, overrides)
     seed = own.seed if any(key_of(override) == "seed" for override in overrides) else plan.seed
     return replace(
         own,

@@ -31,7 +31,7 @@ from ashl.plan.profile import Profile
 from ashl.planning.build import Parts, StageParts, balanced, layer_groups, layout_of, link_of
 from ashl.planning.by_part import as_measured
 from ashl.planning.chains import chain_of
-from ashl.planning.compatibility import carried_by
+from ashl.planning.compatibility import capabilities_of
 from ashl.stage.stage import DELAY, OVERLAP, Rule, Topology
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
@@ -144,13 +144,13 @@ def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Pa
 def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: Mapping[str, str]) -> None:
     """Refuse what leaves nothing to compute while something is exchanged. Raises UsageError."""
     n = len(stage.workers)
-    if DELAY not in own.topology.carries:
+    if DELAY not in own.topology.supports:
         why, instead = "its workers meet in another way", "topology=all_reduce or topology=parameter_server"
     elif type(own.sync).loop is not Rule.loop:
         why, instead = "it measures, and exchanges nothing to learn from", "another sync mode"
     elif isinstance(own.sync, ServerRule) and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own, which need the answer to the last ones", "sync=bsp"
-    elif DELAY not in carried_by(own.topology, own.sync):
+    elif DELAY not in capabilities_of(own.topology, own.sync):
         why, instead = "what it exchanges is no update that could land later", "sync=local_sgd"
     elif changes(own):
         why, instead = "its rounds change, and the next one is begun before", "topology=parameter_server"
@@ -226,7 +226,7 @@ def merges_by_slice(own: StageParts, workers: int) -> bool:
 def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout: Layout) -> None:
     """Refuse what leaves no gradient to send in parts. Raises UsageError."""
     name = f"overlap={choices['overlap']}"
-    if OVERLAP not in own.topology.carries:
+    if OVERLAP not in own.topology.supports:
         why, instead = "its workers exchange no gradients", "topology=all_reduce or parameter_server, and sync=bsp"
     elif type(own.sync).loop is not Rule.loop:
         why, instead = "it measures, and exchanges nothing to learn from", "another sync mode"
@@ -240,7 +240,7 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "a slice is merged once it has come from all, by a sum and one step", "sync=bsp"
     elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own", "sync=bsp"
-    elif OVERLAP not in carried_by(own.topology, own.sync):
+    elif OVERLAP not in capabilities_of(own.topology, own.sync):
         why, instead = "what it exchanges is not the gradient as it is", "sync=bsp"
     elif not own.compression.flags.lossless and not own.overlap.compresses:
         why, instead = "a codec sees the whole update", "compression=none, overlap=layerwise"

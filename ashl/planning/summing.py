@@ -10,7 +10,7 @@ from ashl.compression.contract import Layout, size_of
 from ashl.errors import UsageError
 from ashl.plan.plan import Plan, StagePlan
 from ashl.planning.build import Parts, StageParts, layout_of, link_of
-from ashl.planning.compatibility import chosen
+from ashl.planning.compatibility import option_name
 
 LINKS = {"bandwidth_mbit_s", "latency_s", "inner_bandwidth_mbit_s"}
 DROP = "or drop topology.algorithm"
@@ -61,13 +61,13 @@ def check_stage(algorithm: str, stage: StagePlan, own: StageParts, parts: Parts,
         )
     if own.overlap.halves:
         raise UsageError(
-            f"{name} makes no sense with overlap={chosen(own.overlap)}, which sends sums in two halves round a ring; "
-            f"take overlap=priority, {DROP}"
+            f"{name} makes no sense with overlap={option_name(own.overlap)}, which sends sums in two halves round a "
+            f"ring; take overlap=priority, {DROP}"
         )
     if not link_of(own.compression, layout, 0, size_of(layout)).adds_up:
         raise UsageError(
-            f"{name} makes no sense with compression={chosen(own.compression)} in stage {stage.name}: what does not "
-            f"add up is gathered round a ring; take compression=none, random_mask or power_sgd, {DROP}"
+            f"{name} makes no sense with compression={option_name(own.compression)} in stage {stage.name}: what does "
+            f"not add up is gathered round a ring; take compression=none, random_mask or power_sgd, {DROP}"
         )
 
 

@@ -27,7 +27,7 @@ from ashl.overlap.chain import bare, joined
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import TARGETS, Plan, StagePlan
 from ashl.planning.build import Parts, StageParts, layer_groups
-from ashl.planning.compatibility import carried_by
+from ashl.planning.compatibility import capabilities_of
 from ashl.planning.device import device_of
 from ashl.stage.stage import WEIGHTS
 from ashl.sync.lb_bsp import LBBSP
@@ -126,11 +126,11 @@ def workers_meet(given: Given) -> bool:
 
 
 def nodes_matter(given: Given) -> bool:
-    def asks(own: StageParts) -> bool:
+    def uses_nodes(own: StageParts) -> bool:
         by_itself = groups_by_machine(own) and getattr(own.topology, "workers_per_node", None) is None
         return by_itself or isinstance(own.topology, Halos) or own.topology.algorithm is not None
 
-    return not is_declared(given) or any(map(asks, given.stages))
+    return not is_declared(given) or any(map(uses_nodes, given.stages))
 
 
 def groups_by_machine(own: StageParts) -> bool:
@@ -215,7 +215,7 @@ def is_cut(given: Given) -> bool:
 
 def sums_weights(given: Given) -> bool:
     """Return True if some stage weighs what its workers push."""
-    return any(WEIGHTS in carried_by(own.topology, own.sync) for own in given.stages)
+    return any(WEIGHTS in capabilities_of(own.topology, own.sync) for own in given.stages)
 
 
 def run_ends(given: Given) -> bool:
@@ -254,12 +254,12 @@ CONDITIONS = (
     Condition(
         ("cluster.detect_s",),
         FAILURES,
-        lambda given: given.cluster.loses,
+        lambda given: given.cluster.workers_fail,
     ),
     Condition(
         ("runtime.min_workers", "runtime.on_worker_failure"),
         FAILURES,
-        lambda given: given.parts.runtime.name != "sim" or given.cluster.loses,
+        lambda given: given.parts.runtime.name != "sim" or given.cluster.workers_fail,
     ),
     Condition(
         ("runtime.share_gpu",),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.planning.compatibility import can_wait_for_good, lets_in, modes_of
+from ashl.planning.compatibility import admits_rejoin, can_block_forever, describe_modes
 from ashl.run.checkpoints import Savings
 from ashl.run.desk import PATIENCE_S, POLL_S, Desk
 from ashl.run.doors import Answer, Ask
@@ -69,8 +69,8 @@ class Attendance:
     processes: dict[int, BaseProcess]  # of the ranks that run here
     places: Mapping[int, Place]  # ... in their first life
     start: Callable[[int, int], None]  # here, a rank in this life
-    goes_on: bool  # whether it may, without a worker
-    lets_in: bool  # ... and that may come back
+    survives_failure: bool  # whether it may, without a worker
+    admits_rejoin: bool  # ... and that may come back
     left: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
     lost_at: float = 0.0  # when the last of them was
@@ -139,7 +139,7 @@ class Attendance:
         """Workers that were killed, failed as declared, or fell silent alone, and without which the run goes on, once
         it has begun and their last words have been heard. `late`: who is silent for so long, `drained`: until when
         what was said is heard."""
-        if not self.goes_on or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
+        if not self.survives_failure or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
             return
         for rank, how in self.gone().items():
             heard_out = drained > self.noticed.setdefault(rank, time.monotonic())
@@ -159,7 +159,7 @@ class Attendance:
                 self.desk.drop(
                     rank, End(DROPPED, f"worker {rank} {how} (runtime.heartbeat_timeout_s), and the run went on")
                 )
-                if rank in self.processes and (not self.lets_in or can_wait_for_good(monitor.job.parts)):
+                if rank in self.processes and (not self.admits_rejoin or can_block_forever(monitor.job.parts)):
                     self.processes[rank].kill()  # others may wait for it in the middle of a sum
                     self.ended.add(rank)
                 self.without(monitor, rank, how)
@@ -181,7 +181,7 @@ class Attendance:
         served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
         if (served and self.plan.home in alike) or not alike < there or cut_off(self, monitor, alike):
             return False
-        return not alike - self.processes.keys() or not can_wait_for_good(monitor.job.parts)
+        return not alike - self.processes.keys() or not can_block_forever(monitor.job.parts)
 
     def without(self, monitor: Monitor, rank: int, how: str) -> None:
         """The run goes on without this worker."""
@@ -206,7 +206,7 @@ class Attendance:
     def bring_back(self, monitor: Monitor, max_restarts: int) -> None:
         """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
         way."""
-        for rank in [rank for rank in self.lost if rank in self.processes and self.lets_in]:
+        for rank in [rank for rank in self.lost if rank in self.processes and self.admits_rejoin]:
             code = self.processes[rank].exitcode
             if code is None:
                 continue
@@ -404,8 +404,8 @@ def answer(seen: Attendance, monitor: Monitor, ask: Ask, keeps: bool) -> Answer:
 
 def refusal(seen: Attendance, monitor: Monitor, worker: int | None, keeps: bool) -> str | None:
     plan, parts = seen.plan, monitor.job.parts
-    if not lets_in(parts):
-        return f"a run with {modes_of(parts)} takes nobody; a new run with run.checkpoint_s can be resumed."
+    if not admits_rejoin(parts):
+        return f"a run with {describe_modes(parts)} takes nobody; a new run with run.checkpoint_s can be resumed."
     if keeps:
         return "a run that leaves checkpoints (run.checkpoint_s) takes nobody."
     if monitor.final is not None or monitor.stopping:

@@ -19,7 +19,7 @@ from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.build import Parts
-from ashl.planning.compatibility import counted
+from ashl.planning.compatibility import pluralize
 from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run import interface, watch
 from ashl.run.attendance import PATIENCE_S, role
@@ -125,7 +125,7 @@ def server_notes(
     if plan.num_ranks == plan.num_workers:
         return ()
     who = role(plan, plan.num_workers).partition(" (")[0]
-    count = f"the job is {counted(plan.num_workers, 'worker', 'workers')} and {who.replace('the', 'a', 1)}"
+    count = f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and {who.replace('the', 'a', 1)}"
     return count, server_note(who, host, wanted, profile, path, shared)
 
 

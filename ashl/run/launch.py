@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
-from ashl.planning.compatibility import goes_on, lets_in
+from ashl.planning.compatibility import admits_rejoin, survives_failure
 from ashl.planning.device import device_of, gpu_of, one_each
 from ashl.run.attendance import Attendance, attend
 from ashl.run.checkpoints import Saved, Savings
@@ -92,7 +92,7 @@ def conduct(
     try:
         with children(plan, places) as (processes, start):
             parts, by_rank = monitor.job.parts, {place.rank: place for place in places}
-            seen = Attendance(plan, desk, processes, by_rank, start, goes_on(parts), lets_in(parts))
+            seen = Attendance(plan, desk, processes, by_rank, start, survives_failure(parts), admits_rejoin(parts))
             pace = attend(seen, run_dir, monitor, savings)
         if pace is not None:
             end = End(0)

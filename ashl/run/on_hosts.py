@@ -26,7 +26,7 @@ from ashl.run.sealed import SECRET
 from ashl.run.ssh import Connection, Inbox, Launch, OutputLine, Wish, command, connected, greeted, next_line, printable
 from ashl.run.train import is_virtual
 from ashl.run.watch import DROPPED, handled
-from ashl.stage.stage import CHURN, extra_ranks
+from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
 
 PULSE_S = 2.0
 SETTLE_S = 5.0  # after the first failure: for the others to notice, and to finish their records
@@ -105,7 +105,7 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
 
 def may_lose(config: Mapping[str, Any]) -> bool:
     """Whether such a run may go on without a worker."""
-    return CHURN in Options(config["allow_targets"]).of("topology", config["topology"]).carries
+    return FAULT_TOLERANT in Options(config["allow_targets"]).of("topology", config["topology"]).supports
 
 
 def size_there(config: Mapping[str, Any], where: Launch) -> int | None:

@@ -28,7 +28,12 @@ from ashl.learn.device import HOST, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.build import Parts, assemble, parts_of
-from ashl.planning.compatibility import by_sums, goes_on, in_lockstep, says_again
+from ashl.planning.compatibility import (
+    exchanges_by_collectives,
+    retransmits_on_resume,
+    runs_in_lockstep,
+    survives_failure,
+)
 from ashl.planning.device import by_nccl, device_of, use_device
 from ashl.planning.summing import machines_of
 from ashl.run.handshake import compare_fingerprint
@@ -177,10 +182,10 @@ def playable(
 ) -> tuple[tuple[Stage, ...], Agreement | None]:
     """The stages as this rank plays them; where sums may lack a worker that is lost, its part in going on."""
     stages = assemble(plan, place.device, parts).stages
-    if place.keeps or not goes_on(parts):
+    if place.keeps or not survives_failure(parts):
         return stages, None
     agreement = None
-    if any(map(by_sums, parts.stages)):
+    if any(map(exchanges_by_collectives, parts.stages)):
         agreement = Agreement(store, place.rank, stages[0].workers, emit, place.life)
     return tuple(replace(stage, elastic=True) for stage in stages), agreement
 
@@ -256,11 +261,11 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     roll = Roll(kernel, place.rank, place.life, lives, store, agreement)
     reporter.heard, reporter.beat = roll.hear, kernel.beat
-    for event in parts.cluster.events if parts.cluster.befalls else ():
+    for event in parts.cluster.events if parts.cluster.fault_kinds else ():
         late = place.life and event.time_s * 1e9 < kernel.now_ns
         if event.fail and event.worker == place.rank and not late:
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
-    anew = saved is not None and (says_again(parts) or not in_lockstep(parts, plan.num_workers))
+    anew = saved is not None and (retransmits_on_resume(parts) or not runs_in_lockstep(parts, plan.num_workers))
     kernel.run(partial(program, stages=stages, saved=saved, comes=anew or place.life > 0))
     if place.rank < plan.num_workers and learner.carries:
         reporter.show_last_state(learner.worker_state(place.rank))

@@ -18,7 +18,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.learn.module_state import mean_of
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job
-from ashl.planning.compatibility import check_rescaled
+from ashl.planning.compatibility import check_other_worker_count
 from ashl.run import checkpoints
 from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Saved
 from ashl.run.health import Health
@@ -65,7 +65,7 @@ def rescales(config: dict[str, Any], run_dir: Path | None) -> bool:
 def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     """What this plan is to go on from. Raises UsageError where that has no meaning for other workers, and AshlError
     while another process goes on with it."""
-    check_rescaled(job.parts, run_dir)
+    check_other_worker_count(job.parts, run_dir)
     with writing(run_dir), jsonl.alone(run_dir / METRICS):
         pass
     saved = checkpoints.newest(run_dir, identity)

@@ -19,7 +19,7 @@ from ashl.config.recorded import config_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.build import Job, Parts, assemble
-from ashl.planning.compatibility import in_lockstep, in_one_round
+from ashl.planning.compatibility import runs_in_lockstep, saves_one_round
 from ashl.planning.device import device_of
 from ashl.planning.make import Prepared, prepared
 from ashl.report.compare import REPORT, compare
@@ -224,10 +224,10 @@ def drive(
 def savings_of(plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving) -> Savings:
     """How real processes leave checkpoints of this run."""
     how, replicas = SERVER, monitor.job.stages[0].replicas
-    if in_lockstep(monitor.job.parts, plan.num_workers):
+    if runs_in_lockstep(monitor.job.parts, plan.num_workers):
         how = LOCKSTEP
     elif replicas:
-        how = ROUND if any(in_one_round(own) for own in monitor.job.parts.stages) else EACH
+        how = ROUND if any(saves_one_round(own) for own in monitor.job.parts.stages) else EACH
     home = None if how == LOCKSTEP and replicas else plan.home
     servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
     return Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers)

@@ -60,7 +60,7 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Save
     if (due := following(saved.time_ns if saved else 0, saving.every_s)) is not None:
         sim.save_at(due, keep)
     play = partial(program, stages=job.stages)
-    if cluster.befalls:
+    if cluster.fault_kinds:
         Churn(sim, cluster, plan.seed, stage.min_workers, partial(hearing, job.stages), play)
     try:
         runtime = job.parts.runtime

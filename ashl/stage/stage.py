@@ -33,8 +33,8 @@ Members = tuple[int, ...]  # sorted ranks
 CODEC, WEIGHTS, PULLS, STATISTICS = "codec", "weights", "pulls", "statistics"  # what a topology may carry
 OVERLAP, DELAY = "overlap", "delay"  # whether a gradient may travel in parts, and work while the next is computed
 OUTER = "outer"  # ... and whether it merges updates, so that an outer optimizer may step on them
-CHURN = "churn"  # ... and whether it goes on without a worker that is lost, and with one that comes
-CARGO = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP, DELAY, CHURN})
+FAULT_TOLERANT = "fault_tolerant"  # ... and whether it goes on without a worker that is lost, and with one that comes
+CAPABILITIES = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT})
 
 
 class Network(Protocol):
@@ -64,7 +64,7 @@ class Rule(Contract, group="sync", strict=True):
     codecs: ClassVar[tuple[dict[str, Any], ...]] = ()  # whose encoding is timed then, beside the chosen one's, as specs
     after_adam: ClassVar[bool] = False  # whether it goes on with the moments that Adam has left in the stage before
     by_part: ClassVar[bool] = False  # whether costs are measured by layer group, and of large messages and of sums
-    carries: ClassVar[frozenset[str] | None] = None  # None = what the topology carries
+    supports: ClassVar[frozenset[str] | None] = None  # None = what the topology supports
 
     def quorum(self, num_workers: int) -> int:
         """How many workers' work makes a merge. Raises UsageError where there are not so many."""
@@ -95,8 +95,8 @@ class Rule(Contract, group="sync", strict=True):
 class Topology(Contract, group="topology"):
     """How models meet: the mechanism of an exchange, with the loop of each role."""
 
-    asks: ClassVar[type[Rule] | tuple[type[Rule], ...]]  # the rules that its loops ask
-    carries: ClassVar[frozenset[str]]  # what travels beside plain updates; what it lacks is refused
+    policy_type: ClassVar[type[Rule] | tuple[type[Rule], ...]]  # the rules that its loops ask
+    supports: ClassVar[frozenset[str]]  # what travels beside plain updates; what it lacks is refused
     has_server: ClassVar[bool] = False  # whether rank n holds the model
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
     replicas: ClassVar[bool] = False  # whether every worker has a model of its own, so that their mean is evaluated

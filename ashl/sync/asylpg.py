@@ -41,7 +41,7 @@ from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.stage import CHURN, CODEC, Stage
+from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
 from ashl.stage.tally import LATE, Tally
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import Anchor, over_shard, reduced
@@ -94,7 +94,7 @@ class AsyLPG(ServerRule):
 
     exchange: ClassVar[str] = "gradient"
     estimator: ClassVar[str] = "minibatch"  # its own is made of them
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, CHURN})
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT})
     epoch_steps: Count | None
     mu: Positive | None
     l1: NonNegative

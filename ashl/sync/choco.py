@@ -41,7 +41,7 @@ class Replicas(NamedTuple):
 class Choco(RoundRule):
     """Compressed gossip in rounds."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC})  # what is sent are differences
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC})  # what is sent are differences
     local_steps: Count | Literal["plan"]
     gamma: Positive
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
-from ashl.stage.stage import CHURN, Stage
+from ashl.stage.stage import FAULT_TOLERANT, Stage
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
@@ -29,7 +29,8 @@ from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 class EASGD(ServerRule):
     """Models on springs."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({CHURN})  # whole models travel, and each moves the server's by itself
+    # whole models travel, and each moves the server's by itself
+    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     local_steps: Count | Literal["plan"]
     alpha: Ratio
 

@@ -30,7 +30,7 @@ class OneBitAdam(StepRule):
 
     exchange: ClassVar[str] = "gradient"
     after_adam: ClassVar[bool] = True
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
 
     def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
         return momentum

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from ashl.option import Count, option
 from ashl.runtime.node import Node
 from ashl.size_only import SizeOnly, halves, joined
-from ashl.stage.stage import CHURN, OUTER, WEIGHTS, Stage
+from ashl.stage.stage import FAULT_TOLERANT, OUTER, WEIGHTS, Stage
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import BarrierRule, ServerState, Updates
@@ -29,7 +29,7 @@ class PRSGDMomentum(BarrierRule, StepRule):
     """A barrier at every H steps, for models and momenta."""
 
     momentum_travels: ClassVar[bool] = True
-    carries: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER, CHURN})
+    supports: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER, FAULT_TOLERANT})
     local_steps: Count
 
     def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:

@@ -28,7 +28,7 @@ from ashl.option import option
 from ashl.runtime.effects import Message
 from ashl.runtime.node import Node
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage.stage import CHURN, CODEC, WEIGHTS, Stage
+from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.stage.tally import FAILURE, Tally
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
@@ -77,7 +77,7 @@ class Ringleader(ServerRule):
 
     exchange: ClassVar[str] = "gradient"
     whole_steps: ClassVar[bool] = True
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, CHURN})
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
 
     def begin(self, stage: Stage, tally: Tally) -> Table:
         return Table().opened(there(stage, tally))

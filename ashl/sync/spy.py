@@ -51,7 +51,7 @@ class SPY(ServerRule):
     """Proximal steps on sparse messages."""
 
     exchange: ClassVar[str] = "gradient"
-    carries: ClassVar[frozenset[str]] = frozenset()  # few elements travel as it is
+    supports: ClassVar[frozenset[str]] = frozenset()  # few elements travel as it is
     lam: NonNegative
     share: Ratio
     estimator: Literal["full", "minibatch"]

@@ -41,7 +41,7 @@ class ZeroOneAdam(StepRule):
     """Whole gradients, compressed momenta or local steps, as the counts say."""
 
     exchange: ClassVar[str] = "accumulated"
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
     freeze_step: Count
     update_scaler: Count
     local_step_scaler: Count

@@ -31,9 +31,9 @@ from ashl.runtime.packed import opened, parcelled
 from ashl.runtime.sums import piece, together
 from ashl.stage.link import Ends
 from ashl.stage.stage import (
-    CHURN,
     CODEC,
     DELAY,
+    FAULT_TOLERANT,
     GO,
     NEXT,
     OUTER,
@@ -107,8 +107,8 @@ class AllReduce(Topology):
     """No server: the workers' bodies are summed in rank order, or gathered where they do not add up (see
     `topology.exchange`), and everybody keeps the sum."""
 
-    asks: ClassVar[type[Rule]] = StepRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, CHURN})
+    policy_type: ClassVar[type[Rule]] = StepRule
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT})
     algorithm: Algorithm | None = None  # so that an option of one's own which extends this may say nothing
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:

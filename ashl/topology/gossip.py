@@ -120,8 +120,8 @@ class RoamingRule(GossipRule, contract=True):
 class Gossip(Topology):
     """Workers talk to their neighbours on a graph, and to nobody else."""
 
-    asks: ClassVar[type[Rule]] = GossipRule
-    carries: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and nobody adds up updates
+    policy_type: ClassVar[type[Rule]] = GossipRule
+    supports: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and nobody adds up updates
     replicas: ClassVar[bool] = True
     graph: str
     degree: Count

@@ -60,8 +60,8 @@ REPORTED = ("commits", "steps_by", "dropped_by", "stale_sum", "stale_max")  # of
 class Halos(Topology):
     """A tree of servers: one in each region, and one above them."""
 
-    asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER})
+    policy_type: ClassVar[type[Rule]] = ServerRule
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER})
     has_server: ClassVar[bool] = True
     regions: tuple[Natural, ...] | None
     updates: Count

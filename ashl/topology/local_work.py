@@ -132,7 +132,7 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     total, body = 0.0, local - params if grads is None else grads
     for loss in numbers(losses):
         total += loss
-    if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.carries:
+    if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
         share = share_of(stage, node.rank, range(state.step - steps, state.step))
         body, total = body * share, total * share
     return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps, version)

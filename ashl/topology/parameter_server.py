@@ -37,9 +37,9 @@ from ashl.stage.fragment import Fragment
 from ashl.stage.link import Ends
 from ashl.stage.program import reassigned
 from ashl.stage.stage import (
-    CHURN,
     CODEC,
     DELAY,
+    FAULT_TOLERANT,
     GO,
     LAST,
     NEXT,
@@ -196,8 +196,8 @@ class ParameterServer(Topology):
     With `pull_ratio` a pull carries that share of the difference to the worker's last pull, by the chosen codec.
     """
 
-    asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, OVERLAP, DELAY, CHURN})
+    policy_type: ClassVar[type[Rule]] = ServerRule
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT})
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 

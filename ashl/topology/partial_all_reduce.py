@@ -22,7 +22,7 @@ from torch import Tensor
 from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, LOST, Broken, Message, Tag
 from ashl.runtime.node import Node
-from ashl.stage.stage import CHURN, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
+from ashl.stage.stage import FAULT_TOLERANT, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
 from ashl.stage.tally import FAILURE, RUN_END, Tally
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState
@@ -40,8 +40,8 @@ PER_NODE = 4  # workers of a machine where nobody says
 class PartialAllReduce(Topology):
     """Every worker has a model of its own; a group's members average theirs."""
 
-    asks: ClassVar[type[Rule]] = GroupRule
-    carries: ClassVar[frozenset[str]] = frozenset({CHURN})  # whole models travel, and nobody adds up updates
+    policy_type: ClassVar[type[Rule]] = GroupRule
+    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})  # whole models travel, and nobody adds up updates
     coordinated: ClassVar[bool] = True
     replicas: ClassVar[bool] = True
     workers_per_node: Count | None
@@ -343,10 +343,10 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
         heard = message is not None
         if message is None:
             message = await node.recv(*heard_by(stage))
-        asks = message.tag[0] == "ask"
-        if last and asks and message.start_ns <= tally.end_ns:
+        is_request = message.tag[0] == "ask"
+        if last and is_request and message.start_ns <= tally.end_ns:
             tally.drop(message.src, int(message.meta[0]), RUN_END)
-        elif not last and not heard and (not asks or message.meta[0]):
+        elif not last and not heard and (not is_request or message.meta[0]):
             hear(node, stage, state, message)
         await take_in(node, stage, state, message)
         message = None

@@ -35,7 +35,7 @@ from ashl.runtime.node import Node
 from ashl.runtime.sums import together
 from ashl.stage.link import Body, Ends
 from ashl.stage.program import reassigned
-from ashl.stage.stage import CHURN, CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
+from ashl.stage.stage import CODEC, FAULT_TOLERANT, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
 from ashl.stage.tally import Tally
 from ashl.topology.ending import leave, record_end, stop_decision, within
 from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
@@ -62,8 +62,8 @@ from ashl.topology.replies import PULL_FIELDS, Pull, parsed
 class ShardedServer(Topology):
     """Ranks n, n + 1 … hold a piece of the model each."""
 
-    asks: ClassVar[type[Rule]] = ServerRule
-    carries: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER, CHURN})
+    policy_type: ClassVar[type[Rule]] = ServerRule
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER, FAULT_TOLERANT})
     has_server: ClassVar[bool] = True
     servers: Count
     cut: Literal["bytes", "layers"]

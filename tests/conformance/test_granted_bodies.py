@@ -19,7 +19,7 @@ from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning import device
 from ashl.planning.build import assemble
-from ashl.planning.compatibility import goes_on
+from ashl.planning.compatibility import survives_failure
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, Carrier, Granted
 from ashl.runtime.process import TorchKernel
@@ -166,8 +166,8 @@ def test_where_nccl_carries_messages(monkeypatch) -> None:
     asked = replace(own, backend="nccl")
     assert not device.by_nccl(own, server, parts.cluster), "by itself a server's messages go by gloo"
     assert device.by_nccl(asked, server, parts.cluster)
-    assert goes_on(parts)
-    assert not goes_on(replace(parts, runtime=asked))
+    assert survives_failure(parts)
+    assert not survives_failure(replace(parts, runtime=asked))
     with pytest.raises(UsageError, match=r"keeps no declared pace; take cluster=real with it; take runtime\.backend"):
         device.by_nccl(asked, server, cluster(2))
     with pytest.raises(UsageError, match=r"other messages go by gloo; take runtime\.backend=auto"):

@@ -16,7 +16,7 @@ from ashl.compression.fetch_sgd import Sketches
 from ashl.compression.wire.body import HEADER, Parts
 from ashl.errors import UsageError
 from ashl.option import option, refuse_unasked
-from ashl.planning.compatibility import check_roles
+from ashl.planning.compatibility import check_codec_roles
 from ashl.runtime.packed import packed, unpacked
 from ashl.stage.link import Ends, Link
 from tests.laws.codecs import codec, vector
@@ -123,7 +123,7 @@ class Hiding(Codec):
 @pytest.mark.parametrize(("own", "role"), [(Promising(), "Reduces"), (Hiding(), "Linear")])
 def test_what_comes_with_methods_derives_from_its_class(own: Codec, role: str) -> None:
     with pytest.raises(UsageError, match=f"derive {type(own).__name__} from .*{role}"):
-        check_roles("compression=mine", own)
+        check_codec_roles("compression=mine", own)
 
 
 class Half(Code):
@@ -142,10 +142,10 @@ class Half(Code):
 @pytest.mark.parametrize("code", [0, 127, 256])
 def test_a_codec_of_ones_own_has_a_number_of_its_own(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one, or with one of ours, its bodies were taken for another codec's."""
-    check_roles("compression=mine", Half())
+    check_codec_roles("compression=mine", Half())
     monkeypatch.setattr(Half, "code", code)
     with pytest.raises(UsageError, match=f"code = {code}; give Half a .* from 128 to 255"):
-        check_roles("compression=mine", Half())
+        check_codec_roles("compression=mine", Half())
 
 
 def test_a_codec_writes_as_many_bytes_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

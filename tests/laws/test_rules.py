@@ -130,15 +130,15 @@ def test_a_class_of_another_kind_is_refused(mine) -> None:
 
 def test_a_topology_says_what_it_carries(mine) -> None:
     class Relay(Topology):
-        asks: ClassVar[type[Rule]] = ServerRule
+        policy_type: ClassVar[type[Rule]] = ServerRule
 
-    with pytest.raises(UsageError, match=r"topology names 'mine\.Relay', which does not say 'carries'"):
+    with pytest.raises(UsageError, match=r"topology names 'mine\.Relay', which does not say 'supports'"):
         made(mine, option(Relay), "topology")
 
 
 def test_what_a_topology_does_not_carry_is_refused(monkeypatch) -> None:
     """It was compressed by nobody, and ended with exit code 0."""
-    monkeypatch.setattr(AllReduce, "carries", frozenset())
+    monkeypatch.setattr(AllReduce, "supports", frozenset())
     with pytest.raises(UsageError, match="compression=topk makes no sense with topology=all_reduce, which"):
         simulated("topology=all_reduce", "sync=bsp", "schedule=single", "compression=topk")
     with pytest.raises(UsageError, match=r"no place for aggregate\.scale"):
@@ -146,8 +146,10 @@ def test_what_a_topology_does_not_carry_is_refused(monkeypatch) -> None:
 
 
 def test_a_topology_cannot_carry_what_there_is_not(monkeypatch) -> None:
-    monkeypatch.setattr(AllReduce, "carries", frozenset({"weigths"}))
-    with pytest.raises(UsageError, match="says that it carries 'weigths', which there is not; there are: churn, codec"):
+    monkeypatch.setattr(AllReduce, "supports", frozenset({"weigths"}))
+    with pytest.raises(
+        UsageError, match="lists 'weigths' in `supports`, which is no capability; the capabilities are: codec"
+    ):
         simulated("topology=all_reduce", "sync=bsp", "schedule=single")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ashl.errors import AshlError, UsageError
 from ashl.planning.build import parts_of
-from ashl.planning.compatibility import check_churn, check_max_restarts
+from ashl.planning.compatibility import check_faults, check_max_restarts
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.records import Counts, Snapshot
 from ashl.runtime.sums import sum_in_rank_order
@@ -97,9 +97,9 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
         graphs="auto",
     )
     plan = with_events(planned(*SIZES), lost(0, 0.1))
-    check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
+    check_faults(replace(parts_of(plan), runtime=local), plan.stages, None)
     plan = with_events(planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1))
-    check_churn(replace(parts_of(plan), runtime=local), plan.stages, None)
+    check_faults(replace(parts_of(plan), runtime=local), plan.stages, None)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from ashl.cluster.spec import Churn, Event
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.build import assemble, parts_of
-from ashl.planning.compatibility import check_churn
+from ashl.planning.compatibility import check_faults
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.link import Ends
-from ashl.stage.stage import CHURN, Rule, Stage
+from ashl.stage.stage import FAULT_TOLERANT, Rule, Stage
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.local_work import WorkerState, turn_of
 from ashl.topology.parameter_server import ParameterServer, ServerRule
@@ -248,7 +248,7 @@ def rules() -> list[str]:
 
 def goes_on(name: str) -> bool:
     sync = conf_option("sync", name)
-    return CHURN in (ParameterServer.carries if sync.carries is None else sync.carries)
+    return FAULT_TOLERANT in (ParameterServer.supports if sync.supports is None else sync.supports)
 
 
 def test_every_mode_goes_on_but_one() -> None:
@@ -297,7 +297,7 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
     def refused(said: str, checkpoint_s: float | None = None, *, befallen: object = random, **stage: object) -> None:
         changed = replace(parts, cluster=befallen, stages=(replace(own, **stage),))
         with pytest.raises(UsageError, match=said):
-            check_churn(changed, plan.stages, checkpoint_s)
+            check_faults(changed, plan.stages, checkpoint_s)
 
     refused("sync=spy, which cannot go on without a failed worker; remove", sync=conf_option("sync", "spy"))
     refused("overlap=wfbp is not built yet: .* take overlap=none", overlap=conf_option("overlap", "wfbp"))
@@ -305,5 +305,5 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
     server = Event(time_s=1.0, server_fail=True)
     refused("no server that could fail", befallen=replace(parts.cluster, events=(server,)), topology=AllReduce())
     with pytest.raises(UsageError, match="min_workers=4, and there are 3 workers; take at most 3"):
-        check_churn(replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None)
+        check_faults(replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None)
     assert "detect_s" in replace(random, detect_s=None).missing(), "a missing cost is never zero"

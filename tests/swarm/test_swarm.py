@@ -55,7 +55,7 @@ def drawn_stage(rng: random.Random, n: int) -> Stage:
         ]
     )
     topologies = (ParameterServer(pull_ratio=None), AllReduce())
-    topology = rng.choice([t for t in topologies if isinstance(sync, t.asks)])
+    topology = rng.choice([t for t in topologies if isinstance(sync, t.policy_type)])
     return bound(rng, sync, topology, n, drawn_limits(rng))
 
 

@@ -83,7 +83,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 overlap=other.choice([SERIAL, SERIAL, Late(own=1), Late(own=0.5)]) if plain(sync) else SERIAL,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
-                joins=cluster.joins,
+                joins=cluster.workers_rejoin,
                 reshards=seed % 2 == 0,
             )
         )

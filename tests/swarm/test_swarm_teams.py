@@ -62,9 +62,9 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
                 else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
-                joins=cluster.joins,
+                joins=cluster.workers_rejoin,
                 reshards=seed % 2 == 0,
-                elastic=cluster.loses,
+                elastic=cluster.workers_fail,
             )
         )
         if other.random() < 0.4 and sync.exchange == "gradient" and stages[-1].link.flags.lossless:
@@ -141,8 +141,8 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
         least = 1 if rng.random() < 0.8 else rng.randint(1, n)
         befallen = {
             "reshards": seed % 2 == 0,
-            "joins": cluster.joins,
-            "elastic": cluster.loses,
+            "joins": cluster.workers_rejoin,
+            "elastic": cluster.workers_fail,
             "min_workers": least,
             "nodes": cluster.node,
         }
